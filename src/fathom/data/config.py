@@ -1,0 +1,62 @@
+"""What text to train on and how to cut it into blocks: one typed, validated value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer and blocks of one experiment.
+
+    `train` and `validation` each name a text: a file (`.txt`, `.md`, `.jsonl`, `.jsonl.gz`, `.jsonl.xz`, `.parquet`), a
+    folder of such files, a Hugging Face data set (`name`, `name:subset`, `name@revision`), or `"embedded"`, the
+    public-domain prose inside the package. `validation` may be `None`.
+    """
+
+    train: str = EMBEDDED
+    validation: str | None = EMBEDDED
+    text_field: str = "text"  # the field of JSONL, Parquet and hub rows that holds the text
+    train_split: str = "train"  # splits of a hub data set
+    validation_split: str = "validation"
+    tokenizer: str | dict[str, int] = field(default_factory=lambda: {"bpe": 4096})  # folder, hub name or {"bpe": vocab}
+    block_size: int = 512
+    document_mask: bool = False  # position_ids that restart at every document
+    keep_remainder: bool = False  # pad the last block of a text instead of dropping its tokens
+    max_documents: int | None = None  # of the training text: read only so many
+    max_tokens: int | None = None  # of the training text: keep only so many, in whole blocks
+    max_validation_tokens: int | None = None
+    streaming: bool = False  # tokenise the training text while training; nothing of it on disk
+    shuffle_buffer: int = 1000  # documents, streaming only
+    seed: int = 0  # document order when streaming; map-style blocks keep the text's order for the Trainer's sampler
+    num_proc: int | None = None  # tokenising processes; None: one a usable core. Does not change the result
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError("data.train is empty: name a file, a folder, a data set, or 'embedded'")
+        if isinstance(self.tokenizer, dict):
+            if set(self.tokenizer) != {"bpe"}:
+                raise ValueError(
+                    f"data.tokenizer={self.tokenizer!r}: give a folder, a hub name, or {{'bpe': vocabulary size}}"
+                )
+            # 256 bytes and the EOS token come before the first merge
+            _require_at_least("tokenizer.bpe", self.tokenizer["bpe"], 257)
+        elif not self.tokenizer:
+            raise ValueError("data.tokenizer is empty: give a folder, a hub name, or {'bpe': vocabulary size}")
+        _require_at_least("block_size", self.block_size, 2)
+        _require_at_least("shuffle_buffer", self.shuffle_buffer, 1)
+        for name, least in (
+            ("max_documents", 1),
+            ("max_tokens", self.block_size),
+            ("max_validation_tokens", self.block_size),
+            ("num_proc", 1),
+        ):
+            if getattr(self, name) is not None:
+                _require_at_least(name, getattr(self, name), least)
+
+
+def _require_at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"data.{name}={value!r}: needs a whole number of at least {least}")

@@ -1,0 +1,251 @@
+"""Documents to token ids to fixed-length blocks: in an Arrow file on disk, or as a stream.
+
+Every document ends with the EOS token. The documents of a text are laid end to end and cut every `block_size` tokens,
+so that a document may span blocks. What is left at the end is dropped, or padded to a block (`keep_remainder`). A block
+has
+
+    input_ids     [T]  token ids
+    position_ids  [T]  with document_mask: 0, 1, 2, … from the start of the block and again from the start of every
+                       document in it. transformers' mask builder reads these as documents that do not see each other.
+    labels        [T]  with keep_remainder: the token ids, and -100 where the block is padding
+
+The model shifts labels by one inside, so a block has T - 1 targets and its first token is context only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from fathom.data.config import DataConfig
+from fathom.data.sources import Source
+
+IGNORED = -100  # the label that transformers' losses skip
+_WRITE_CHARACTERS = 16_000_000  # text held in memory at once while documents are written
+
+
+class Span(NamedTuple):
+    """A stretch of the token stream: ids [n], and True [n] where a document begins."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+
+def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Token ids of each document and then EOS. "<|endoftext|>" and the like in the text are ordinary characters."""
+    encoded = tokenizer(documents, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded["input_ids"]]
+
+
+def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num_proc: int | None) -> Iterator[Span]:
+    """The token stream of `source` by `num_proc` processes (None: one a usable core), through Arrow files in `work`."""
+    _write_documents(source, work / "documents.arrow")
+    documents = datasets.Dataset.from_file(str(work / "documents.arrow"))
+    processes = min(num_proc or len(os.sched_getaffinity(0)), len(documents))
+    with _no_threads_in_forks(processes):
+        tokens = documents.map(
+            functools.partial(_encode_rows, tokenizer=tokenizer),
+            batched=True,
+            batch_size=100,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=["text"],
+            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+            cache_file_name=str(work / "tokens.arrow"),
+            desc=f"Tokenising {source.name} ({source.argument})",
+        )
+    for table in tokens.with_format("arrow").iter(batch_size=1000):
+        for lists in table["input_ids"].chunks:
+            starts = np.zeros(len(lists.flatten()), dtype=bool)
+            offsets = lists.offsets.to_numpy()
+            starts[offsets[:-1] - offsets[0]] = True
+            yield Span(lists.flatten().to_numpy(), starts)
+
+
+def pack(spans: Iterable[Span], config: DataConfig, eos_token_id: int) -> Iterator[dict[str, np.ndarray]]:
+    """Columns [n, T] of the blocks of a token stream, as many blocks at a time as each span completes."""
+    size = config.block_size
+    tokens, starts = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)
+    for span in spans:
+        tokens, starts = np.concatenate([tokens, span.tokens]), np.concatenate([starts, span.starts])
+        whole = len(tokens) // size * size
+        if whole:
+            yield _columns(tokens[:whole], starts[:whole], config)
+        tokens, starts = tokens[whole:], starts[whole:]
+    if config.keep_remainder and len(tokens):
+        padding = size - len(tokens)
+        columns = _columns(
+            np.pad(tokens, (0, padding), constant_values=eos_token_id), np.pad(starts, (0, padding)), config
+        )
+        columns["labels"][:, len(tokens) :] = IGNORED
+        yield columns
+
+
+def write_blocks(columns: Iterable[dict[str, np.ndarray]], path: Path, max_blocks: int | None = None) -> int:
+    """Write blocks to an Arrow file that `datasets.Dataset.from_file` maps into memory; how many there were."""
+    written, writer = 0, None
+    try:
+        for arrays in columns:
+            room = None if max_blocks is None else max_blocks - written
+            batch = pa.record_batch({name: _fixed_size_lists(array[:room]) for name, array in arrays.items()})
+            writer = writer or pa.ipc.new_stream(str(path), batch.schema)
+            writer.write_batch(batch)
+            written += len(batch)
+            if written == max_blocks:
+                break
+    finally:
+        if writer:
+            writer.close()
+    return written
+
+
+def target_tokens(blocks: datasets.Dataset, byte_lengths: Int[Tensor, " vocab"]) -> tuple[int, int]:
+    """Number of target tokens of the blocks, and the bytes of text that these stand for (EOS: a target of no bytes)."""
+    lengths = byte_lengths.numpy()
+    count = total = 0
+    column = "labels" if "labels" in blocks.column_names else "input_ids"
+    for table in blocks.with_format("arrow").iter(batch_size=1000):
+        for chunk in table[column].chunks:
+            labels = chunk.flatten().to_numpy().reshape(len(chunk), -1)[:, 1:]
+            labels = labels[labels != IGNORED]
+            count += labels.size
+            total += int(lengths[labels].sum())
+    return count, total
+
+
+def collate(blocks: list[dict[str, Any]]) -> dict[str, Int[Tensor, "batch block"]]:
+    """A batch for the model, int64: the columns of the blocks, and `labels` = `input_ids` where they have none."""
+    batch = {
+        name: torch.stack([torch.as_tensor(block[name], dtype=torch.int64) for block in blocks]) for name in blocks[0]
+    }
+    batch.setdefault("labels", batch["input_ids"].clone())
+    return batch
+
+
+class StreamingBlocks(torch.utils.data.IterableDataset):
+    """Blocks tokenised while they are read; nothing is kept on disk.
+
+    Documents are shuffled within a buffer of `config.shuffle_buffer` by (seed, epoch). The order is a function of these
+    alone: a resumed run gets it back by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks.
+    With W data-loader workers each takes every W-th document, so that the order also depends on W.
+    """
+
+    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig) -> None:
+        self.source, self.tokenizer, self.config = source, tokenizer, config
+        self.epoch = 0
+        self._yielded = 0  # blocks of this epoch
+        self._skip = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "blocks": self._yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration begins after the blocks that had been yielded."""
+        self.epoch, self._skip = state["epoch"], state["blocks"]
+
+    def __iter__(self) -> Iterator[dict[str, Int[Tensor, " block"]]]:
+        worker = torch.utils.data.get_worker_info()
+        documents = self.source.documents()
+        if worker:
+            documents = islice(documents, worker.id, None, worker.num_workers)
+        documents = _shuffled(documents, self.config.shuffle_buffer, random.Random(f"{self.config.seed} {self.epoch}"))
+        spans = _encode_spans(documents, self.tokenizer)
+        limit = self.config.max_tokens and self.config.max_tokens // self.config.block_size
+        columns = pack(spans, self.config, self.tokenizer.eos_token_id)
+        blocks = (
+            {name: torch.from_numpy(array[row].astype(np.int64)) for name, array in arrays.items()}
+            for arrays in columns
+            for row in range(len(arrays["input_ids"]))
+        )
+        self._yielded, self._skip = self._skip, 0
+        for block in islice(blocks, self._yielded, limit):
+            self._yielded += 1
+            yield block
+        self._yielded = 0
+
+
+def _columns(tokens: np.ndarray, starts: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+    columns = {"input_ids": tokens.reshape(-1, config.block_size)}
+    if config.document_mask:
+        starts = starts.reshape(-1, config.block_size).copy()
+        starts[:, 0] = True
+        index = np.arange(config.block_size, dtype=np.int32)
+        columns["position_ids"] = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    if config.keep_remainder:
+        columns["labels"] = columns["input_ids"].copy()
+    return columns
+
+
+def _fixed_size_lists(array: np.ndarray) -> pa.FixedSizeListArray:
+    return pa.FixedSizeListArray.from_arrays(array.astype(np.int32).ravel(), array.shape[1])
+
+
+def _write_documents(source: Source, path: Path) -> None:
+    """The documents as an Arrow file that processes can share. Raises ValueError if there are none."""
+    schema = pa.schema({"text": pa.large_string()})
+    with pa.ipc.new_stream(str(path), schema) as writer:
+        held: list[str] = []
+        characters = documents = 0
+        for document in source.documents():
+            held.append(document)
+            characters += len(document)
+            documents += 1
+            if characters >= _WRITE_CHARACTERS:
+                writer.write_batch(pa.record_batch([held], schema=schema))
+                held, characters = [], 0
+        writer.write_batch(pa.record_batch([held], schema=schema))
+    if not documents:
+        raise ValueError(f"data.{source.argument}={source.name!r}: holds no text")
+
+
+def _encode_rows(rows: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[list[int]]]:
+    return {"input_ids": encode(rows["text"], tokenizer)}
+
+
+def _encode_spans(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[Span]:
+    while some := list(islice(documents, 16)):
+        for tokens in encode(some, tokenizer):
+            starts = np.zeros(len(tokens), dtype=bool)
+            starts[0] = True
+            yield Span(np.array(tokens, dtype=np.int32), starts)
+
+
+def _shuffled(documents: Iterator[str], size: int, generator: random.Random) -> Iterator[str]:
+    """Fill a buffer, then replace a random one of it by each document that comes, then empty it in random order."""
+    buffer = list(islice(documents, size))
+    for document in documents:
+        index = generator.randrange(size)
+        yield buffer[index]
+        buffer[index] = document
+    generator.shuffle(buffer)
+    yield from buffer
+
+
+@contextmanager
+def _no_threads_in_forks(processes: int) -> Iterator[None]:
+    """Tokenizers' own threads do not survive a fork; said before it, so that every process does not warn about it."""
+    name = "TOKENIZERS_PARALLELISM"
+    if processes == 1 or name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,122 @@
+"""From a `DataConfig` to what a Trainer reads: blocks on disk or as a stream, the tokenizer, and what scores need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from filelock import FileLock
+from transformers import PreTrainedTokenizerFast
+
+from fathom.data.config import EMBEDDED, DataConfig
+from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, write_blocks
+from fathom.data.sources import Source
+from fathom.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
+
+_FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Blocks ready for the Trainer (`fathom.data.collate` batches them) and what is needed to score the held-out text.
+
+    bits per byte = (sum of the loss in nats over all `validation_targets`) / (ln 2 · `validation_bytes`). Targets are
+    every token of a validation block but its first. EOS targets count in the loss and stand for no bytes.
+    """
+
+    train: datasets.Dataset | StreamingBlocks
+    validation: datasets.Dataset | None
+    tokenizer: PreTrainedTokenizerFast
+    validation_targets: int
+    validation_bytes: int
+
+
+def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
+    """Tokenise and pack the texts of `config`, or find them in `cache_dir`, where all that is kept is keyed by content.
+
+    A cache entry appears by one rename when it is complete: a killed run leaves none, and processes that start together
+    (one a GPU) wait for the first. Raises OSError or ValueError, naming the field, for text that is missing,
+    unreadable, not UTF-8, empty or shorter than one block, and for a tokenizer that cannot be used.
+    """
+    cache = Path(cache_dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    train_source = Source(config.train, config.train_split, config.text_field, "train", config.max_documents)
+    validation_source = None
+    if config.validation is not None:
+        validation_source = Source(config.validation, config.validation_split, config.text_field, "validation")
+        _require_disjoint(train_source, validation_source)
+    tokenizer = _tokenizer(config, train_source, cache)
+
+    train: datasets.Dataset | StreamingBlocks
+    if config.streaming:
+        train = StreamingBlocks(train_source, tokenizer, config)
+    else:
+        train = _blocks(train_source, tokenizer, config, config.max_tokens, cache)
+    validation, targets, size = None, 0, 0
+    if validation_source is not None:
+        validation = _blocks(validation_source, tokenizer, config, config.max_validation_tokens, cache)
+        targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
+    return PreparedData(train, validation, tokenizer, targets, size)
+
+
+def _tokenizer(config: DataConfig, source: Source, cache: Path) -> PreTrainedTokenizerFast:
+    if isinstance(config.tokenizer, str):
+        return load_tokenizer(config.tokenizer)
+    vocab_size = config.tokenizer["bpe"]
+    folder = cache / f"tokenizer-{_key('bpe', vocab_size, source.content_hash())}"
+    _build_once(folder, lambda work: train_bpe(source.documents(), vocab_size).save_pretrained(work))
+    return load_tokenizer(str(folder))
+
+
+def _blocks(
+    source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig, max_tokens: int | None, cache: Path
+) -> datasets.Dataset:
+    options = [config.block_size, config.document_mask, config.keep_remainder, max_tokens]
+    folder = cache / f"blocks-{_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
+
+    def build(work: Path) -> None:
+        scratch = work / "scratch"
+        scratch.mkdir()
+        columns = pack(tokenise(source, tokenizer, scratch, config.num_proc), config, tokenizer.eos_token_id)
+        if not write_blocks(columns, work / "blocks.arrow", max_tokens and max_tokens // config.block_size):
+            raise ValueError(
+                f"data.{source.argument}={source.name!r}: shorter than one block of {config.block_size} tokens: use "
+                "more text, a smaller data.block_size, or data.keep_remainder to pad"
+            )
+        shutil.rmtree(scratch)
+
+    _build_once(folder, build)
+    return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
+
+
+def _build_once(folder: Path, build: Callable[[Path], object]) -> None:
+    """Have `build` fill a folder beside `folder`, then give it that name; nothing to do if it is there."""
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return
+        work = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(work, ignore_errors=True)  # what a killed run left: the lock says that nobody works on it
+        work.mkdir()
+        build(work)
+        os.replace(work, folder)
+
+
+def _require_disjoint(train: Source, validation: Source) -> None:
+    if train.name == validation.name == EMBEDDED:
+        return
+    shared = {file.resolve() for file in train.files()} & {file.resolve() for file in validation.files()}
+    if shared:
+        raise ValueError(
+            f"data.validation={validation.name!r}: {min(shared)} is also in data.train; "
+            "held-out text must not be trained on"
+        )
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:32]

@@ -1,0 +1,172 @@
+"""Where text comes from: files, hub data sets and the embedded corpus, as documents in a stable order."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fathom.data.config import EMBEDDED
+
+SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
+_HUB_NAME = re.compile(r"(?P<path>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One text, named as in `DataConfig`."""
+
+    name: str
+    split: str = "train"  # of a hub data set
+    text_field: str = "text"
+    argument: str = "train"  # "train" or "validation": its name in messages and the split of the embedded corpus
+    max_documents: int | None = None
+
+    def files(self) -> list[Path]:
+        """The files of this source in reading order; empty for a hub data set.
+
+        Raises FileNotFoundError for a path that is not there, ValueError for a kind of file that is not read.
+        """
+        if self.name == EMBEDDED:
+            folder = Path(str(resources.files("fathom.data") / "corpus"))
+            return [folder / f"{self.argument}.jsonl.xz"]
+        path = Path(self.name).expanduser()
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
+            if not found:
+                raise ValueError(f"data.{self.argument}={self.name!r}: no {', '.join(SUFFIXES)} file in this folder")
+            return found
+        if path.exists():
+            if not _is_text(path):
+                raise ValueError(f"data.{self.argument}={self.name!r}: not a kind of file read: {', '.join(SUFFIXES)}")
+            return [path]
+        if _is_text(path) or not _HUB_NAME.fullmatch(self.name):
+            raise FileNotFoundError(f"data.{self.argument}={self.name!r}: no such file or folder")
+        return []
+
+    def documents(self) -> Iterator[str]:
+        """The documents that hold any text, in the order of the files and of the rows in them."""
+        files = self.files()
+        texts = (text for file in files for text in self._read(file)) if files else self._read_hub()
+        return islice((text for text in texts if text.strip()), self.max_documents)
+
+    def content_hash(self) -> str:
+        """Hex digest of what decides the documents: the bytes of files, the name and split of a hub data set."""
+        files = self.files()
+        if files:
+            digests = []
+            for file in files:
+                with _opened(file, self) as stream:
+                    digests.append([_format(file), hashlib.file_digest(stream, "sha256").hexdigest()])
+            key: list[Any] = [digests, self.text_field, self.max_documents]
+        else:
+            key = [self.name, self.split, self.text_field, self.max_documents]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()
+
+    def _read(self, file: Path) -> Iterator[str]:
+        kind = _format(file)
+        with _opened(file, self) as stream:
+            if kind == ".parquet":
+                yield from self._read_parquet(file, stream)
+            elif kind.startswith(".jsonl"):
+                yield from self._read_jsonl(file, stream)
+            else:
+                yield _decode(stream.read(), file)
+
+    def _read_jsonl(self, file: Path, stream: BufferedReader) -> Iterator[str]:
+        decompress: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower())
+        lines = decompress(stream) if decompress else stream
+        offset = 0
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        row = json.loads(_decode(line, file, offset))
+                    except json.JSONDecodeError as error:
+                        raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
+                    yield self._text(row, f"{file}, line {number}")
+                offset += len(line)
+        except (gzip.BadGzipFile, lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"{file}: damaged or truncated {file.suffix} file ({error})") from None
+
+    def _read_parquet(self, file: Path, stream: BufferedReader) -> Iterator[str]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.ParquetFile(stream)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{file}: damaged or truncated Parquet file ({error})") from None
+        if self.text_field not in table.schema_arrow.names:
+            raise ValueError(self._no_field(str(file), table.schema_arrow.names))
+        for batch in table.iter_batches(columns=[self.text_field]):
+            for row in batch.to_pylist():
+                yield self._text(row, str(file))
+
+    def _read_hub(self) -> Iterator[str]:
+        import datasets
+
+        parts = _HUB_NAME.fullmatch(self.name)
+        assert parts is not None  # files() has refused anything else
+        try:
+            rows = datasets.load_dataset(
+                parts["path"], parts["subset"], split=self.split, revision=parts["revision"], streaming=True
+            )
+        except Exception as error:  # the hub, its cache and its loaders raise a wide range of types
+            raise ValueError(
+                f"data.{self.argument}={self.name!r}: no such file here, and no Hugging Face data set could be opened "
+                f"under this name with split {self.split!r} ({type(error).__name__}: {error})"
+            ) from error
+        for row in rows:
+            yield self._text(row, self.name)
+
+    def _text(self, row: Any, where: str) -> str:
+        if not isinstance(row, dict) or self.text_field not in row:
+            raise ValueError(self._no_field(where, list(row) if isinstance(row, dict) else []))
+        text = row[self.text_field]
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: field {self.text_field!r} holds {type(text).__name__}, not text")
+        return text
+
+    def _no_field(self, where: str, found: list[str]) -> str:
+        return f"{where}: no field {self.text_field!r} (found: {', '.join(found) or 'none'}); set data.text_field"
+
+
+def _format(file: Path) -> str:
+    name = file.name.lower()
+    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
+
+
+def _is_text(file: Path) -> bool:
+    return _format(file) != ""
+
+
+def _opened(file: Path, source: Source) -> BufferedReader:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise type(error)(f"data.{source.argument}={source.name!r}: cannot read {file} ({error.strerror})") from None
+
+
+def _decode(raw: bytes, file: Path, offset: int = 0) -> str:
+    """UTF-8 text without a byte-order mark; `offset` is where `raw` begins in the (decompressed) file."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{file}: not UTF-8 at byte {offset + error.start} (0x{raw[error.start]:02x}"
+            + (f", line {line}" if offset == 0 else "")
+            + "): convert the file to UTF-8"
+        ) from None

@@ -1,0 +1,111 @@
+"""Text to token ids: any Hugging Face tokenizer, or a byte-level BPE trained on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from jaxtyping import Int
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+EOS = "<|endoftext|>"
+BPE_TRAINING_CHARACTERS = 100_000_000  # merges of a longer text barely change; its beginning stands for it
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (GPT-2's splitting rule) of at most `vocab_size` tokens; id 0 is the EOS token `<|endoftext|>`.
+
+    Deterministic: the same documents give the same merges. Learns from the first `BPE_TRAINING_CHARACTERS` characters.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_beginning(documents), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or under a hub name. Raises ValueError if there is none, or if it has no EOS token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub and the many tokenizer formats raise a wide range of types
+        raise ValueError(f"data.tokenizer={name!r}: no tokenizer could be loaded ({error})") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"data.tokenizer={name!r}: has no tokenizer.json form (a fast tokenizer), which Fathom needs")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"data.tokenizer={name!r}: has no EOS token; set eos_token in its tokenizer_config.json")
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, checkpoint: str = "the checkpoint") -> None:
+    """Raise ValueError unless every token id has a row in an embedding table of `vocab_size` rows."""
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > vocab_size:
+        raise ValueError(
+            f"data.tokenizer: its {needed} token ids do not fit {checkpoint}, whose vocab_size is {vocab_size}: "
+            "use the tokenizer saved with the checkpoint"
+        )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hex digest of everything that decides the token ids."""
+    key = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()
+
+
+def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, " vocab"]:
+    """How many bytes of UTF-8 text each token id stands for; 0 for special tokens and ids without a token.
+
+    Exact for byte-level BPE (GPT-2, Pythia, Llama 3, Qwen, `train_bpe`) and for SentencePiece-style BPE with byte
+    fallback, where ▁ stands for a space. "Text" is what the tokenizer reads: after its normaliser (Qwen's NFC), with
+    the space that some (Llama 2) put before a document. Raises ValueError for a tokenizer that can lose bytes
+    (WordPiece, or SentencePiece without fallback).
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = {kind for part in ("pre_tokenizer", "decoder") for kind in _kinds(backend[part])}
+    byte_level = "ByteLevel" in kinds
+    if not byte_level and not backend["model"].get("byte_fallback"):
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} is neither byte-level nor has it byte fallback "
+            f"(model {backend['model']['type']}): some text becomes the unknown token, so bytes per token are not known"
+        )
+    added = tokenizer.added_tokens_decoder
+    vocabulary = tokenizer.get_vocab()
+    lengths = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.int64)
+    for token, index in vocabulary.items():
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(added[index].content.encode())
+        elif byte_level:
+            lengths[index] = len(token)  # GPT-2's alphabet: one character a byte
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            lengths[index] = 1
+        else:
+            lengths[index] = len(token.replace("▁", " ").encode())
+    return lengths
+
+
+def _kinds(part: dict | None) -> Iterator[str]:
+    """Type names of a tokenizer.json component and of those inside a Sequence."""
+    if part:
+        yield part["type"]
+        for inner in [*part.get("pretokenizers", []), *part.get("decoders", [])]:
+            yield from _kinds(inner)
+
+
+def _beginning(documents: Iterable[str]) -> Iterator[str]:
+    left = BPE_TRAINING_CHARACTERS
+    for document in documents:
+        yield document[:left]
+        left -= len(document)
+        if left <= 0:
+            return
