@@ -1,3 +1,16 @@
-"""Fathom: published language-model methods on today's PyTorch and Hugging Face stack, measured on the same footing."""
+"""Fathom: published language-model methods on today's PyTorch and Hugging Face stack, measured on the same footing.
+
+Importing it registers `FathomConfig` and `FathomForCausalLM` with transformers' Auto classes.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fathom.depth  # noqa: F401  fills the registries
+from fathom.models.causal_lm import FathomForCausalLM
+from fathom.models.configuration import FathomConfig
 
 __version__ = "0.1.0"
+__all__ = ["FathomConfig", "FathomForCausalLM", "__version__"]
+
+AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)
+AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)

@@ -1,0 +1,167 @@
+"""The seams of the `depth` wing: what a depth method, a cross-layer mixer and a residual topology must provide.
+
+A method is one file in this folder: a frozen `Options` dataclass that validates itself, and one class registered by
+name. Importing `fathom.depth` imports every file here, so a new file is all it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fathom.models.configuration import FathomConfig
+    from fathom.models.decoder import Stack
+    from fathom.models.vocabulary import Vocabulary
+
+
+def check_range(method: str, option: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless low ≤ value ≤ high, naming the method, the option, the value and the range."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{method} option {option}={value!r}: must be an integer of {bound}")
+
+
+def check_choice(method: str, option: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{method} option {option}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """For methods without options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What one token costs at inference, for `fathom.cost`. FLOPs count a multiply-add as 2.
+
+    Attributes:
+        passes: forwards of the layer stack (each with its own keys and values).
+        heads: evaluations of the output head, 2·d·V each.
+        matmul: further matrix-product FLOPs per token.
+        elementwise: further elementwise FLOPs per token (sums, gathers, softmaxes).
+        recomputed: matmul FLOPs per token that the training backward pass computes again.
+    """
+
+    passes: int = 1
+    heads: int = 1
+    matmul: int = 0
+    elementwise: int = 0
+    recomputed: int = 0
+
+
+@dataclasses.dataclass
+class DepthOutput:
+    """What a depth method returns.
+
+    Attributes:
+        hidden_states: [B, T, d], after the final norm; the head reads them.
+        losses: auxiliary losses by name, already weighted; added to the training loss.
+        trace: per-token facts that plots and metrics read (passes, gates, masses), each [B, T, …].
+    """
+
+    hidden_states: Float[Tensor, "B T d"]
+    losses: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    trace: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Method(nn.Module):
+    """What the three kinds share: a name, a source, options, and a closed-form cost."""
+
+    name: ClassVar[str]
+    registry: ClassVar[str]
+    wing: ClassVar[str] = "depth"
+    paper: ClassVar[str] = ""  # arXiv id, or "" for a baseline without one
+    summary: ClassVar[str]  # one line for `fathom methods`
+    Options: ClassVar[type] = NoOptions
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the invariants suite runs
+    identity: ClassVar[dict[str, Any] | None] = None  # options under which the model is vanilla, if any
+
+    def __init__(self, config: FathomConfig, options: Any):
+        super().__init__()
+        self.options = options
+
+    @classmethod
+    def unsupported(cls, config: FathomConfig, options: Any) -> str | None:
+        """Why this method cannot run with this config, or None if it can."""
+        return None
+
+    @classmethod
+    def counts(cls, config: FathomConfig, options: Any) -> Counts:
+        """Closed-form cost of one token at inference; mixers and topologies leave `passes` and `heads` at 1, and count
+        their work for one pass."""
+        return Counts()
+
+
+class DepthMethod(Method):
+    """Owns the loop around the decoder: how often and on what the stack runs.
+
+    `forward` serves training, prefill, scoring and cached decoding alike: the tokens it is given are the new ones, and
+    `stack` carries the cache. Options must have a property `passes`: forwards of the stack per token at inference.
+    """
+
+    def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
+        """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""
+        raise NotImplementedError  # abstract
+
+    @classmethod
+    def unsupported(cls, config: FathomConfig, options: Any) -> str | None:
+        if config.residual["name"] != "standard":  # type: ignore[index]
+            return f"only depth='vanilla' runs with residual={config.residual['name']!r}"  # type: ignore[index]
+        return None
+
+
+class Mixer(Method):
+    """Cross-layer mixing between the rotation and the cache write: what keys and values attention reads.
+
+    Layers are counted across passes: index = pass·L + layer. States travel as explicit tensors, so activation
+    checkpointing and torch.compile see pure functions.
+    """
+
+    def source_layers(self, index: int) -> tuple[int, ...]:
+        """Indices (all < index) whose states this layer mixes in."""
+        raise NotImplementedError  # abstract
+
+    def is_source(self, index: int) -> bool:
+        """Whether any later layer reads this one's state."""
+        raise NotImplementedError  # abstract
+
+    def forward(
+        self,
+        query: Float[Tensor, "B H T D"],
+        key: Float[Tensor, "B G T D"],
+        value: Float[Tensor, "B G T D"],
+        sources: tuple[tuple[Tensor, ...], ...],
+        layer: int,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Returns the key and value that attention and the cache get, and this layer's state for later layers."""
+        raise NotImplementedError  # abstract
+
+
+class ResidualTopology(Method):
+    """How a layer reads its input from, and writes its output to, earlier layers.
+
+    The stream is whatever the topology carries (a tensor, or a tuple of tensors). Sublayer 2ℓ is layer ℓ's attention,
+    2ℓ+1 its MLP.
+    """
+
+    def start(self, hidden_states: Float[Tensor, "B T d"]) -> Any:
+        """The stream before the first layer."""
+        raise NotImplementedError  # abstract
+
+    def read(self, stream: Any, sublayer: int) -> Float[Tensor, "B T d"]:
+        """What the sublayer's norm sees."""
+        raise NotImplementedError  # abstract
+
+    def write(self, stream: Any, sublayer: int, output: Float[Tensor, "B T d"]) -> Any:
+        """The stream with the sublayer's output added."""
+        raise NotImplementedError  # abstract
+
+    def finish(self, stream: Any) -> Float[Tensor, "B T d"]:
+        """What the final norm sees."""
+        raise NotImplementedError  # abstract

@@ -1,0 +1,24 @@
+"""The default of the `residual` section: one stream, every sublayer adds to it."""
+
+from fathom.depth.base import ResidualTopology
+from fathom.models.registry import register
+
+
+@register("residual", "standard")
+class StandardResidual(ResidualTopology):
+    """x ← x + sublayer(norm x)."""
+
+    summary = "One residual stream that every sublayer adds to (the ordinary decoder)."
+    identity = {}  # noqa: RUF012
+
+    def start(self, hidden_states):
+        return hidden_states
+
+    def read(self, stream, sublayer):
+        return stream
+
+    def write(self, stream, sublayer, output):
+        return stream + output
+
+    def finish(self, stream):
+        return stream

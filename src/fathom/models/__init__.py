@@ -1,0 +1,1 @@
+"""The decoder and the Hugging Face face of it."""

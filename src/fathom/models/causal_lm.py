@@ -1,0 +1,191 @@
+"""`FathomForCausalLM`: the decoder and a depth method behind the interface of a transformers causal LM.
+
+`generate`, `pipeline`, `Trainer`, `peft` and `lm_eval` work on it as on any other model.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from fathom.models import checkpoints, hf_versions
+from fathom.models.configuration import FathomConfig
+from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
+from fathom.models.initialization import initialize
+from fathom.models.registry import build_options, lookup
+from fathom.models.vocabulary import Vocabulary
+from fathom.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
+
+
+class FathomForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model of the GPT-2, GPT-NeoX, Llama or Qwen3 family, with the methods its config names.
+
+        E = c·W_in[x];   h = depth(stack, E);   logits = h W_outᵀ
+
+    `from_pretrained` also reads stock checkpoints of these families; `save_stock_pretrained` writes them.
+    """
+
+    config_class = FathomConfig
+    config: FathomConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FathomConfig):
+        super().__init__(config)
+        self.model = Decoder(config)
+        self.depth = lookup("depth", config.depth["name"])(config, build_options("depth", config.depth))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RotaryEmbedding):
+            frequencies, module.attention_scaling = module.initial_frequencies()
+            for name in ("inv_freq", "original_inv_freq"):
+                getattr(module, name).copy_(frequencies)
+        initialize(module, self.config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Any = None,
+        position_ids: Int[Tensor, "B T"] | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Float[Tensor, "B T d"] | None = None,
+        labels: Int[Tensor, "B T"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Int[Tensor, "B T"] | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Arguments as in transformers; the cache may come as `cache` or `past_key_values`.
+
+        `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids` positions
+        count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In training mode
+        with labels the logits are not materialised (`logits` is None), as the loss needs none.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache with the wrong number of layers.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        cache = past_key_values if cache is None else cache
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if cache is None and use_cache:
+            cache = hf_versions.new_cache(self.config, self.config.passes)
+
+        embeddings = self.model.embed(input_ids) if inputs_embeds is None else self.model.scale(inputs_embeds)
+        stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, dict(kwargs, use_cache=use_cache))
+        stack.hidden_states = [] if _wanted(output_hidden_states, self.config.output_hidden_states) else None
+        stack.attentions = [] if _wanted(output_attentions, self.config.output_attentions) else None
+
+        out = self.depth(stack, embeddings, self.vocabulary())
+        if stack.hidden_states is not None:
+            stack.hidden_states.append(out.hidden_states)
+
+        logits = loss = None
+        if labels is None and shift_labels is None:
+            logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
+        else:
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift_labels is None else shift_labels
+            if self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
+                total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets)
+            else:
+                logits = self.lm_head(out.hidden_states)
+                total = cross_entropy(logits.flatten(0, 1), targets.flatten())
+                logits = slice_positions(logits, logits_to_keep)
+            items = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = total / items + sum(out.losses.values())
+        return hf_versions.causal_lm_output(
+            cache if use_cache else None,
+            loss=loss,
+            logits=logits,
+            hidden_states=tuple(stack.hidden_states) if stack.hidden_states is not None else None,
+            attentions=tuple(stack.attentions) if stack.attentions is not None else None,
+        )
+
+    def bind_stack(
+        self,
+        embeddings: Float[Tensor, "B T d"],
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B T"] | None,
+        cache: Cache | None,
+        layer_kwargs: dict[str, Any],
+    ) -> Stack:
+        """The layer stack with this forward's positions, mask and cache."""
+        length, seen = embeddings.shape[1], 0
+        if cache is not None:
+            hf_versions.check_cache_layers(cache, self.config, self.config.passes, self.config.depth["name"])
+            seen = cache.get_seq_length()
+        if position_ids is None:
+            if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+            else:
+                position_ids = (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
+        mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
+        rotary = self.model.rotary_emb
+        return Stack(
+            self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs
+        )
+
+    def vocabulary(self) -> Vocabulary:
+        """Head and input table as depth methods see them."""
+        return Vocabulary(self.lm_head.weight, self.model.embed_tokens.weight, self.config.embed_scale)
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        with hf_versions.generating_cache_for(self, self.config.passes):
+            return super()._prepare_cache_for_generation(*args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:
+        """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
+
+        For a stock checkpoint `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on
+        it. Raises ValueError for another family, or for a config field of the family that the decoder lacks.
+        """
+        if pretrained_model_name_or_path is None or isinstance(kwargs.get("config"), FathomConfig):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded = checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+        if loaded is None:  # a Fathom checkpoint
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        config, state, generation_config, placement = loaded
+        model = super().from_pretrained(None, config=config, state_dict=state, **placement)
+        if generation_config is not None:
+            model.generation_config = generation_config
+        return model
+
+    def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""
+        checkpoints.save_stock(self, folder)
+
+
+def _wanted(argument: bool | None, default: bool | None) -> bool:
+    return bool(default if argument is None else argument)
+
+
+def slice_positions(x: Float[Tensor, "B T d"], logits_to_keep: int | Tensor) -> Tensor:
+    """The last n positions (0 keeps all), or the positions that a tensor names."""
+    if isinstance(logits_to_keep, int):
+        return x[:, -logits_to_keep:] if logits_to_keep else x
+    return x[:, logits_to_keep]

@@ -1,0 +1,203 @@
+"""`FathomConfig`: one decoder for four families, and three independent sections that say which methods run on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from fathom.models.registry import build_options, lookup, resolve_section
+
+# What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
+# only an unmodified family (checkpoints.py) saves back as that family's stock checkpoint.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "qk_norm": False,
+        "parallel_residual": False,
+        "gated_mlp": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
+    "qwen3": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "qk_norm": True,
+        "parallel_residual": False,
+        "gated_mlp": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "norm_eps": 1e-6,
+        "partial_rotary_factor": 1.0,
+    },
+    "gpt_neox": {
+        "norm": "layernorm",
+        "positions": "rotary",
+        "qk_norm": False,
+        "parallel_residual": True,
+        "gated_mlp": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+    },
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "qk_norm": False,
+        "parallel_residual": False,
+        "gated_mlp": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu_new",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
+}
+
+
+class FathomConfig(PreTrainedConfig):
+    """Configuration of the Fathom decoder.
+
+    Args:
+        backbone: family whose structure is the default: "llama", "qwen3", "gpt_neox" or "gpt2".
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+            head_dim, max_position_embeddings: sizes, named as in transformers. `intermediate_size=None` means
+            4·hidden for a plain MLP, 8/3·hidden rounded up to a multiple of 32 for a gated one.
+        norm, positions, qk_norm, parallel_residual, gated_mlp, attention_bias, mlp_bias, hidden_act, norm_eps,
+            partial_rotary_factor: structure; None takes the family's value.
+        attention_output_bias: bias of `o_proj`; None follows `attention_bias`.
+        rope_parameters: RoPE type and its parameters, as in transformers (every type Llama supports).
+        attention_dropout, residual_dropout, embedding_dropout: dropout in training.
+        tie_word_embeddings: head and input table share one matrix.
+        init: initialisation rule of a model made from scratch, "scaled" or "hf" (initialization.py).
+        initializer_range: standard deviation of the "hf" rule.
+        embed_scale: input embeddings are multiplied by this; None means √hidden under "scaled", 1 under "hf".
+            Learned positions are not scaled.
+        depth, mixer, residual: `{"name": …, options}`, the methods; see `fathom methods`.
+
+    Raises:
+        ValueError: an unknown family, method or option, a size that does not divide, an unsupported combination.
+    """
+
+    model_type = "fathom"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+
+    backbone: str = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    norm: str | None = None
+    positions: str | None = None
+    qk_norm: bool | None = None
+    parallel_residual: bool | None = None
+    gated_mlp: bool | None = None
+    attention_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    hidden_act: str | None = None
+    norm_eps: float | None = None
+    partial_rotary_factor: float | None = None
+    rope_parameters: dict | None = None
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    tie_word_embeddings: bool = False
+    init: str = "scaled"
+    initializer_range: float = 0.02
+    embed_scale: float | None = None
+    depth: dict | None = None
+    mixer: dict | None = None
+    residual: dict | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.backbone not in FAMILIES:
+            raise ValueError(f"backbone={self.backbone!r} is not supported; families: {', '.join(FAMILIES)}")
+        for field, value in FAMILIES[self.backbone].items():
+            if getattr(self, field) is None:
+                setattr(self, field, value)
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            gated = 32 * math.ceil(self.hidden_size * 8 / 3 / 32)
+            self.intermediate_size = gated if self.gated_mlp else 4 * self.hidden_size
+
+        self.depth = resolve_section("depth", self.depth, default="vanilla")
+        self.mixer = resolve_section("mixer", self.mixer, default="none")
+        self.residual = resolve_section("residual", self.residual, default="standard")
+        self._check()
+
+        scale_embeds = self.depth.get("scale_embeds")
+        if scale_embeds is not None:  # a method's option sets the decoder's field; nothing multiplies twice
+            wanted = math.sqrt(self.hidden_size) if scale_embeds else 1.0
+            if self.embed_scale is not None and not math.isclose(self.embed_scale, wanted):
+                raise ValueError(
+                    f"depth option scale_embeds={scale_embeds} means embed_scale={wanted:g}, "
+                    f"but embed_scale={self.embed_scale:g} was given; drop one of the two"
+                )
+            self.embed_scale = wanted
+        if self.embed_scale is None:
+            self.embed_scale = math.sqrt(self.hidden_size) if self.init == "scaled" else 1.0
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        def refuse(argument: str, value: Any, remedy: str):
+            raise ValueError(f"{argument}={value!r}: {remedy}")
+
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for size in (*sizes, "head_dim", "intermediate_size", "num_key_value_heads"):
+            if getattr(self, size) < 1:
+                refuse(size, getattr(self, size), "must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            refuse(
+                "num_key_value_heads",
+                self.num_key_value_heads,
+                f"must divide num_attention_heads={self.num_attention_heads}",
+            )
+        if self.norm not in ("rmsnorm", "layernorm"):
+            refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
+        if self.positions not in ("rotary", "learned"):
+            refuse("positions", self.positions, 'use "rotary" or "learned"')
+        if self.init not in ("scaled", "hf"):
+            refuse("init", self.init, 'use "scaled" or "hf"')
+        for dropout in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+            if not 0.0 <= getattr(self, dropout) < 1.0:
+                refuse(dropout, getattr(self, dropout), "must be in [0, 1)")
+        if self.embed_scale is not None and self.embed_scale <= 0:
+            refuse("embed_scale", self.embed_scale, "must be positive")
+        for registry in ("depth", "mixer", "residual"):
+            section = getattr(self, registry)
+            method = lookup(registry, section["name"])
+            reason = method.unsupported(self, build_options(registry, section))  # type: ignore[attr-defined]
+            if reason:
+                raise ValueError(f"{registry}={section['name']!r} does not combine with this config: {reason}")
+
+    @property
+    def passes(self) -> int:
+        """Forwards of the layer stack per token at inference (1 for vanilla)."""
+        return build_options("depth", self.depth).passes
+
+    @property
+    def is_vanilla(self) -> bool:
+        """True when no method is active: the model is an ordinary decoder of its family."""
+        return (self.depth["name"], self.mixer["name"], self.residual["name"]) == ("vanilla", "none", "standard")

@@ -1,0 +1,82 @@
+"""Every difference between the supported transformers versions (5.15 … newest) that the decoder meets, in one place.
+
+| since | what moved |
+|---|---|
+| 5.24 | models take the cache as `cache`; before, as `past_key_values` (an alias until 5.40), and outputs likewise |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# The name under which this version's models, layers and outputs carry the cache.
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def causal_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor,
+) -> Any:
+    """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …)."""
+    if isinstance(attention_mask, dict):  # prepared by generate() for compileable caches
+        return attention_mask["full_attention"]
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        **{CACHE_NAME: cache},
+    )
+
+
+def cache_config(config: PreTrainedConfig, passes: int) -> PreTrainedConfig:
+    """The config as a Cache constructor must see it: one cache layer per pass and decoder layer."""
+    if passes == 1:
+        return config
+    config = copy.copy(config)
+    config.num_hidden_layers = config.num_hidden_layers * passes
+    return config
+
+
+@contextlib.contextmanager
+def generating_cache_for(model: PreTrainedModel, passes: int) -> Iterator[None]:
+    """While generate() makes its cache (dynamic, static, quantised, offloaded), it reads the multi-pass layer count."""
+    config = model.config
+    model.config = cache_config(config, passes)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def new_cache(config: PreTrainedConfig, passes: int) -> Cache:
+    """An empty dynamic cache with passes · layers cache layers."""
+    return DynamicCache(config=cache_config(config, passes))
+
+
+def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, depth: str) -> None:
+    """Refuse a cache whose layer list cannot hold passes · layers entries (index pass·L + layer)."""
+    needed = passes * config.num_hidden_layers
+    grows = getattr(cache, "layer_class_to_replicate", None) is not None
+    if len(cache.layers) != needed and not (grows and len(cache.layers) == 0):
+        raise ValueError(
+            f"{CACHE_NAME} has {len(cache.layers)} layers, but depth={depth!r} keeps one for each of {passes} passes × "
+            f"{config.num_hidden_layers} layers = {needed}; pass an empty DynamicCache() or let generate() make it"
+        )
+
+
+def causal_lm_output(cache: Cache | None, **fields: Any) -> CausalLMOutputWithPast:
+    """`CausalLMOutputWithPast` with the cache under this version's name."""
+    return CausalLMOutputWithPast(**fields, **{CACHE_NAME: cache})

@@ -1,0 +1,75 @@
+"""The three registries of methods that plug into the decoder: `depth`, `mixer`, `residual`.
+
+They stand on this floor because the decoder looks methods up by name; the wings above fill them (`@register(...)` on
+the method's class), so that imports only go down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+REGISTRIES: dict[str, dict[str, type]] = {"depth": {}, "mixer": {}, "residual": {}}
+
+
+def register(registry: str, name: str) -> Callable[[type], type]:
+    """Class decorator: make a method available as `FathomConfig(<registry>={"name": <name>, ...})`."""
+
+    def add(cls: type) -> type:
+        if name in REGISTRIES[registry] and REGISTRIES[registry][name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"{registry} method {name!r} is registered already, by {REGISTRIES[registry][name]}")
+        cls.name, cls.registry = name, registry  # type: ignore[attr-defined]
+        REGISTRIES[registry][name] = cls
+        return cls
+
+    return add
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """' (did you mean …?)' for the known name closest to `word`, or an empty string."""
+    match = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def lookup(registry: str, name: str) -> type:
+    """The method class of that name. Raises ValueError that lists what exists."""
+    methods = REGISTRIES[registry]
+    if name not in methods:
+        raise ValueError(
+            f"{registry} method {name!r} does not exist{nearest(name, list(methods))}; "
+            f"available: {', '.join(sorted(methods))}"
+        )
+    return methods[name]
+
+
+def resolve_section(registry: str, section: dict[str, Any] | str | None, default: str) -> dict[str, Any]:
+    """A section of the config as a complete dict: `{"name": …, every option with its value}`, validated.
+
+    Raises ValueError on an unknown method or option (naming the nearest real one) or an option out of range.
+    """
+    if section is None:
+        section = {"name": default}
+    if isinstance(section, str):
+        section = {"name": section}
+    if "name" not in section:
+        raise ValueError(
+            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(REGISTRIES[registry]))}'
+        )
+    options = {key: value for key, value in section.items() if key != "name"}
+    cls = lookup(registry, section["name"])
+    known = [field.name for field in dataclasses.fields(cls.Options)]  # type: ignore[attr-defined]
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"{registry} method {section['name']!r} has no option {key!r}{nearest(key, known)}; "
+                f"its options: {', '.join(known) or 'none'}"
+            )
+    return {"name": section["name"], **dataclasses.asdict(cls.Options(**options))}  # type: ignore[attr-defined]
+
+
+def build_options(registry: str, section: dict[str, Any]) -> Any:
+    """The typed options object of a resolved section."""
+    cls = lookup(registry, section["name"])
+    return cls.Options(**{key: value for key, value in section.items() if key != "name"})  # type: ignore[attr-defined]

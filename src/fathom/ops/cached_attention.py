@@ -1,0 +1,144 @@
+"""Attention of a block of new queries over a cache that already holds their keys, the newest in the last slots.
+
+    o_i = Σ_s p_is v_s,   p_i = softmax_s(scaling · q_i·k_s),   s ≤ n − m + i     (n slots, m queries, i = 0 … m−1)
+
+Three forms: plain (SDPA), observed (also how much attention the slots received), and over a cache that is rebuilt block
+by block. Query head h reads key/value head h // (H/G). Softmax in fp32, or wider for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+# Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
+SCORES_AT_ONCE = 2**25
+
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda weights: weights.mean(2),
+    "sum": lambda weights: weights.sum(2),
+    "max": lambda weights: weights.amax(2),
+}
+
+
+def causal_attention(
+    query: Float[Tensor, "B H m D"],
+    key: Float[Tensor, "B G n D"],
+    value: Float[Tensor, "B G n Dv"],
+    scaling: float,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B H m Dv"]:
+    """The plain form: the fastest exact kernel of SDPA (flash on GPU), differentiable."""
+    m, n = query.shape[2], key.shape[2]
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if m == 1:
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    if m == n:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
+
+
+def observed_attention(
+    query: Float[Tensor, "B H m D"],
+    key: Float[Tensor, "B G n D"],
+    value: Float[Tensor, "B G n Dv"],
+    scaling: float,
+    last: int,
+    reduce: str = "mean",
+) -> tuple[Float[Tensor, "B H m Dv"], Float[Tensor, "B G n"]]:
+    """Also returns r_s = Σ_i reduce_{h in group}(p_his) over the last `last` queries, in fp32 or wider.
+
+    `reduce` is "mean", "sum" or "max" over the query heads of a key head. Scores are written out for a bounded number
+    of queries at a time. With `last` < m the outputs come from SDPA and only the observed rows are written out.
+    """
+    m, n = query.shape[2], key.shape[2]
+    batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
+    last = min(last, m)
+    outputs = None if last == m else causal_attention(query, key, value, scaling)
+    received = key.new_zeros(batch, groups, n, dtype=torch.promote_types(key.dtype, torch.float32))
+    pieces = []
+    rows = max(1, SCORES_AT_ONCE // (batch * heads * n))
+    for start in range(m - last, m, rows):
+        stop = min(start + rows, m)
+        visible = n - m + stop
+        weights = _weights(query[:, :, start:stop], key[:, :, :visible], scaling)
+        if visible == n and stop - start == m:
+            received = REDUCE[reduce](weights).sum(2)
+        else:
+            received[..., :visible] += REDUCE[reduce](weights).sum(2)
+        if outputs is None:
+            pieces.append(_mix(weights, value[:, :, :visible]))
+    if outputs is None:
+        outputs = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return outputs, received
+
+
+def _weights(query: Tensor, key: Tensor, scaling: float) -> Float[Tensor, "B G h m n"]:
+    """Softmax weights of queries whose last one sees every key, grouped by key head."""
+    batch, heads, m, width = query.shape
+    groups, n = key.shape[1], key.shape[2]
+    grouped = query.reshape(batch, groups, heads // groups * m, width)
+    scores = (grouped @ key.transpose(2, 3)).view(batch, groups, heads // groups, m, n) * scaling
+    if m > 1:
+        hidden = torch.ones(m, n, dtype=torch.bool, device=key.device).triu(n - m + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+def _mix(weights: Float[Tensor, "B G h m n"], value: Float[Tensor, "B G n Dv"]) -> Float[Tensor, "B H m Dv"]:
+    batch, groups, per_group, m, n = weights.shape
+    mixed = weights.reshape(batch, groups, per_group * m, n).to(value.dtype) @ value
+    return mixed.view(batch, groups * per_group, m, value.shape[-1])
+
+
+def blockwise_attention(
+    query: Float[Tensor, "B H m D"],
+    blocks: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    newest: tuple[Float[Tensor, "B G t D"], Float[Tensor, "B G t Dv"]],
+    scaling: float,
+) -> Float[Tensor, "B H m Dv"]:
+    """Attention over `blocks()` (older than every query, so all visible) and then `newest`, whose last m slots are the
+    queries' own (causal). The blocks are made one at a time, so the whole cache is never rebuilt.
+
+    Online softmax: with block maxima μ_b, sums l_b and outputs o_b,  o = Σ_b e^{μ_b − μ} o_b / Σ_b e^{μ_b − μ} l_b.
+    """
+    batch, heads, m, _ = query.shape
+    rows = max(1, SCORES_AT_ONCE // (batch * heads * max(newest[0].shape[2], 4096)))
+    outputs = []
+    for start in range(0, m, rows):
+        part = query[:, :, start : start + rows]
+        visible = newest[0].shape[2] - m + min(start + rows, m)
+        state = _partial(part, newest[0][:, :, :visible], newest[1][:, :, :visible], scaling, causal=True)
+        for key, value in blocks():
+            state = _merge(state, _partial(part, key, value, scaling, causal=False))
+        _, total, mixed = state
+        outputs.append((mixed / total).reshape(batch, heads, part.shape[2], -1).to(query.dtype))
+    return torch.cat(outputs, dim=2)
+
+
+Partial = tuple[Tensor, Tensor, Tensor]
+
+
+def _partial(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Partial:
+    batch, heads, m, width = query.shape
+    groups, n = key.shape[1], key.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(batch, groups, heads // groups * m, width)
+    scores = (grouped @ key.to(query.dtype).transpose(2, 3)).to(wide) * scaling
+    if causal and m > 1:
+        hidden = torch.ones(m, n, dtype=torch.bool, device=key.device).triu(n - m + 1)
+        scores = scores.view(batch, groups, -1, m, n).masked_fill(hidden, float("-inf")).view_as(scores)
+    highest = scores.amax(-1, keepdim=True)
+    weights = (scores - highest).exp()
+    return highest, weights.sum(-1, keepdim=True), (weights.to(value.dtype) @ value).to(wide)
+
+
+def _merge(a: Partial, b: Partial) -> Partial:
+    highest = torch.maximum(a[0], b[0])
+    left, right = (a[0] - highest).exp(), (b[0] - highest).exp()
+    return highest, left * a[1] + right * b[1], left * a[2] + right * b[2]
