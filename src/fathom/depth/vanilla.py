@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput
 from fathom.models.registry import register
@@ -14,13 +14,13 @@ class Vanilla(DepthMethod):
     """h = F(E)."""
 
     summary = "The ordinary decoder: one forward of the layer stack per token."
-    identity: dict[str, Any] = {}  # noqa: RUF012
+    identity: ClassVar[dict[str, Any]] = {}
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         """No options."""
 
-        passes = 1
+        passes: ClassVar[int] = 1
 
     @classmethod
     def unsupported(cls, config, options):

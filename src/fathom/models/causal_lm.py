@@ -81,8 +81,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Arguments as in transformers; the cache may come as `cache` or `past_key_values`.
 
-        `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids` positions
-        count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In training mode
+        `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids`
+        positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In training mode
         with labels the logits are not materialised (`logits` is None), as the loss needs none.
 
         Raises:
@@ -108,7 +108,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None and shift_labels is None:
             logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
         else:
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift_labels is None else shift_labels
+            targets = shift_labels
+            if (
+                targets is None
+            ):  # token t+1 is the target of position t; shifting the labels copies less than the states
+                targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # type: ignore[index]
             if self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
                 total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets)
             else:
@@ -155,7 +159,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.config.passes):
-            return super()._prepare_cache_for_generation(*args, **kwargs)
+            return super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:

@@ -47,21 +47,17 @@ class Family:
 SHARED = {
     name: name
     for name in (
-        "vocab_size",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "tie_word_embeddings",
-        "initializer_range",
+        "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range",
     )
-}
+}  # fmt: skip
 LLAMA_FIELDS = {
     **SHARED,
     **{
         name: name
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "hidden_act", "max_position_embeddings", "rope_parameters", "attention_bias", "attention_dropout",
+            "head_dim", "hidden_act", "max_position_embeddings", "rope_parameters", "attention_bias",
+            "attention_dropout",
         )
     },
     "rms_norm_eps": "norm_eps",
@@ -193,20 +189,22 @@ assert set(STOCK) == set(FAMILIES)
 def refuse_unimplemented(stock: PreTrainedConfig) -> None:
     """Raise ValueError for a field of the family's config that the decoder does not implement, by name."""
     family = STOCK[stock.model_type]
-    for field, value in family.fixed.items():
-        if getattr(stock, field, value) != value:
+    for name, only in family.fixed.items():
+        if getattr(stock, name, only) != only:
             raise ValueError(
-                f"{stock.model_type} config field {field}={getattr(stock, field)!r} is not implemented here (only {value!r})"
+                f"{stock.model_type} config field {name}={getattr(stock, name)!r} is not implemented here "
+                f"(only {only!r})"
             )
-    sliding = [i for i, kind in enumerate(getattr(stock, "layer_types", None) or ()) if kind != "full_attention"]
-    if sliding:
-        raise ValueError(
-            f"{stock.model_type} config field layer_types={stock.layer_types[sliding[0]]!r} (layer {sliding[0]}) is not "
-            "implemented here (only 'full_attention')"
-        )
+    kinds = getattr(stock, "layer_types", None) or ()
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise ValueError(
+                f"{stock.model_type} config field layer_types={kind!r} (layer {layer}) is not implemented here "
+                "(only 'full_attention')"
+            )
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(
-            "config field quantization_config: quantized weights are not implemented here; dequantize first"
+            "config field quantization_config: quantized weights are not implemented here; dequantize the model first"
         )
     known = BOOKKEEPING | set(family.fields) | set(family.fixed)
     for field in dataclasses.fields(type(stock)):  # type: ignore[arg-type]
@@ -235,6 +233,8 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
 # Keyword arguments of from_pretrained that place the finished model; the rest goes to reading the stock files.
 PLACEMENT = ("device_map", "dtype", "torch_dtype", "attn_implementation", "max_memory", "offload_folder")
 
+HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "gguf_file")
+
 
 def load_stock(
     path: Any, kwargs: dict[str, Any]
@@ -245,11 +245,7 @@ def load_stock(
     """
     kwargs = dict(kwargs)
     changes = {name: kwargs.pop(name) for name in ("depth", "mixer", "residual", "embed_scale") if name in kwargs}
-    hub = {
-        k: kwargs[k]
-        for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder", "gguf_file")
-        if k in kwargs
-    }
+    hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stock_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
     if stock_config.model_type == FathomConfig.model_type:
         return None
@@ -258,7 +254,8 @@ def load_stock(
     if "gguf_file" in hub:  # dequantised on reading
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
-    stock = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=stock_config, **{**kwargs, **hub})
+    kwargs.update(hub, dtype=dtype, config=stock_config)
+    stock = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     placement["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
     if config.tie_word_embeddings:
@@ -276,10 +273,7 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
     stock = CONFIG_MAPPING[config.backbone](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
     for field, value in FAMILIES[config.backbone].items():
-        if (
-            getattr(back, field) != getattr(config, field)
-            or config.attention_output_bias != back.attention_output_bias
-        ):
+        if getattr(back, field) != getattr(config, field) or config.attention_output_bias != back.attention_output_bias:
             raise ValueError(
                 f"{field}={getattr(config, field)!r} is no stock {config.backbone} model (that has {value!r})"
             )

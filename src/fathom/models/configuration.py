@@ -62,6 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Default of fields that __post_init__ fills: from the family, or from other fields.
+DERIVED: Any = None
+
 
 class FathomConfig(PreTrainedConfig):
     """Configuration of the Fathom decoder.
@@ -93,34 +96,34 @@ class FathomConfig(PreTrainedConfig):
     backbone: str = "llama"
     vocab_size: int = 32000
     hidden_size: int = 512
-    intermediate_size: int | None = None
+    intermediate_size: int = DERIVED
     num_hidden_layers: int = 8
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = DERIVED
+    head_dim: int = DERIVED
     max_position_embeddings: int = 2048
-    norm: str | None = None
-    positions: str | None = None
-    qk_norm: bool | None = None
-    parallel_residual: bool | None = None
-    gated_mlp: bool | None = None
-    attention_bias: bool | None = None
-    attention_output_bias: bool | None = None
-    mlp_bias: bool | None = None
-    hidden_act: str | None = None
-    norm_eps: float | None = None
-    partial_rotary_factor: float | None = None
-    rope_parameters: dict | None = None
+    norm: str = DERIVED
+    positions: str = DERIVED
+    qk_norm: bool = DERIVED
+    parallel_residual: bool = DERIVED
+    gated_mlp: bool = DERIVED
+    attention_bias: bool = DERIVED
+    attention_output_bias: bool = DERIVED
+    mlp_bias: bool = DERIVED
+    hidden_act: str = DERIVED
+    norm_eps: float = DERIVED
+    partial_rotary_factor: float = DERIVED
+    rope_parameters: dict = DERIVED
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
     tie_word_embeddings: bool = False
     init: str = "scaled"
     initializer_range: float = 0.02
-    embed_scale: float | None = None
-    depth: dict | None = None
-    mixer: dict | None = None
-    residual: dict | None = None
+    embed_scale: float = DERIVED
+    depth: dict[str, Any] = DERIVED
+    mixer: dict[str, Any] = DERIVED
+    residual: dict[str, Any] = DERIVED
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

@@ -40,6 +40,9 @@ class RotaryEmbedding(nn.Module):
     longest position seen.
     """
 
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
     def __init__(self, config: FathomConfig):
         super().__init__()
         self.config = config
@@ -74,8 +77,8 @@ class Attention(nn.Module):
 
         q, k, v = x W_q, x W_k, x W_v;   softmax(q kᵀ/√D + mask) v W_o
 
-    The module keeps transformers' contract (projection names, `layer_idx`, keyword arguments, cache, `AttentionInterface`)
-    because adapters, KV-compression tools and attention backends hook it there.
+    The module keeps transformers' contract (projection names, `layer_idx`, keyword arguments, cache,
+    `AttentionInterface`) because adapters, KV-compression tools and attention backends hook it there.
     """
 
     def __init__(self, config: FathomConfig, layer_idx: int):
@@ -187,7 +190,7 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.layer_idx = layer_idx
 
-    def forward(self, stream: Any, residual: nn.Module, **attention_inputs: Any) -> tuple[Any, Tensor | None, Any]:
+    def forward(self, stream: Any, residual: Any, **attention_inputs: Any) -> tuple[Any, Tensor | None, Any]:
         """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added,
         the attention weights, and the mixer's state."""
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
@@ -207,7 +210,10 @@ class Block(GradientCheckpointingLayer):
 
 
 class Decoder(nn.Module):
-    """Parameters of the decoder: input table, learned positions (GPT-2), layers, final norm, mixer and residual topology."""
+    """The parameters: input table, learned positions (GPT-2), layers, final norm, mixer and residual topology."""
+
+    mixer: Any  # a Mixer or None
+    residual: Any  # a ResidualTopology
 
     def __init__(self, config: FathomConfig):
         super().__init__()
@@ -265,10 +271,10 @@ class Stack:
         decoder = self.decoder
         residual, mixer = decoder.residual, decoder.mixer
         stream = residual.start(hidden_states)
-        for layer in decoder.layers:
-            index = pass_index * len(decoder.layers) + layer.layer_idx
+        for number, layer in enumerate(decoder.layers):
+            index = pass_index * len(decoder.layers) + number
             if self.hidden_states is not None:
-                self.hidden_states.append(residual.read(stream, 2 * layer.layer_idx))
+                self.hidden_states.append(residual.read(stream, 2 * number))
             inputs = dict(self.layer_kwargs, cache_layer=index)
             if mixer is not None:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))

@@ -79,4 +79,4 @@ def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, dept
 
 def causal_lm_output(cache: Cache | None, **fields: Any) -> CausalLMOutputWithPast:
     """`CausalLMOutputWithPast` with the cache under this version's name."""
-    return CausalLMOutputWithPast(**fields, **{CACHE_NAME: cache})
+    return CausalLMOutputWithPast(**{CACHE_NAME: cache}, **fields)  # type: ignore[arg-type]

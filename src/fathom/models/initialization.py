@@ -2,15 +2,16 @@
 
 | parameter | "scaled" (default from scratch) | "hf" |
 |---|---|---|
-| input table, learned positions, head | truncated normal, σ = √(2/(5d)), cut at 3σ | normal, σ = initializer_range |
-| q, k, v, gate, up and method projections | truncated normal, σ = √(2/(5d)), cut at 3σ | normal, σ = initializer_range |
-| o_proj, down_proj (write to the residual stream) | the same σ divided by √(2·L·passes) | normal, σ = initializer_range |
+| input table, learned positions, head | TN(√(2/(5d))) | N(initializer_range) |
+| q, k, v, gate, up and method projections | TN(√(2/(5d))) | N(initializer_range) |
+| o_proj, down_proj (write to the residual stream) | TN(√(2/(5d)) / √(2·L·passes)) | N(initializer_range) |
 | biases | 0 | 0 |
 | norm gains / shifts | 1 / 0 | 1 / 0 |
 | embed_scale (config) | √d | 1 |
 
-d = hidden size, L = layers, passes = forwards of the stack per token at inference. Every method of a comparison is
-initialised by the same rule: the rule moves the loss more than most methods do.
+N(σ) is the normal distribution of mean 0 and standard deviation σ, TN(σ) the same cut at ±3σ. d = hidden size, L =
+layers, passes = forwards of the stack per token at inference. Every method of a comparison is initialised by the same
+rule: the rule moves the loss more than most methods do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
-            init.zeros_(module.bias)
+            init.zeros_(module.bias)  # type: ignore[arg-type]
     elif isinstance(module, nn.Linear | nn.Embedding):
         if config.init == "hf":
             init.normal_(module.weight, mean=0.0, std=config.initializer_range)
@@ -38,4 +39,4 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
                 std /= math.sqrt(2 * config.num_hidden_layers * config.passes)
             init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         if getattr(module, "bias", None) is not None:
-            init.zeros_(module.bias)
+            init.zeros_(module.bias)  # type: ignore[arg-type]

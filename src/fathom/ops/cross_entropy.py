@@ -2,8 +2,8 @@
 
     loss = Σ_t −log softmax(h_t Wᵀ)[y_t] / items,   targets of −100 ignored
 
-The chunked form computes the gradient in the forward pass, chunk by chunk: p − onehot(y) is at hand when the logits are,
-so nothing is computed twice and nothing of size V is kept. Its FLOPs equal the plain form's.
+The chunked form computes the gradient in the forward pass, chunk by chunk: p − onehot(y) is at hand when the logits
+are, so nothing is computed twice and nothing of size V is kept. Its FLOPs equal the plain form's.
 """
 
 from __future__ import annotations
