@@ -42,17 +42,21 @@ class Counts:
 
     Attributes:
         passes: forwards of the layer stack (each with its own keys and values).
+        final_norms: applications of learned positions and the final norm; None is one a pass.
         heads: evaluations of the output head, 2·d·V each.
         matmul: further matrix-product FLOPs per token.
-        elementwise: further elementwise FLOPs per token (sums, gathers, softmaxes).
+        elementwise: further elementwise FLOPs per token, by the rule in cost/flops.py.
         recomputed: matmul FLOPs per token that the training backward pass computes again.
+        parameters: parameters that the method adds to the model.
     """
 
     passes: int = 1
+    final_norms: int | None = None
     heads: int = 1
     matmul: int = 0
     elementwise: int = 0
     recomputed: int = 0
+    parameters: int = 0
 
 
 @dataclasses.dataclass

@@ -42,4 +42,4 @@ class Loop(DepthMethod):
 
     @classmethod
     def counts(cls, config, options) -> Counts:
-        return Counts(passes=options.passes)
+        return Counts(passes=options.passes, final_norms=1)

@@ -120,16 +120,18 @@ class Pondering(DepthMethod):
     @classmethod
     def counts(cls, config, options) -> Counts:
         s, d, v = options.steps, config.hidden_size, config.vocab_size
+        premultiply = d if options.premultiply_steps and s else 0
         if options.feedback == "mixture":
-            heads, mixed = 1 + s, (0 if options.top_k else 2 * d * v)
-            # softmax: subtract the maximum, exponentiate, add, divide; top-k sums K rows of the table
-            elementwise = 4 * v if options.top_k is None else 4 * options.top_k + 2 * options.top_k * d
+            # softmax over the mixed tokens (4 each); top-k sums K weighted rows of the table without a matrix product
+            mixture = 4 * v if options.top_k is None else (4 + 2 * d) * options.top_k
+            mixture += v if options.temperature != 1.0 else 0
+            mixture += d if config.embed_scale != 1.0 else 0
             return Counts(
                 passes=s + 1,
-                heads=heads,
-                matmul=s * mixed,
-                elementwise=s * (elementwise + d),
-                recomputed=s * (2 * d * v + mixed),
+                heads=1 + s,
+                matmul=0 if options.top_k else s * 2 * d * v,
+                elementwise=s * (mixture + d) + premultiply,
+                recomputed=s * 2 * d * v,  # the logits; the product with the table need not be computed again
             )
-        linear = 2 * d * d if options.feedback == "hidden_linear" else 0
-        return Counts(passes=s + 1, matmul=s * linear, elementwise=s * d)
+        linear = d * d if options.feedback == "hidden_linear" else 0
+        return Counts(passes=s + 1, matmul=s * 2 * linear, elementwise=s * d + premultiply, parameters=linear)

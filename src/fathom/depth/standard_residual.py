@@ -1,6 +1,6 @@
 """The default of the `residual` section: one stream, every sublayer adds to it."""
 
-from fathom.depth.base import ResidualTopology
+from fathom.depth.base import Counts, ResidualTopology
 from fathom.models.registry import register
 
 
@@ -22,3 +22,8 @@ class StandardResidual(ResidualTopology):
 
     def finish(self, stream):
         return stream
+
+    @classmethod
+    def counts(cls, config, options) -> Counts:
+        writes = config.num_hidden_layers * (1 if config.parallel_residual else 2)
+        return Counts(elementwise=writes * config.hidden_size)

@@ -1,0 +1,155 @@
+"""Floating-point operations per token, in closed form from a `FathomConfig` alone.
+
+One token's forward, a multiply-add counted as 2:
+
+    F = passes · 2N_matmul  +  2dV · heads  +  passes · 4·L·H·D · keys  +  method      (matrix products)
+        + elementwise                                                               (its own term)
+
+N_matmul: weights of the layers' linear maps. keys: mean number of keys a query reads, (T+1)/2 under a causal mask over
+T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads, D head dim.
+
+Elementwise work is counted by one rule: every scalar addition, subtraction, multiplication and division is 1, and so
+is every evaluation of a scalar function (exp, rsqrt, an activation). A sum of n terms is n additions, as in a matrix
+product. Comparisons (masks, maxima), sign changes, copies, gathers, casts and random numbers are 0. RoPE's cos and sin
+belong to positions, not to tokens, and are 0 too. Hence, over n entries,
+
+    RMSNorm  4n + 3:   squares n, mean n + 1, + ε 1, rsqrt 1, scale n, gain n
+    LayerNorm  7n + 4: mean n + 1, centre n, squares n, mean n + 1, + ε 1, rsqrt 1, scale n, gain n, shift n
+    softmax  4n:       subtract the maximum n, exp n, sum n, divide n
+    RoPE  3n:          x · cos + rotated x · sin
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fathom.depth.base import Counts
+from fathom.models.configuration import FathomConfig
+from fathom.models.registry import build_options, lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopTerms:
+    """FLOPs per token by term.
+
+    Attributes:
+        linear: the layers' linear maps, passes · 2N_matmul.
+        attention: scores and weighted values, passes · 4·L·H·D·keys.
+        head: evaluations of the output head, 2dV each.
+        method: further matrix products of the methods (a vocabulary mixture, a projection).
+        elementwise: everything that is not a matrix product, by the rule of this module.
+    """
+
+    linear: float
+    attention: float
+    head: float
+    method: float
+    elementwise: float
+
+    @property
+    def matmul(self) -> float:
+        """All matrix products: what papers and FLOP counters report."""
+        return self.linear + self.attention + self.head + self.method
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.elementwise
+
+
+def method_counts(config: FathomConfig) -> dict[str, Counts]:
+    """`Counts` of the three sections of the config: depth, mixer, residual."""
+    return {
+        registry: lookup(registry, getattr(config, registry)["name"]).counts(  # type: ignore[attr-defined]
+            config, build_options(registry, getattr(config, registry))
+        )
+        for registry in ("depth", "mixer", "residual")
+    }
+
+
+def forward_flops_per_token(config: FathomConfig, sequence_length: int, causal: bool = True) -> FlopTerms:
+    """FLOPs of one token's forward, the mean over a sequence of T tokens (equation and rule: this module's docstring).
+
+    Args:
+        sequence_length: T, tokens of the sequence; counts decoding T tokens with a cache as well.
+        causal: a query reads (T+1)/2 keys on average; False counts T, as FLOP counters do for masked kernels.
+
+    Raises:
+        ValueError: sequence_length below 1.
+    """
+    keys = mean_keys(sequence_length, causal)
+    counts = method_counts(config)
+    depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
+    passes, layers = depth.passes, config.num_hidden_layers
+    norms = passes if depth.final_norms is None else depth.final_norms
+    scores = config.num_attention_heads * keys  # per layer
+    per_pass = layers * (block_elementwise(config) + 5 * scores) + mixer.elementwise + residual.elementwise
+    embedding = 0 if config.embed_scale == 1.0 else config.hidden_size
+    per_norm = norm_elementwise(config, config.hidden_size) + config.hidden_size * (config.positions == "learned")
+    return FlopTerms(
+        linear=passes * layers * 2 * block_weights(config),
+        attention=passes * layers * 4 * config.head_dim * scores,
+        head=depth.heads * 2 * config.hidden_size * config.vocab_size,
+        method=depth.matmul + passes * (mixer.matmul + residual.matmul),
+        elementwise=passes * per_pass + norms * per_norm + embedding + depth.elementwise,
+    )
+
+
+def training_flops_per_token(
+    config: FathomConfig, sequence_length: int, gradient_checkpointing: bool = False, causal: bool = True
+) -> float:
+    """Matrix-product FLOPs of one token's forward and backward: 3 × `forward_flops_per_token(…).matmul` + recomputed.
+
+    The backward of a matrix product is two of the same size. What a method computes again in the backward pass counts
+    too; with `gradient_checkpointing` (torch's non-reentrant form, one region a layer) so do the layers, but for their
+    last product, which no gradient reads unless a dropout follows it. Elementwise work is not in it: its backward
+    depends on the kernel. Raises ValueError for sequence_length below 1.
+    """
+    forward = forward_flops_per_token(config, sequence_length, causal)
+    counts = method_counts(config)
+    passes = counts["depth"].passes
+    recomputed: float = counts["depth"].recomputed
+    recomputed += passes * (counts["mixer"].recomputed + counts["residual"].recomputed)
+    if gradient_checkpointing:
+        recomputed += forward.linear + forward.attention + passes * (counts["mixer"].matmul + counts["residual"].matmul)
+        if not config.residual_dropout:
+            recomputed -= passes * config.num_hidden_layers * 2 * config.hidden_size * config.intermediate_size
+    return 3 * forward.matmul + recomputed
+
+
+def mean_keys(sequence_length: int, causal: bool) -> float:
+    """Keys that a query reads, the mean over a sequence: (T+1)/2 under a causal mask, T without."""
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length!r}: must be at least 1")
+    return (sequence_length + 1) / 2 if causal else sequence_length
+
+
+def block_weights(config: FathomConfig) -> int:
+    """Weights of one layer's linear maps: queries and output d·H·D each, keys and values d·G·D each, the MLP."""
+    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    mlp = (3 if config.gated_mlp else 2) * config.intermediate_size
+    return config.hidden_size * (attention + mlp)
+
+
+def block_biases(config: FathomConfig) -> int:
+    """Biases of one layer's linear maps; each is one addition per token."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    hidden = config.hidden_size * config.attention_output_bias
+    mlp = config.hidden_size + (2 if config.gated_mlp else 1) * config.intermediate_size
+    return heads * config.head_dim * config.attention_bias + hidden + mlp * config.mlp_bias
+
+
+def block_elementwise(config: FathomConfig) -> int:
+    """Elementwise FLOPs of one layer and token, without attention's scores and the residual topology."""
+    d, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    work = 2 * norm_elementwise(config, d) + block_biases(config)
+    if config.qk_norm:
+        work += heads * norm_elementwise(config, config.head_dim)
+    if config.positions == "rotary":
+        work += heads * 3 * int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    work += config.intermediate_size * (2 if config.gated_mlp else 1)  # activation, and the product with `up`
+    return work + (d if config.parallel_residual else 0)  # attention + MLP, before the topology adds their sum
+
+
+def norm_elementwise(config: FathomConfig, width: int) -> int:
+    """RMSNorm 4n + 3, LayerNorm 7n + 4."""
+    return 7 * width + 4 if config.norm == "layernorm" else 4 * width + 3

@@ -1,0 +1,41 @@
+"""Parameters of a model and bytes of its KV cache, in closed form from a `FathomConfig` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fathom.cost.flops import block_biases, block_weights, method_counts
+from fathom.models.configuration import FathomConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCounts:
+    """Attributes:
+    total: all parameters, a tied head once.
+    non_embedding: without input table, learned positions and head: the N of scaling laws.
+    """
+
+    total: int
+    non_embedding: int
+
+
+def parameter_counts(config: FathomConfig) -> ParameterCounts:
+    """Number of parameters, without making the model."""
+    d, layers = config.hidden_size, config.num_hidden_layers
+    norm = 2 if config.norm == "layernorm" else 1  # gain, and shift
+    qk_norm = 2 * norm * config.head_dim if config.qk_norm else 0
+    block = block_weights(config) + block_biases(config) + 2 * norm * d + qk_norm
+    methods = sum(counts.parameters for counts in method_counts(config).values())
+    non_embedding = layers * block + norm * d + methods
+    tables = config.vocab_size * (1 if config.tie_word_embeddings else 2)
+    positions = config.max_position_embeddings if config.positions == "learned" else 0
+    return ParameterCounts(total=non_embedding + d * (tables + positions), non_embedding=non_embedding)
+
+
+def kv_bytes_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that one token keeps in the cache: passes · L · 2 (keys, values) · G·D · bytes of `dtype`."""
+    passes = method_counts(config)["depth"].passes
+    layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return passes * config.num_hidden_layers * layer
