@@ -1,0 +1,70 @@
+"""The console script: verbs load on demand, and a failure is one line."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from fathom import cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fathom", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch):
+    """A verb `broken` that raises what the test says."""
+
+    def install(error: Exception) -> None:
+        module = types.ModuleType("broken_verb")
+        module.__spec__ = types.SimpleNamespace(name="broken_verb")  # type: ignore[assignment]
+
+        def command(path: str) -> None:
+            """Fails."""
+            raise error
+
+        module.command = command  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "broken_verb", module)
+        monkeypatch.setitem(cli.VERBS, "broken", "broken_verb:command")
+
+    return install
+
+
+def test_help_lists_the_verbs_that_exist(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(cli.VERBS, "absent", "fathom.cli.absent:command")
+    assert run(monkeypatch, "--help") == 0
+    out = capsys.readouterr().out
+    assert "absent" not in out and "--debug" in out
+    assert "\x1b" not in out and "╭" not in out  # plain
+
+
+def test_an_unknown_verb_is_refused(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "trian") == 2
+    assert "trian" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("steps=-1:\n  must be positive"), "fathom: steps=-1: must be positive\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.yaml"), "fathom: a.yaml: No such file or directory\n"),
+        (ImportError("install fathom-lm[eval]"), "fathom: install fathom-lm[eval]\n"),
+        (KeyError("x"), "fathom: KeyError: 'x' (--debug shows where)\n"),
+    ],
+)
+def test_a_failure_is_one_line(monkeypatch, capsys, verb, error, line) -> None:
+    verb(error)
+    assert run(monkeypatch, "broken", "file") == 2
+    assert capsys.readouterr().err == line
+
+
+def test_debug_shows_the_traceback(monkeypatch, capsys, verb) -> None:
+    verb(ValueError("no"))
+    assert run(monkeypatch, "broken", "file", "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
