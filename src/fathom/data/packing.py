@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -33,9 +34,12 @@ from transformers import PreTrainedTokenizerFast
 
 from fathom.data.config import DataConfig
 from fathom.data.sources import Source
+from fathom.data.tokenizer import is_byte_level
 
 IGNORED = -100  # the label that transformers' losses skip
-_WRITE_CHARACTERS = 16_000_000  # text held in memory at once while documents are written
+_PIECE_CHARACTERS = 1_000_000
+_WRITE_CHARACTERS = 16_000_000  # text held in memory at once while it is written to disk
+_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 
 class Span(NamedTuple):
@@ -45,34 +49,35 @@ class Span(NamedTuple):
     starts: np.ndarray
 
 
-def encode(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Token ids of each document and then EOS. "<|endoftext|>" and the like in the text are ordinary characters."""
-    encoded = tokenizer(documents, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded["input_ids"]]
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Token ids of each text, nothing added. "<|endoftext|>" and the like in a text are ordinary characters."""
+    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num_proc: int | None) -> Iterator[Span]:
     """The token stream of `source` by `num_proc` processes (None: one a usable core), through Arrow files in `work`."""
-    _write_documents(source, work / "documents.arrow")
+    _write_pieces(source, work / "documents.arrow", is_byte_level(tokenizer))
     documents = datasets.Dataset.from_file(str(work / "documents.arrow"))
-    processes = min(num_proc or len(os.sched_getaffinity(0)), len(documents))
+    processes = min(num_proc or _usable_cores(), len(documents))
     with _no_threads_in_forks(processes):
         tokens = documents.map(
-            functools.partial(_encode_rows, tokenizer=tokenizer),
+            functools.partial(_encode_pieces, tokenizer=tokenizer),
             batched=True,
-            batch_size=100,
+            batch_size=32,
             num_proc=processes if processes > 1 else None,
-            remove_columns=["text"],
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+            remove_columns=["text", "end"],
+            features=datasets.Features(
+                {"input_ids": datasets.List(datasets.Value("int32")), "start": datasets.Value("bool")}
+            ),
             cache_file_name=str(work / "tokens.arrow"),
-            desc=f"Tokenising {source.name} ({source.argument})",
+            desc=f"Tokenising data.{source.argument}",
         )
     for table in tokens.with_format("arrow").iter(batch_size=1000):
-        for lists in table["input_ids"].chunks:
-            starts = np.zeros(len(lists.flatten()), dtype=bool)
-            offsets = lists.offsets.to_numpy()
-            starts[offsets[:-1] - offsets[0]] = True
-            yield Span(lists.flatten().to_numpy(), starts)
+        pieces = table["input_ids"].combine_chunks()
+        offsets = pieces.offsets.to_numpy()
+        starts = np.zeros(offsets[-1] - offsets[0], dtype=bool)
+        starts[offsets[:-1] - offsets[0]] = table["start"].to_numpy()
+        yield Span(pieces.flatten().to_numpy(), starts)
 
 
 def pack(spans: Iterable[Span], config: DataConfig, eos_token_id: int) -> Iterator[dict[str, np.ndarray]]:
@@ -165,7 +170,7 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
         if worker:
             documents = islice(documents, worker.id, None, worker.num_workers)
         documents = _shuffled(documents, self.config.shuffle_buffer, random.Random(f"{self.config.seed} {self.epoch}"))
-        spans = _encode_spans(documents, self.tokenizer)
+        spans = _encode_documents(documents, self.tokenizer)
         limit = self.config.max_tokens and self.config.max_tokens // self.config.block_size
         columns = pack(spans, self.config, self.tokenizer.eos_token_id)
         blocks = (
@@ -177,7 +182,16 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
         for block in islice(blocks, self._yielded, limit):
             self._yielded += 1
             yield block
+        if not self._yielded and not worker:
+            raise too_short(self.source, self.config.block_size)
         self._yielded = 0
+
+
+def too_short(source: Source, block_size: int) -> ValueError:
+    return ValueError(
+        f"data.{source.argument}={source.name!r}: shorter than one block of {block_size} tokens: use more text, "
+        "a smaller data.block_size, or data.keep_remainder to pad"
+    )
 
 
 def _columns(tokens: np.ndarray, starts: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
@@ -196,34 +210,57 @@ def _fixed_size_lists(array: np.ndarray) -> pa.FixedSizeListArray:
     return pa.FixedSizeListArray.from_arrays(array.astype(np.int32).ravel(), array.shape[1])
 
 
-def _write_documents(source: Source, path: Path) -> None:
-    """The documents as an Arrow file that processes can share. Raises ValueError if there are none."""
-    schema = pa.schema({"text": pa.large_string()})
+def _pieces(document: str) -> Iterator[str]:
+    """Cut a document about every `_PIECE_CHARACTERS` before a space between two letters.
+
+    There every byte-level tokenizer's splitting rule cuts too, so that the pieces' tokens are the document's. Without
+    this a file of a gigabyte would be one call that needs a hundred times its memory, on one core.
+    """
+    begin = 0
+    while cut := _BETWEEN_WORDS.search(document, begin + _PIECE_CHARACTERS):
+        yield document[begin : cut.start()]
+        begin = cut.start()
+    yield document[begin:]
+
+
+def _write_pieces(source: Source, path: Path, cut: bool) -> None:
+    """The documents, cut into pieces or whole, as an Arrow file that processes can share.
+
+    Columns: `text`, and whether the piece is the `start` and the `end` of its document. Raises ValueError if there is
+    no document.
+    """
+    schema = pa.schema({"text": pa.large_string(), "start": pa.bool_(), "end": pa.bool_()})
     with pa.ipc.new_stream(str(path), schema) as writer:
-        held: list[str] = []
+        rows: list[dict[str, Any]] = []
         characters = documents = 0
         for document in source.documents():
-            held.append(document)
+            texts = list(_pieces(document)) if cut else [document]
+            rows += ({"text": text, "start": i == 0, "end": i == len(texts) - 1} for i, text in enumerate(texts))
             characters += len(document)
             documents += 1
             if characters >= _WRITE_CHARACTERS:
-                writer.write_batch(pa.record_batch([held], schema=schema))
-                held, characters = [], 0
-        writer.write_batch(pa.record_batch([held], schema=schema))
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+                rows, characters = [], 0
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
     if not documents:
         raise ValueError(f"data.{source.argument}={source.name!r}: holds no text")
 
 
-def _encode_rows(rows: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[list[int]]]:
-    return {"input_ids": encode(rows["text"], tokenizer)}
+def _encode_pieces(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
+    tokens = encode(rows["text"], tokenizer)
+    return {
+        "input_ids": [
+            [*ids, tokenizer.eos_token_id] if end else ids for ids, end in zip(tokens, rows["end"], strict=True)
+        ],
+        "start": rows["start"],
+    }
 
 
-def _encode_spans(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[Span]:
+def _encode_documents(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[Span]:
     while some := list(islice(documents, 16)):
-        for tokens in encode(some, tokenizer):
-            starts = np.zeros(len(tokens), dtype=bool)
-            starts[0] = True
-            yield Span(np.array(tokens, dtype=np.int32), starts)
+        for ids in encode(some, tokenizer):
+            tokens = np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
+            yield Span(tokens, np.arange(len(tokens)) == 0)
 
 
 def _shuffled(documents: Iterator[str], size: int, generator: random.Random) -> Iterator[str]:
@@ -235,6 +272,10 @@ def _shuffled(documents: Iterator[str], size: int, generator: random.Random) -> 
         buffer[index] = document
     generator.shuffle(buffer)
     yield from buffer
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

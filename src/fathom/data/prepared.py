@@ -15,7 +15,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from fathom.data.config import EMBEDDED, DataConfig
-from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, write_blocks
+from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, too_short, write_blocks
 from fathom.data.sources import Source
 from fathom.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
 
@@ -85,10 +85,7 @@ def _blocks(
         scratch.mkdir()
         columns = pack(tokenise(source, tokenizer, scratch, config.num_proc), config, tokenizer.eos_token_id)
         if not write_blocks(columns, work / "blocks.arrow", max_tokens and max_tokens // config.block_size):
-            raise ValueError(
-                f"data.{source.argument}={source.name!r}: shorter than one block of {config.block_size} tokens: use "
-                "more text, a smaller data.block_size, or data.keep_remainder to pad"
-            )
+            raise too_short(source, config.block_size)
         shutil.rmtree(scratch)
 
     _build_once(folder, build)
@@ -103,7 +100,11 @@ def _build_once(folder: Path, build: Callable[[Path], object]) -> None:
         work = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(work, ignore_errors=True)  # what a killed run left: the lock says that nobody works on it
         work.mkdir()
-        build(work)
+        try:
+            build(work)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
         os.replace(work, folder)
 
 

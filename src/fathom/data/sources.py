@@ -15,6 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
+
 from fathom.data.config import EMBEDDED
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
@@ -90,7 +94,7 @@ class Source:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        row = json.loads(_decode(line, file, offset))
+                        row = json.loads(_decode(line, file, offset, number))
                     except json.JSONDecodeError as error:
                         raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
                     yield self._text(row, f"{file}, line {number}")
@@ -99,9 +103,6 @@ class Source:
             raise ValueError(f"{file}: damaged or truncated {file.suffix} file ({error})") from None
 
     def _read_parquet(self, file: Path, stream: BufferedReader) -> Iterator[str]:
-        import pyarrow
-        import pyarrow.parquet
-
         try:
             table = pyarrow.parquet.ParquetFile(stream)
         except pyarrow.ArrowInvalid as error:
@@ -113,8 +114,6 @@ class Source:
                 yield self._text(row, str(file))
 
     def _read_hub(self) -> Iterator[str]:
-        import datasets
-
         parts = _HUB_NAME.fullmatch(self.name)
         assert parts is not None  # files() has refused anything else
         try:
@@ -159,14 +158,13 @@ def _opened(file: Path, source: Source) -> BufferedReader:
         raise type(error)(f"data.{source.argument}={source.name!r}: cannot read {file} ({error.strerror})") from None
 
 
-def _decode(raw: bytes, file: Path, offset: int = 0) -> str:
-    """UTF-8 text without a byte-order mark; `offset` is where `raw` begins in the (decompressed) file."""
+def _decode(raw: bytes, file: Path, offset: int = 0, line: int = 1) -> str:
+    """UTF-8 text without a byte-order mark. `raw` begins at byte `offset`, in line `line`, of the decompressed file."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
+        line += raw.count(b"\n", 0, error.start)
         raise ValueError(
-            f"{file}: not UTF-8 at byte {offset + error.start} (0x{raw[error.start]:02x}"
-            + (f", line {line}" if offset == 0 else "")
-            + "): convert the file to UTF-8"
+            f"{file}: not UTF-8 at byte {offset + error.start} (0x{raw[error.start]:02x}, line {line}): "
+            "convert the file to UTF-8"
         ) from None

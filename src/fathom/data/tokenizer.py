@@ -63,6 +63,12 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
 
+def is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether a token is a string of bytes written in GPT-2's alphabet of 256 characters."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return any(kind == "ByteLevel" for part in ("pre_tokenizer", "decoder") for kind in _kinds(backend[part]))
+
+
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, " vocab"]:
     """How many bytes of UTF-8 text each token id stands for; 0 for special tokens and ids without a token.
 
@@ -71,25 +77,24 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, " voca
     the space that some (Llama 2) put before a document. Raises ValueError for a tokenizer that can lose bytes
     (WordPiece, or SentencePiece without fallback).
     """
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    kinds = {kind for part in ("pre_tokenizer", "decoder") for kind in _kinds(backend[part])}
-    byte_level = "ByteLevel" in kinds
-    if not byte_level and not backend["model"].get("byte_fallback"):
+    byte_level = is_byte_level(tokenizer)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if not byte_level and not model.get("byte_fallback"):
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} is neither byte-level nor has it byte fallback "
-            f"(model {backend['model']['type']}): some text becomes the unknown token, so bytes per token are not known"
+            f"(model {model['type']}): some text becomes the unknown token, so bytes per token are not known"
         )
     added = tokenizer.added_tokens_decoder
     vocabulary = tokenizer.get_vocab()
     lengths = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.int64)
     for token, index in vocabulary.items():
-        if index in added:
-            lengths[index] = 0 if added[index].special else len(added[index].content.encode())
-        elif byte_level:
-            lengths[index] = len(token)  # GPT-2's alphabet: one character a byte
+        if index in added and added[index].special:
+            lengths[index] = 0
+        elif byte_level:  # GPT-2's alphabet has one character a byte; added tokens are plain text
+            lengths[index] = len(token.encode()) if index in added else len(token)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             lengths[index] = 1
-        else:
+        else:  # Gemma lists runs of ▁ among its added tokens too
             lengths[index] = len(token.replace("▁", " ").encode())
     return lengths
 
