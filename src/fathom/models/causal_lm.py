@@ -82,8 +82,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """Arguments as in transformers; the cache may come as `cache` or `past_key_values`.
 
         `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids`
-        positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In training mode
-        with labels the logits are not materialised (`logits` is None), as the loss needs none.
+        positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
+        training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache with the wrong number of layers.
@@ -93,7 +93,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if cache is None and use_cache:
-            cache = hf_versions.new_cache(self.config, self.config.passes)
+            cache = hf_versions.new_cache(self.config, self.depth.options.passes)
 
         embeddings = self.model.embed(input_ids) if inputs_embeds is None else self.model.scale(inputs_embeds)
         stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, dict(kwargs, use_cache=use_cache))
@@ -140,7 +140,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """The layer stack with this forward's positions, mask and cache."""
         length, seen = embeddings.shape[1], 0
         if cache is not None:
-            hf_versions.check_cache_layers(cache, self.config, self.config.passes, self.config.depth["name"])
+            hf_versions.check_cache_layers(cache, self.config, self.depth.options.passes, self.depth.name)
             seen = cache.get_seq_length()
         if position_ids is None:
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
@@ -158,7 +158,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         return Vocabulary(self.lm_head.weight, self.model.embed_tokens.weight, self.config.embed_scale)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        with hf_versions.generating_cache_for(self, self.config.passes):
+        with hf_versions.generating_cache_for(self, self.depth.options.passes):
             return super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,16 @@ def lookup(registry: str, name: str) -> type:
     return methods[name]
 
 
+def check_type(option: str, value: Any, hint: Any) -> None:
+    """Raise ValueError if a plain value (bool, int, float, str, None) is of another type than annotated: a config file
+    that says "false" must not switch an option on."""
+    kinds = typing.get_args(hint) or (hint,)
+    plain = {bool, int, float, str, type(None)}
+    if set(kinds) <= plain and type(value) not in kinds and not (type(value) is int and float in kinds):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{option}={value!r}: must be of type {names}")
+
+
 def resolve_section(registry: str, section: dict[str, Any] | str | None, default: str) -> dict[str, Any]:
     """A section of the config as a complete dict: `{"name": …, every option with its value}`, validated.
 
@@ -59,13 +70,15 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None, default
         )
     options = {key: value for key, value in section.items() if key != "name"}
     cls = lookup(registry, section["name"])
-    known = [field.name for field in dataclasses.fields(cls.Options)]  # type: ignore[attr-defined]
-    for key in options:
+    known = typing.get_type_hints(cls.Options)  # type: ignore[attr-defined]
+    known = {field.name: known[field.name] for field in dataclasses.fields(cls.Options)}  # type: ignore[attr-defined]
+    for key, value in options.items():
         if key not in known:
             raise ValueError(
-                f"{registry} method {section['name']!r} has no option {key!r}{nearest(key, known)}; "
+                f"{registry} method {section['name']!r} has no option {key!r}{nearest(key, list(known))}; "
                 f"its options: {', '.join(known) or 'none'}"
             )
+        check_type(f"{registry} method {section['name']!r} option {key}", value, known[key])
     return {"name": section["name"], **dataclasses.asdict(cls.Options(**options))}  # type: ignore[attr-defined]
 
 
