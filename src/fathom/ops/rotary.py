@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 def rotate(
-    x: Float[Tensor, "B heads T D"], cos: Float[Tensor, "B T R"], sin: Float[Tensor, "B T R"]
+    x: Float[Tensor, "B heads T D"], cos: Float[Tensor, "#B T R"], sin: Float[Tensor, "#B T R"]
 ) -> Float[Tensor, "B heads T D"]:
-    """Rotate queries or keys by their positions; R ≤ D channels turn, the rest passes through."""
+    """Rotate queries or keys by their positions; R ≤ D channels turn, the rest passes through (cos and sin of batch 1
+    serve every row)."""
     width = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])

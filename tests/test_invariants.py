@@ -1,0 +1,437 @@
+"""What every depth method, mixer and residual topology must satisfy, whatever it computes.
+
+The suite reads the registries: a new method is covered by being registered, with its `variants` (option sets that run
+here) and its `identity` (options under which it is the ordinary decoder). Nothing here names a method.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+import typing
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.models.registry import REGISTRIES
+from tiny import VOCABULARY, assert_close, tiny_model, tokens
+
+FAMILIES = ("llama", "gpt_neox")  # grouped-query attention, gated MLP; parallel residual, partial rotary, biases
+DEFAULTS = {"depth": "vanilla", "mixer": "none", "residual": "standard"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One method with one option set on one family. Mixers and topologies run under vanilla depth."""
+
+    registry: str
+    name: str
+    options: tuple[tuple[str, typing.Any], ...]
+    family: str
+
+    @property
+    def section(self) -> dict[str, typing.Any]:
+        return {"name": self.name, **dict(self.options)}
+
+    @property
+    def method(self) -> typing.Any:
+        return REGISTRIES[self.registry][self.name]
+
+    def model(self, **fields: typing.Any) -> FathomForCausalLM:
+        return tiny_model(self.family, **{self.registry: self.section, **fields})
+
+
+def cases() -> list[typing.Any]:
+    """Every variant of every method on every family; the defaults of mixer and residual are depth's vanilla case."""
+    out = []
+    for registry, methods in REGISTRIES.items():
+        for name, method in methods.items():
+            if registry != "depth" and name == DEFAULTS[registry]:
+                continue
+            for options in method.variants:
+                for family in FAMILIES:
+                    written = "-".join(f"{k}={v}" for k, v in options.items())
+                    case = Case(registry, name, tuple(options.items()), family)
+                    out.append(pytest.param(case, id="-".join(filter(None, (registry, name, written, family)))))
+    return out
+
+
+every_case = pytest.mark.parametrize("case", cases())
+every_method = pytest.mark.parametrize(
+    ("registry", "name"), [(registry, name) for registry, methods in REGISTRIES.items() for name in methods]
+)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+_models: dict[Case, FathomForCausalLM] = {}
+
+
+@pytest.fixture
+def model(case: Case) -> FathomForCausalLM:
+    """The case's model, made once; tests that change it take `case.model()` instead."""
+    if case not in _models:
+        _models[case] = case.model()
+    return _models[case]
+
+
+def method_parameters(model: FathomForCausalLM) -> dict[str, torch.nn.Parameter]:
+    """The parameters that live in the modules of the three methods."""
+    owners = ("depth.", "model.mixer.", "model.residual.")
+    return {name: p for name, p in model.named_parameters() if name.startswith(owners)}
+
+
+def loss_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """In whatever mode the model is in. The seed makes methods that draw at random repeat their draw."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def new_tokens_of(model: FathomForCausalLM, ids: torch.Tensor, **options: typing.Any) -> torch.Tensor:
+    """Generated ids without the prompt, a fixed number of them."""
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
+    return model.generate(ids, **options)[:, ids.shape[1] :]
+
+
+# ---------------------------------------------------------------- the function
+
+
+@every_method
+@every_family
+def test_identity_options_give_vanilla_logits(registry, name, family):
+    identity = REGISTRIES[registry][name].identity
+    if identity is None:
+        pytest.skip(f"{registry} method {name} has no identity options")
+    vanilla = tiny_model(family)
+    model = tiny_model(family, seed=1, **{registry: {"name": name, **identity}})
+    state = {**model.state_dict(), **vanilla.state_dict()}
+    assert set(state) - set(vanilla.state_dict()) <= set(method_parameters(model))
+    model.load_state_dict(state)
+    ids = tokens(2, 11)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, vanilla(ids).logits, rtol=0, atol=0)
+
+
+@every_case
+def test_tokens_cannot_change_earlier_outputs(case, model):
+    length = 9
+    ids = tokens(1, length).repeat(length, 1)
+    other = tokens(length, length, seed=2)
+    changed = torch.where(torch.ones(length, length).triu(1).bool(), other, ids)  # row t: tokens after t are others
+    with torch.no_grad():
+        expected, actual = model(ids).logits, model(changed).logits
+    for t in range(length):
+        assert_close(actual[t, : t + 1], expected[t, : t + 1], 1e-6)
+        if t + 1 < length:  # the comparison is not vacuous: the changed token's own output moves
+            assert (actual[t, t + 1] - expected[t, t + 1]).abs().max() > 1e-3
+
+
+@every_case
+def test_forward_runs_the_stack_as_often_as_the_config_says(case, model):
+    calls = [0] * len(model.model.layers)
+
+    def count(layer):
+        def hook(*_):
+            calls[layer] += 1
+
+        return hook
+
+    hooks = [layer.register_forward_hook(count(i)) for i, layer in enumerate(model.model.layers)]
+    with torch.no_grad():
+        cache = model(tokens(2, 5), use_cache=True).past_key_values
+        assert calls == [model.config.passes] * len(calls)
+        model(tokens(2, 1), past_key_values=cache)
+        assert calls == [2 * model.config.passes] * len(calls)
+    assert len(cache.layers) == model.config.passes * model.config.num_hidden_layers
+    assert cache.get_seq_length() == 6
+    for hook in hooks:
+        hook.remove()
+
+
+@every_case
+def test_parameters_are_vanillas_and_the_documented_ones(case, model):
+    added = method_parameters(model)
+    vanilla = dict(tiny_model(case.family).named_parameters())
+    assert {n: p.shape for n, p in model.named_parameters() if n not in added} == {
+        n: p.shape for n, p in vanilla.items()
+    }
+    options = case.method.Options(**dict(case.options))
+    assert sum(p.numel() for p in added.values()) == case.method.counts(model.config, options).parameters
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@every_case
+@pytest.mark.parametrize("split", [(1,) * 11, (10, 1), (4, 7), (1, 6, 4)], ids=str)
+def test_cached_decode_equals_the_full_forward(case, model, split):
+    ids = tokens(2, 11)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache, pieces = DynamicCache(), []
+        for chunk in ids.split(split, dim=1):
+            pieces.append(model(chunk, past_key_values=cache, use_cache=True).logits)
+    assert cache.get_seq_length() == 11
+    assert_close(torch.cat(pieces, dim=1), expected)
+
+
+def left_padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = tokens(len(lengths), max(lengths))
+    mask = torch.tensor([[0] * (max(lengths) - n) + [1] * n for n in lengths])
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+LENGTHS = (3, 8, 1, 5)
+
+
+@every_case
+def test_left_padded_rows_equal_the_rows_alone(case, model):
+    ids, mask = left_padded(LENGTHS)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits
+        for row, n in enumerate(LENGTHS):
+            assert_close(padded[row, -n:], model(ids[row : row + 1, -n:]).logits[0])
+
+
+@every_case
+def test_left_padded_generation_equals_the_rows_alone(case, model):
+    ids, mask = left_padded(LENGTHS)
+    together = new_tokens_of(model, ids, attention_mask=mask)
+    for row, n in enumerate(LENGTHS):
+        assert together[row].tolist() == new_tokens_of(model, ids[row : row + 1, -n:])[0].tolist()
+
+
+@every_case
+def test_greedy_generation_equals_the_argmax_of_full_forwards(case, model):
+    ids = tokens(2, 4)
+    grown = ids
+    for _ in range(6):
+        with torch.no_grad():
+            scores = model(grown, use_cache=False).logits[:, -1]
+        scores[:, model.config.eos_token_id] = float("-inf")  # min_new_tokens forbids it
+        grown = torch.cat((grown, scores.argmax(-1, keepdim=True)), dim=1)
+    assert new_tokens_of(model, ids).tolist() == grown[:, 4:].tolist()
+
+
+@every_case
+def test_beams_on_the_cache_equal_beams_without(case, model):
+    ids, mask = left_padded((5, 3))
+    options = {"num_beams": 3, "num_return_sequences": 2, "attention_mask": mask}
+    cached = new_tokens_of(model, ids, **options)
+    assert cached.shape == (4, 6)
+    assert cached.tolist() == new_tokens_of(model, ids, use_cache=False, **options).tolist()
+    assert cached[0].tolist() != cached[1].tolist()
+
+
+@every_case
+def test_cache_rows_reorder_repeat_and_select(case, model):
+    ids, new = tokens(3, 7), tokens(1, 2, seed=3)
+    row_changes = {
+        (2, 0, 0): lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+        (0, 0, 1, 1, 2, 2): lambda cache: cache.batch_repeat_interleave(2),
+        (2, 1): lambda cache: cache.batch_select_indices(torch.tensor([2, 1])),
+    }
+    for rows, change in row_changes.items():
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+            change(cache)
+            continuation = new.repeat(len(rows), 1)
+            actual = model(continuation, past_key_values=cache).logits
+            expected = model(torch.cat((ids[list(rows)], continuation), dim=1)).logits[:, -2:]
+        assert_close(actual, expected)
+
+
+@every_case
+def test_a_cropped_cache_continues_exactly(case, model):
+    ids, new = tokens(2, 9), tokens(2, 3, seed=3)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        assert cache.is_croppable
+        cache.crop(-4)
+        actual = model(new, past_key_values=cache).logits
+        expected = model(torch.cat((ids[:, :5], new), dim=1)).logits[:, -3:]
+    assert_close(actual, expected)
+
+
+@every_case
+def test_assisted_decoding_equals_greedy(case, model):
+    ids = tokens(1, 6)
+    expected = new_tokens_of(model, ids).tolist()
+    assert new_tokens_of(model, ids, assistant_model=tiny_model(case.family, seed=7)).tolist() == expected
+    assert new_tokens_of(model, ids.repeat(1, 2), prompt_lookup_num_tokens=3).tolist() == (
+        new_tokens_of(model, ids.repeat(1, 2)).tolist()
+    )
+
+
+# ---------------------------------------------------------------- saving
+
+FRESH_PROCESS = """
+import sys, torch
+from jaxtyping import install_import_hook
+hook = install_import_hook(["fathom.ops", "fathom.models.vocabulary"], "beartype.beartype")  # shapes checked too
+import fathom
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+ids = torch.load(sys.argv[1] + "/ids.pt")
+models = [AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{i}").eval() for i in range(int(sys.argv[2]))]
+with torch.no_grad():
+    torch.save([m(ids).logits for m in models], sys.argv[1] + "/logits.pt")
+"""
+
+
+def test_saved_models_give_equal_logits_in_a_fresh_process(tmp_path):
+    every = [parameter.values[0] for parameter in cases()]
+    ids = tokens(2, 9)
+    torch.save(ids, tmp_path / "ids.pt")
+    expected = []
+    for i, case in enumerate(every):
+        model = case.model()
+        model.save_pretrained(tmp_path / str(i))
+        with torch.no_grad():
+            expected.append(model(ids).logits)
+    command = [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), str(len(every))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case, actual, logits in zip(every, torch.load(tmp_path / "logits.pt"), expected, strict=True):
+        assert torch.equal(actual, logits), case
+
+
+# ---------------------------------------------------------------- training
+
+
+@every_case
+def test_gradients_equal_finite_differences_in_float64(case):
+    model = case.model().double().train()
+    ids = tokens(2, 6)
+    loss, gradients = loss_and_gradients(model, ids)
+    assert loss.dtype == torch.float64
+    generator = torch.Generator().manual_seed(0)
+    step = 1e-5
+    for name, parameter in model.named_parameters():
+        assert gradients[name] is not None, f"{name} is not used"
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(sign * step * direction)
+                torch.manual_seed(5)
+                values.append(model(input_ids=ids, labels=ids).loss.item())
+                parameter.sub_(sign * step * direction)
+        slope, expected = (gradients[name] * direction).sum().item(), (values[0] - values[1]) / (2 * step)
+        assert abs(slope - expected) <= 1e-6 * max(abs(expected), 1e-2), (name, slope, expected)
+
+
+@every_case
+def test_activation_checkpointing_changes_nothing(case):
+    model = case.model().train()
+    ids = tokens(2, 7)
+    calls = []
+    hook = model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    loss, gradients = loss_and_gradients(model, ids)
+    eager_calls = len(calls)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, checkpointed = loss_and_gradients(model, ids)
+    hook.remove()
+    assert len(calls) == 3 * eager_calls  # once, then once forward and once recomputed
+    torch.testing.assert_close(again, loss, rtol=0, atol=0)
+    for name, gradient in gradients.items():
+        assert_close(checkpointed[name], gradient, 1e-6)
+
+
+@every_case
+def test_loss_in_training_mode_equals_the_loss_of_logits(case, model):
+    ids = tokens(2, 8)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3, -100)
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+    trained = copy.deepcopy(model).train()
+    torch.testing.assert_close(trained(ids, labels=labels).loss.detach(), expected)
+
+
+@every_case
+def test_compiled_equals_eager(case):
+    """Whole graphs only. One family trains, the other scores: each compilation costs seconds."""
+    model = case.model()
+    ids = tokens(2, 7)
+    torch._dynamo.reset()
+    if case.family == FAMILIES[0]:
+        model.train()
+        loss, gradients = loss_and_gradients(model, ids)
+        again, compiled = loss_and_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), ids)
+        torch.testing.assert_close(again, loss)
+        for name, gradient in gradients.items():
+            assert_close(compiled["_orig_mod." + name], gradient)
+    else:
+        with torch.no_grad():
+            expected = model(ids).logits
+            assert_close(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, expected)
+
+
+@every_case
+def test_bfloat16_runs_in_bfloat16(case):
+    model = case.model().to(torch.bfloat16)
+    out = model(tokens(2, 7), use_cache=True, output_hidden_states=True)
+    assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all()
+    assert {h.dtype for h in out.hidden_states} == {torch.bfloat16}
+    assert {layer.keys.dtype for layer in out.past_key_values.layers} == {torch.bfloat16}
+
+
+# ---------------------------------------------------------------- configuration
+
+
+@every_method
+def test_config_survives_json(registry, name, tmp_path):
+    for options in REGISTRIES[registry][name].variants:
+        config = FathomConfig(**{registry: {"name": name, **options}})
+        config.save_pretrained(tmp_path)
+        again = FathomConfig.from_pretrained(tmp_path)
+        for section in REGISTRIES:
+            assert getattr(again, section) == getattr(config, section)
+        assert again.embed_scale == config.embed_scale
+
+
+@every_method
+def test_options_out_of_range_are_refused_by_name(registry, name):
+    method = REGISTRIES[registry][name]
+    kinds = typing.get_type_hints(method.Options)
+    wrong = {int: (-(10**9), 1.5, "3", True), float: (float("nan"), "x"), str: ("nonsense",), bool: ("false", 2)}
+    for field in dataclasses.fields(method.Options):
+        allowed = [kind for kind in typing.get_args(kinds[field.name]) or (kinds[field.name],) if kind in wrong]
+        assert allowed, f"{name}.{field.name} has a type this suite does not know: {kinds[field.name]}"
+        for value in wrong[allowed[0]]:
+            with pytest.raises(ValueError) as error:
+                FathomConfig(**{registry: {"name": name, field.name: value}})
+            for part in (name, field.name, repr(value)):
+                assert part in str(error.value)
+
+
+@every_method
+def test_unknown_options_are_refused_with_the_nearest_name(registry, name):
+    for field in dataclasses.fields(REGISTRIES[registry][name].Options):
+        with pytest.raises(ValueError, match=rf"{name}.*no option '{field.name}x'.*did you mean '{field.name}'"):
+            FathomConfig(**{registry: {"name": name, field.name + "x": 1}})
+    with pytest.raises(ValueError, match=f"{registry} method '{name}x' does not exist.*available: .*{name}"):
+        FathomConfig(**{registry: {"name": name + "x"}})
+
+
+@pytest.mark.parametrize("depth", [name for name in REGISTRIES["depth"] if name != "vanilla"])
+@pytest.mark.parametrize("residual", [name for name in REGISTRIES["residual"] if name != "standard"])
+def test_other_topologies_run_with_vanilla_depth_only(depth, residual):
+    with pytest.raises(ValueError, match=f"{depth}.*{residual}"):
+        FathomConfig(depth={"name": depth}, residual={"name": residual})
+
+
+@every_method
+def test_methods_describe_themselves(registry, name):
+    method = REGISTRIES[registry][name]
+    assert (method.registry, method.name) == (registry, name)
+    assert method.summary.endswith(".") and "\n" not in method.summary
+    counts = method.counts(FathomConfig(vocab_size=VOCABULARY), method.Options())
+    assert counts.passes == (method.Options().passes if registry == "depth" else 1)
