@@ -65,8 +65,8 @@ class Pondering(DepthMethod):
                 check_range("pondering", "top_k", self.top_k, 1)
             check_choice("pondering", "feedback", self.feedback, ("mixture", "hidden", "hidden_linear"))
             check_choice("pondering", "softmax_dtype", self.softmax_dtype, ("float32", "model"))
-            if not self.temperature > 0:
-                raise ValueError(f"pondering option temperature={self.temperature!r}: must be positive")
+            if not 0 < self.temperature < float("inf"):
+                raise ValueError(f"pondering option temperature={self.temperature!r}: must be positive and finite")
 
         @property
         def passes(self) -> int:
