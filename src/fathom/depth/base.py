@@ -158,12 +158,12 @@ class ResidualTopology(Method):
         """The stream before the first layer."""
         raise NotImplementedError  # abstract
 
-    def read(self, stream: Any, sublayer: int) -> Float[Tensor, "B T d"]:
-        """What the sublayer's norm sees."""
+    def read(self, stream: Any, sublayer: int) -> tuple[Float[Tensor, "B T d"], Any]:
+        """What the sublayer's norm sees, and whatever `write` needs of the reading (gates, say)."""
         raise NotImplementedError  # abstract
 
-    def write(self, stream: Any, sublayer: int, output: Float[Tensor, "B T d"]) -> Any:
-        """The stream with the sublayer's output added."""
+    def write(self, stream: Any, sublayer: int, output: Float[Tensor, "B T d"], carry: Any) -> Any:
+        """The stream with the sublayer's output added. With `parallel_residual` a layer writes once, as sublayer 2ℓ."""
         raise NotImplementedError  # abstract
 
     def finish(self, stream: Any) -> Float[Tensor, "B T d"]:

@@ -15,9 +15,9 @@ class StandardResidual(ResidualTopology):
         return hidden_states
 
     def read(self, stream, sublayer):
-        return stream
+        return stream, None
 
-    def write(self, stream, sublayer, output):
+    def write(self, stream, sublayer, output, carry):
         return stream + output
 
     def finish(self, stream):

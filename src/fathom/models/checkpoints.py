@@ -195,6 +195,10 @@ def refuse_unimplemented(stock: PreTrainedConfig) -> None:
                 f"{stock.model_type} config field {name}={getattr(stock, name)!r} is not implemented here "
                 f"(only {only!r})"
             )
+    if getattr(stock, "is_heterogeneous", False):
+        raise ValueError(
+            f"{stock.model_type} config field per_layer_config: layers that differ are not implemented here"
+        )
     kinds = getattr(stock, "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
         if kind != "full_attention":

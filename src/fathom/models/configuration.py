@@ -130,6 +130,11 @@ class FathomConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        if kwargs.get("per_layer_config"):
+            raise ValueError(
+                f"per_layer_config={kwargs['per_layer_config']!r}: layers that differ (KV heads, head dims, …) are not "
+                "implemented; all layers share one shape"
+            )
         if self.backbone not in FAMILIES:
             raise ValueError(f"backbone={self.backbone!r} is not supported; families: {', '.join(FAMILIES)}")
         for field, value in FAMILIES[self.backbone].items():
@@ -148,7 +153,6 @@ class FathomConfig(PreTrainedConfig):
         self.depth = resolve_section("depth", self.depth, default="vanilla")
         self.mixer = resolve_section("mixer", self.mixer, default="none")
         self.residual = resolve_section("residual", self.residual, default="standard")
-        self._check()
 
         scale_embeds = self.depth.get("scale_embeds")
         if scale_embeds is not None:  # a method's option sets the decoder's field; nothing multiplies twice
@@ -162,6 +166,7 @@ class FathomConfig(PreTrainedConfig):
         if self.embed_scale is None:
             self.embed_scale = math.sqrt(self.hidden_size) if self.init == "scaled" else 1.0
         super().__post_init__(**kwargs)
+        self._check()
 
     def _check(self) -> None:
         def refuse(argument: str, value: Any, remedy: str):

@@ -194,15 +194,15 @@ class Block(GradientCheckpointingLayer):
         """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added,
         the attention weights, and the mixer's state."""
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
-        x = residual.read(stream, first)
+        x, carry = residual.read(stream, first)
         attended, weights, state = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
             both = attended + self.drop(self.mlp(self.post_attention_layernorm(x)))
-            return residual.write(stream, first, both), weights, state
-        stream = residual.write(stream, first, attended)
-        x = residual.read(stream, second)
-        stream = residual.write(stream, second, self.drop(self.mlp(self.post_attention_layernorm(x))))
+            return residual.write(stream, first, both, carry), weights, state
+        stream = residual.write(stream, first, attended, carry)
+        x, carry = residual.read(stream, second)
+        stream = residual.write(stream, second, self.drop(self.mlp(self.post_attention_layernorm(x))), carry)
         return stream, weights, state
 
     def drop(self, x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Stack:
         for number, layer in enumerate(decoder.layers):
             index = pass_index * len(decoder.layers) + number
             if self.hidden_states is not None:
-                self.hidden_states.append(residual.read(stream, 2 * number))
+                self.hidden_states.append(residual.read(stream, 2 * number)[0])
             inputs = dict(self.layer_kwargs, cache_layer=index)
             if mixer is not None:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))
