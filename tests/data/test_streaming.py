@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -36,60 +37,69 @@ def stream(source: Source, tokenizer):
     return make
 
 
-def digest(blocks) -> str:
+def digest(blocks: list) -> str:
     return hashlib.sha256(torch.stack([block["input_ids"] for block in blocks]).numpy().tobytes()).hexdigest()
 
 
-def test_every_document_once_in_an_order_set_by_seed_and_epoch(stream, tokenizer) -> None:
-    blocks = list(stream())
+def one_pass(blocks: StreamingBlocks) -> list:
+    return list(itertools.takewhile(lambda _: blocks.state_dict()["pass"] == 0, blocks))
+
+
+def documents_of(blocks: list, tokenizer) -> list[str]:
     tokens = torch.cat([block["labels"] for block in blocks])
-    text = tokenizer.decode(tokens[tokens != -100])
-    documents = text.split("<|endoftext|>")[:-1]
+    return tokenizer.decode(tokens[tokens != -100]).split("<|endoftext|>")[:-1]
+
+
+def test_every_document_once_a_pass_in_an_order_set_by_the_seed(stream, tokenizer) -> None:
+    first = one_pass(stream())
+    documents = documents_of(first, tokenizer)
     assert documents != TEXTS and sorted(documents) == sorted(TEXTS)
-    assert digest(stream()) == digest(blocks)
-    assert digest(stream(seed=1)) != digest(blocks)
-    later = stream()
-    later.set_epoch(1)
-    assert digest(later) != digest(blocks)
+    assert digest(one_pass(stream())) == digest(first)
+    assert digest(one_pass(stream(seed=1))) != digest(first)
+    second = list(itertools.islice(stream(), len(first), 2 * len(first)))
+    assert sorted(documents_of(second, tokenizer)) == sorted(TEXTS) and digest(second) != digest(first)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 17])
+@pytest.mark.parametrize("taken", [0, 1, 17, 150])
 def test_resume_by_state(stream, taken: int) -> None:
-    whole = list(stream())
+    whole = list(itertools.islice(stream(), 250))
     first = stream()
-    iterator = iter(first)
-    for _ in range(taken):
-        next(iterator)
+    assert len(list(itertools.islice(first, taken))) == taken
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["pass"] == int(taken > len(one_pass(stream())))
     resumed = stream()
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    rest = list(resumed)
-    assert digest(rest) == digest(whole[taken:])
-    assert digest(resumed) == digest(whole)  # only the first iteration after loading skips
+    resumed.load_state_dict(state)
+    assert digest(list(itertools.islice(resumed, 250 - taken))) == digest(whole[taken:])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_by_skipping_batches_as_the_trainer_does(stream, workers: int) -> None:
     def batches() -> DataLoader:
+        context = "fork" if workers else None
         return DataLoader(
-            stream(),
-            batch_size=4,
-            collate_fn=collate,
-            num_workers=workers,
-            multiprocessing_context="fork" if workers else None,
+            stream(), batch_size=4, collate_fn=collate, num_workers=workers, multiprocessing_context=context
         )
 
-    whole = [batch["input_ids"] for batch in batches()]
-    rest = [batch["input_ids"] for batch in skip_first_batches(batches(), 3)]
-    assert len(rest) == len(whole) - 3
-    assert all(torch.equal(a, b) for a, b in zip(whole[3:], rest, strict=True))
+    whole = [batch["input_ids"] for batch in itertools.islice(batches(), 50)]  # more than one pass
+    rest = [batch["input_ids"] for batch in itertools.islice(skip_first_batches(batches(), 40), 10)]
+    assert all(torch.equal(a, b) for a, b in zip(whole[40:], rest, strict=True))
 
 
 def test_workers_share_the_documents(stream, tokenizer) -> None:
-    loader = DataLoader(stream(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    tokens = torch.cat([block["labels"] for block in loader])
-    count = int((tokens == tokenizer.eos_token_id).sum())
-    assert count == len(TEXTS)
+    loader = DataLoader(stream(keep_remainder=False), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    blocks = list(itertools.islice(loader, 60))  # the loader takes turns; less than one pass of each worker
+    shares = [tokenizer.decode(torch.cat([block["input_ids"] for block in blocks[worker::2]])) for worker in (0, 1)]
+    for share, own in zip(shares, (TEXTS[0::2], TEXTS[1::2]), strict=True):
+        whole = share.split("<|endoftext|>")[:-1]
+        assert len(whole) > 10 and set(whole) <= set(own)
 
 
-def test_max_tokens_ends_the_epoch(stream) -> None:
-    assert len(list(stream(max_tokens=100))) == 6
+def test_max_tokens_ends_the_pass(stream) -> None:
+    assert len(one_pass(stream(max_tokens=100))) == 6
+
+
+def test_more_workers_than_documents(source, tokenizer) -> None:
+    few = Source(source.name, max_documents=1)
+    blocks = StreamingBlocks(few, tokenizer, DataConfig(block_size=8, streaming=True))
+    loader = DataLoader(blocks, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert len(list(itertools.islice(loader, 20))) == 20

@@ -13,7 +13,8 @@ class DataConfig:
 
     `train` and `validation` each name a text: a file (`.txt`, `.md`, `.jsonl`, `.jsonl.gz`, `.jsonl.xz`, `.parquet`), a
     folder of such files, a Hugging Face data set (`name`, `name:subset`, `name@revision`), or `"embedded"`, the
-    public-domain prose inside the package. `validation` may be `None`.
+    public-domain prose inside the package. A plain text file is one document, a row is one. `validation` may be `None`.
+    The cache knows files by their bytes, a data set of the hub by its name alone: pin its revision if it may change.
     """
 
     train: str = EMBEDDED

@@ -20,7 +20,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,15 +120,15 @@ def write_blocks(columns: Iterable[dict[str, np.ndarray]], path: Path, max_block
 def target_tokens(blocks: datasets.Dataset, byte_lengths: Int[Tensor, " vocab"]) -> tuple[int, int]:
     """Number of target tokens of the blocks, and the bytes of text that these stand for (EOS: a target of no bytes)."""
     lengths = byte_lengths.numpy()
-    count = total = 0
+    targets = total = 0
     column = "labels" if "labels" in blocks.column_names else "input_ids"
     for table in blocks.with_format("arrow").iter(batch_size=1000):
         for chunk in table[column].chunks:
             labels = chunk.flatten().to_numpy().reshape(len(chunk), -1)[:, 1:]
             labels = labels[labels != IGNORED]
-            count += labels.size
+            targets += labels.size
             total += int(lengths[labels].sum())
-    return count, total
+    return targets, total
 
 
 def collate(blocks: list[dict[str, Any]]) -> dict[str, Int[Tensor, "batch block"]]:
@@ -141,50 +141,55 @@ def collate(blocks: list[dict[str, Any]]) -> dict[str, Int[Tensor, "batch block"
 
 
 class StreamingBlocks(torch.utils.data.IterableDataset):
-    """Blocks tokenised while they are read; nothing is kept on disk.
+    """Blocks tokenised while they are read, without end; nothing is kept on disk.
 
-    Documents are shuffled within a buffer of `config.shuffle_buffer` by (seed, epoch). The order is a function of these
-    alone: a resumed run gets it back by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks.
-    With W data-loader workers each takes every W-th document, so that the order also depends on W.
+    The text is passed over again and again (the Trainer needs `max_steps`). In each pass its documents are shuffled
+    within a buffer of `config.shuffle_buffer` by (seed, pass). The order is a function of these alone: a resumed run
+    gets it back by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks. One endless epoch,
+    because the Trainer takes all steps of a stream for one epoch when it skips. With W data-loader workers each takes
+    every W-th document, so that the order also depends on W.
     """
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig) -> None:
         self.source, self.tokenizer, self.config = source, tokenizer, config
-        self.epoch = 0
-        self._yielded = 0  # blocks of this epoch
-        self._skip = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self._start = self._state = {"pass": 0, "blocks": 0}
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "blocks": self._yielded}
+        """Where the newest iteration stands, in the process that iterates: the pass, and the blocks yielded of it."""
+        return self._state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration begins after the blocks that had been yielded."""
-        self.epoch, self._skip = state["epoch"], state["blocks"]
+        """Every later iteration begins after that block."""
+        self._start = self._state = state
 
     def __iter__(self) -> Iterator[dict[str, Int[Tensor, " block"]]]:
         worker = torch.utils.data.get_worker_info()
-        documents = self.source.documents()
-        if worker:
-            documents = islice(documents, worker.id, None, worker.num_workers)
-        documents = _shuffled(documents, self.config.shuffle_buffer, random.Random(f"{self.config.seed} {self.epoch}"))
-        spans = _encode_documents(documents, self.tokenizer)
-        limit = self.config.max_tokens and self.config.max_tokens // self.config.block_size
-        columns = pack(spans, self.config, self.tokenizer.eos_token_id)
+        share = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._state = self._start
+        for number in count(self._start["pass"]):
+            skipped = self._start["blocks"] if number == self._start["pass"] else 0
+            blocks = 0
+            for block in self._blocks(number, *share):
+                blocks += 1
+                if blocks > skipped:
+                    self._state = {"pass": number, "blocks": blocks}
+                    yield block
+            if not blocks and worker:
+                return  # fewer documents than workers: the others have some
+            if not blocks:
+                raise too_short(self.source, self.config.block_size)
+
+    def _blocks(self, number: int, worker: int, workers: int) -> Iterator[dict[str, Int[Tensor, " block"]]]:
+        """One pass over this worker's share of the documents."""
+        share = islice(self.source.documents(), worker, None, workers)
+        documents = _shuffled(share, self.config.shuffle_buffer, random.Random(f"{self.config.seed} {number}"))
+        columns = pack(_encode_documents(documents, self.tokenizer), self.config, self.tokenizer.eos_token_id)
         blocks = (
             {name: torch.from_numpy(array[row].astype(np.int64)) for name, array in arrays.items()}
             for arrays in columns
             for row in range(len(arrays["input_ids"]))
         )
-        self._yielded, self._skip = self._skip, 0
-        for block in islice(blocks, self._yielded, limit):
-            self._yielded += 1
-            yield block
-        if not self._yielded and not worker:
-            raise too_short(self.source, self.config.block_size)
-        self._yielded = 0
+        return islice(blocks, self.config.max_tokens and self.config.max_tokens // self.config.block_size)
 
 
 def too_short(source: Source, block_size: int) -> ValueError:

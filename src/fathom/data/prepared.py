@@ -86,7 +86,7 @@ def _blocks(
         columns = pack(tokenise(source, tokenizer, scratch, config.num_proc), config, tokenizer.eos_token_id)
         if not write_blocks(columns, work / "blocks.arrow", max_tokens and max_tokens // config.block_size):
             raise too_short(source, config.block_size)
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)  # a network file system keeps files that are still mapped
 
     _build_once(folder, build)
     return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
