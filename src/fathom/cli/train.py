@@ -1,0 +1,56 @@
+"""`fathom train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
+    method: Annotated[str | None, typer.Option(help="Which method of the recipe, if it lists several.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: the first of the recipe's seeds.")] = None,
+    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+) -> None:
+    """Train one model of a recipe; the same command again resumes it.
+
+    \b
+    Example:
+      fathom train recipes/demo.yaml --method pondering --seed 1
+    \b
+    On several GPUs:
+      torchrun --nproc-per-node 8 -m fathom.cli train recipes/demo.yaml --method vanilla
+    """
+    from fathom.data import prepare
+    from fathom.train import load_recipe, sweep_lr, train_run
+
+    loaded = load_recipe(recipe)
+    if method is None and len(loaded.methods) > 1:
+        names = ", ".join(entry.name for entry in loaded.methods)
+        raise ValueError(f"--method is missing: {recipe} lists {names}; choose one (`fathom compare` trains all)")
+    chosen = loaded.methods[0] if method is None else loaded.method(method)
+    seed = loaded.seeds[0] if seed is None else seed
+    folder = output / loaded.name / f"{chosen.name}-seed{seed}"
+    data = prepare(loaded.data, output / ".data")
+    try:
+        sweep = sweep_lr(loaded, chosen, seed=seed, folder=folder / "sweep", data=data)
+        result = train_run(loaded, chosen, seed=seed, folder=folder, data=data, lr=sweep.best)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. The same command goes on from the last complete checkpoint.", err=True)
+        raise typer.Exit(130) from None
+    for trial in sweep.trials:
+        typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}")
+    if sweep.at_edge:
+        typer.echo(f"The best, {sweep.best:g}, is at the edge of the candidates: a better one may lie outside.")
+    typer.echo(
+        f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
+        f"tokens/s, train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
+        f"bits per byte {_number(result.bits_per_byte)}"
+    )
+    typer.echo(f"Model: {result.model}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,18 @@
+"""Recipe to Trainer to checkpoint."""
+
+from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, load_recipe, model_config
+from fathom.train.sweep import LearningRateSweep, sweep_lr
+from fathom.train.trainer import TrainResult, train_run
+
+__all__ = [
+    "Budget",
+    "LearningRateSweep",
+    "MethodConfig",
+    "Recipe",
+    "TrainResult",
+    "Training",
+    "load_recipe",
+    "model_config",
+    "sweep_lr",
+    "train_run",
+]

@@ -1,0 +1,117 @@
+"""What a run measures while it trains: `metrics.jsonl`, one line a log.
+
+Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second and
+peak_memory_bytes; validation lines have step, tokens, train_flops and validation_loss. Losses are nats per target
+token, null where not finite. `seconds` is training alone, over all restarts; tokens per second is since the last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from fathom.train.atomic import write_text
+
+FILE = "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines written so far; the last one is left out if a killed process wrote half of it."""
+    lines = []
+    if (folder / FILE).exists():
+        for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return lines
+
+
+class Metrics(TrainerCallback):
+    """Writes `metrics.jsonl`. A loss is logged with every checkpoint and evaluation too, so none is lost on resume."""
+
+    def __init__(self, folder: Path, tokens_per_step: int, flops_per_token: float) -> None:
+        self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
+        self.seconds = 0.0
+        self._mark = 0.0
+        self._last = (0, 0.0)  # step and seconds of the last training line
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lines = [line for line in read_metrics(self.folder) if line["step"] <= state.global_step]
+        if state.is_world_process_zero:
+            write_text(self.folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        self.seconds = max((line.get("seconds", 0.0) for line in lines), default=0.0)
+        self._last = (state.global_step, self.seconds)
+        self._mark = time.perf_counter()
+        _reset_peak_memory()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._lap()
+        if control.should_save or control.should_evaluate:
+            control.should_log = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._lap()  # the loss has been read, so the device has finished
+            step, seconds = self._last
+            speed = (state.global_step - step) * self.tokens_per_step / max(self.seconds - seconds, 1e-9)
+            self._last = (state.global_step, self.seconds)
+            self._write(
+                state,
+                seconds=round(self.seconds, 3),
+                loss=logs["loss"],
+                learning_rate=logs["learning_rate"],
+                grad_norm=logs.get("grad_norm"),
+                tokens_per_second=round(speed, 1),
+                peak_memory_bytes=peak_memory(),
+            )
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self._write(state, validation_loss=metrics["eval_loss"])
+        self._mark = time.perf_counter()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._mark
+        self._mark = now
+
+    def _write(self, state: Any, **values: float | None) -> None:
+        if not state.is_world_process_zero:
+            return
+        tokens = state.global_step * self.tokens_per_step
+        line = {"step": state.global_step, "tokens": tokens, "train_flops": tokens * self.flops_per_token, **values}
+        line = {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
+        with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def peak_memory() -> int:
+    """Bytes: the most that PyTorch had allocated on this process's GPU, or the peak resident set of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _reset_peak_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):  # elsewhere the peak is the process's, not the run's
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: peak resident set := the present one

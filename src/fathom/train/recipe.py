@@ -1,0 +1,279 @@
+"""A recipe: one YAML file that says which models are trained on what and how. `fathom train` and `compare` read it.
+
+name: demo
+model: {backbone: llama, hidden_size: 192, num_hidden_layers: 4, num_attention_heads: 4}
+methods:
+  - vanilla
+  - {name: loop-3, depth: {name: loop, passes: 3}}
+  - {name: pondering, lr: 2e-3}
+data: {train: embedded, tokenizer: {bpe: 2048}, block_size: 256}
+training: {tokens: 2e6, sequences: 16, lr: [1e-3, 2e-3]}
+seeds: [0, 1, 2]
+budgets: [tokens, {train_flops: 1e15}]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from fathom.data import DataConfig, check_vocabulary, load_tokenizer
+from fathom.models.checkpoints import config_from_stock
+from fathom.models.configuration import FathomConfig
+from fathom.models.registry import REGISTRIES, nearest
+from fathom.train.loading import build, check_keys, convert, parse_yaml
+
+MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
+METHOD_SECTIONS = ("depth", "mixer", "residual")
+CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale")  # what may change on given weights
+_FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One model of a recipe.
+
+    Attributes:
+        name: label of the method and of its run folders. Without any of depth, mixer and residual it is also the name
+            of the registered method.
+        fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
+        lr: learning rate or candidates of this method, instead of `training.lr`.
+    """
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    lr: float | tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "methods.name")
+        if self.lr is not None:
+            _check_lr(self.lr, f"methods.{self.name}.lr")
+
+    @classmethod
+    def from_yaml(cls, raw: Any, where: str) -> MethodConfig:
+        """A method's name, or a mapping with `name`, `lr` and fields of FathomConfig."""
+        entry = {"name": raw} if isinstance(raw, str) else raw
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{where}={raw!r}: give a method's name, or a mapping with `name`")
+        check_keys(entry, ["name", "lr", *MODEL_FIELDS], where)
+        fields = {key: value for key, value in entry.items() if key not in ("name", "lr")}
+        if not any(section in fields for section in METHOD_SECTIONS):
+            fields[_registry_of(entry["name"], where)] = {"name": entry["name"]}
+        lr = convert(entry.get("lr"), float | tuple[float, ...] | None, f"{where}.lr")
+        return cls(entry["name"], fields, lr)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the methods of a comparison have in common.
+
+    Attributes:
+        kind: "tokens" seen in training; "train_flops" spent in training; "inference_flops" per token, matched by
+            adding layers to the cheaper methods (tokens are then `training.tokens`).
+        amount: tokens or FLOPs; None: `training.tokens`, or for train_flops what the first method spends on them.
+    """
+
+    kind: Literal["tokens", "train_flops", "inference_flops"]
+    amount: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.amount is not None:
+            _require(self.amount > 0 and math.isfinite(self.amount), f"budgets.{self.kind}", self.amount, "be positive")
+
+    @classmethod
+    def from_yaml(cls, raw: Any, where: str) -> Budget:
+        """`tokens`, `train_flops` or `inference_flops`, or a mapping from one of the first two to its amount."""
+        kind, amount = next(iter(raw.items())) if isinstance(raw, dict) and len(raw) == 1 else (raw, None)
+        kinds = ("tokens", "train_flops", "inference_flops")
+        if kind not in kinds:
+            known = ", ".join(kinds)
+            raise ValueError(
+                f"{where}={raw!r}: give one of {known}{nearest(str(kind), list(kinds))}, or {{kind: amount}}"
+            )
+        if kind == "inference_flops" and amount is not None:
+            raise ValueError(f"{where}={raw!r}: inference_flops takes no amount, the dearest method sets it")
+        return cls(kind, None if amount is None else convert(amount, float, f"{where}.{kind}"))
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every model of a recipe is trained. Steps are optimiser steps.
+
+    A step reads sequences × gradient_accumulation × devices blocks of `data.block_size` tokens.
+    """
+
+    tokens: int  # training tokens, rounded down to whole steps
+    sequences: int = 8  # blocks in a batch on one device
+    gradient_accumulation: int = 1  # batches a step
+    lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
+    sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_ratio: float = 0.05  # share of the steps with linear warm-up
+    decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
+    min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak
+    weight_decay: float = 0.1  # of matrices other than embedding tables
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast, weights and optimiser stay in fp32
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    fused: bool = True  # AdamW as one kernel
+    log_every: int = 10  # steps
+    eval_every: int | None = None  # steps; None: at the end only
+    save_every: int | None = 500  # steps; None: at the end only
+    keep: int = 1  # complete checkpoints kept
+    num_workers: int = 0  # data-loader processes
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr, "training.lr")
+        for name in ("tokens", "sequences", "gradient_accumulation", "log_every", "eval_every", "save_every", "keep"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"training.{name}", value, "be at least 1")
+        for name in ("weight_decay", "grad_clip", "num_workers"):
+            _require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "not be negative")
+        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
+            _require(0 <= getattr(self, name) <= 1, f"training.{name}", getattr(self, name), "be between 0 and 1")
+        _require(0 < self.sweep_fraction <= 1, "training.sweep_fraction", self.sweep_fraction, "be in (0, 1]")
+        _require(all(0 <= beta < 1 for beta in self.betas), "training.betas", self.betas, "be in [0, 1)")
+        if self.schedule == "wsd":
+            total = self.warmup_ratio + self.decay_ratio
+            _require(total <= 1, "training.warmup_ratio + decay_ratio", total, "be at most 1 for schedule 'wsd'")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One experiment.
+
+    Attributes:
+        name: of the experiment and its folder.
+        model: fields of FathomConfig that all methods share; or `checkpoint`, a folder or hub name to start from, with
+            at most depth, mixer, residual and embed_scale beside it. From scratch, `vocab_size` and the special tokens
+            default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
+        seeds: of initialisation and data order.
+    """
+
+    name: str
+    training: Training
+    model: dict[str, Any] = field(default_factory=dict)
+    methods: tuple[MethodConfig, ...] = field(default_factory=lambda: (MethodConfig("vanilla"),))
+    data: DataConfig = field(default_factory=DataConfig)
+    seeds: tuple[int, ...] = (0,)
+    budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "name")
+        check_keys(self.model, ["checkpoint", *MODEL_FIELDS], "model")
+        for name in ("methods", "seeds", "budgets"):
+            _require(bool(getattr(self, name)), name, [], "not be empty")
+        distinct: dict[str, list[Any]] = {
+            "methods": [method.name for method in self.methods],
+            "seeds": list(self.seeds),
+            "budgets": list(self.budgets),
+        }
+        for argument, values in distinct.items():
+            twice = [value for value in values if values.count(value) > 1]
+            _require(not twice, argument, twice[:1], "not be given twice")
+        if "checkpoint" in self.model:
+            for fields, where in ((self.model, "model"), *((m.fields, f"methods.{m.name}") for m in self.methods)):
+                for key in fields:
+                    if key not in ("checkpoint", *CHECKPOINT_FIELDS):
+                        raise ValueError(
+                            f"{where}.{key} cannot be given: model.checkpoint fixes it "
+                            f"(only {', '.join(CHECKPOINT_FIELDS)} may change)"
+                        )
+
+    def method(self, name: str) -> MethodConfig:
+        """The method of that name. Raises ValueError that lists what the recipe has."""
+        for method in self.methods:
+            if method.name == name:
+                return method
+        names = [method.name for method in self.methods]
+        raise ValueError(f"method {name!r} is not in the recipe{nearest(name, names)}; it has {', '.join(names)}")
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The recipe in a YAML file. With `model.checkpoint` the tokenizer defaults to the checkpoint's.
+
+    Raises OSError if the file cannot be read; ValueError, naming the key, the value and the remedy, if it is no recipe.
+    """
+    try:
+        raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        recipe: Recipe = build(Recipe, raw)
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ValueError(f"{path}: {error}") from None
+    if "checkpoint" in recipe.model and "tokenizer" not in (raw.get("data") or {}):
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=recipe.model["checkpoint"]))
+    return recipe
+
+
+def model_config(
+    recipe: Recipe, method: MethodConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> FathomConfig:
+    """The complete config of one method, for training it or for its cost.
+
+    `tokenizer` is the prepared one; without it `{bpe: n}` counts as n tokens. Raises ValueError for fields that do not
+    fit together and for a tokenizer with more ids than `vocab_size`.
+    """
+    fields = {**recipe.model, **method.fields}
+    if "checkpoint" in fields:
+        config = _checkpoint_config(fields.pop("checkpoint"), fields)
+    else:
+        fields.setdefault("max_position_embeddings", recipe.data.block_size)
+        if tokenizer is None and isinstance(recipe.data.tokenizer, str):
+            tokenizer = load_tokenizer(recipe.data.tokenizer)
+        if tokenizer is None:
+            fields.setdefault("vocab_size", recipe.data.tokenizer["bpe"])  # type: ignore[index]
+        else:
+            fields.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
+            for special in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                fields.setdefault(special, getattr(tokenizer, special))
+        config = FathomConfig(**fields)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size, recipe.model.get("checkpoint", "the model"))
+    if config.positions == "learned" and recipe.data.block_size > config.max_position_embeddings:
+        raise ValueError(
+            f"data.block_size={recipe.data.block_size}: the model has max_position_embeddings="
+            f"{config.max_position_embeddings} learned positions; use shorter blocks"
+        )
+    return config
+
+
+def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig:
+    stored = AutoConfig.from_pretrained(checkpoint)
+    if stored.model_type != FathomConfig.model_type:
+        return config_from_stock(stored, **changes)
+    return FathomConfig(**{**FathomConfig.get_config_dict(checkpoint)[0], **changes})
+
+
+def _registry_of(name: str, where: str) -> str:
+    for registry, methods in REGISTRIES.items():
+        if name in methods and name not in ("none", "standard"):
+            return registry
+    known = sorted(name for methods in REGISTRIES.values() for name in methods if name not in ("none", "standard"))
+    raise ValueError(
+        f"{where}={name!r}: no method has this name{nearest(name, known)}; methods: {', '.join(known)}. "
+        "A label of your own needs depth, mixer or residual beside it"
+    )
+
+
+def _check_name(name: str, argument: str) -> None:
+    _require(
+        bool(_FOLDER_NAME.fullmatch(name)), argument, name, "be letters, digits, '.', '_', '+', '-' (a folder name)"
+    )
+
+
+def _check_lr(lr: float | tuple[float, ...], argument: str) -> None:
+    candidates = lr if isinstance(lr, tuple) else (lr,)
+    fine = bool(candidates) and all(0 < value < math.inf for value in candidates)
+    _require(fine and len(set(candidates)) == len(candidates), argument, lr, "be positive, candidates distinct")
+
+
+def _require(condition: bool, argument: str, value: Any, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{argument}={value!r}: must {rule}")

@@ -1,0 +1,412 @@
+"""A recipe, one method and one seed to a trained model, through transformers' `Trainer`.
+
+A run has one folder:
+
+    run.json        what the run is; a folder with another run in it is refused
+    metrics.jsonl   metrics.py
+    checkpoint-N/   everything needed to resume, checkpoints.py
+    model/          the trained model and its tokenizer, an ordinary Hugging Face checkpoint
+    result.json     appears last: the run is finished
+
+Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`); the model knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from fathom.cost.flops import training_flops_per_token
+from fathom.data import PreparedData, StreamingBlocks, collate
+from fathom.models.causal_lm import FathomForCausalLM
+from fathom.models.configuration import FathomConfig
+from fathom.train import checkpoints
+from fathom.train.atomic import write_json
+from fathom.train.metrics import Metrics, read_metrics
+from fathom.train.order import ShuffledBlocks, reseeded
+from fathom.train.progress import ProgressDisplay
+from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
+
+MODEL = "model"
+# Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
+_FREE = (
+    "lr",
+    "tokens",
+    "sweep_fraction",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep",
+    "num_workers",
+    "tensorboard",
+)
+# The argument's name since transformers 5.20; before, gradient_checkpointing
+_fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+_CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _fields else "gradient_checkpointing"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a finished run reports. Losses are nats per target token; None where not finite or without held-out text.
+
+    Attributes:
+        folder: of the run; `folder / "model"` is the trained model.
+        tokens, train_flops: of the whole run, on all devices; FLOPs are `fathom.cost`'s matrix products.
+        train_loss: of the last logged steps.
+        validation_loss, bits_per_byte: on the held-out blocks after the last step.
+        tokens_per_second: median over the logged intervals, all devices, without evaluation and saving.
+        seconds: of training, without evaluation and saving.
+        peak_memory_bytes: of rank 0's GPU, or of the process on a CPU.
+        history: the lines of metrics.jsonl.
+    """
+
+    folder: Path
+    method: str
+    seed: int
+    lr: float
+    steps: int
+    tokens: int
+    train_flops: float
+    parameters: int
+    train_loss: float | None
+    validation_loss: float | None
+    bits_per_byte: float | None
+    tokens_per_second: float
+    seconds: float
+    peak_memory_bytes: int
+    history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TrainResult | None:
+        """The result in a run's folder, None if the run is not finished."""
+        folder = Path(folder)
+        try:
+            values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return cls(folder=folder, history=tuple(read_metrics(folder)), **values)
+
+    def save(self) -> None:
+        values = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("folder", "history")
+        }
+        write_json(self.folder / "result.json", values)
+
+
+class FathomTrainer(Trainer):
+    """transformers' Trainer with our FLOPs, weight decay on matrices only, and an exact held-out loss."""
+
+    def __init__(self, *, flops_per_token: float, targets_per_block: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.flops_per_token, self.targets_per_block = flops_per_token, targets_per_block
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices other than embedding tables.
+
+        The usual Hugging Face rule leaves out biases and norms; this one leaves out every vector and scalar, whatever
+        its name, and input tables and learned positions (a tied head is an input table).
+        """
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        return [name for name, weight in model.named_parameters() if weight.ndim >= 2 and id(weight) not in tables]
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return round(self.flops_per_token * inputs["input_ids"].numel())
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Weighted so that the mean over blocks, which the Trainer reports, is the mean over target tokens."""
+        labels = inputs["labels"]
+        share = int((labels[:, 1:] != -100).sum()) / len(labels) / self.targets_per_block
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        assert loss is not None  # there are labels
+        return loss * share, logits, labels
+
+
+def train_run(
+    recipe: Recipe,
+    method: MethodConfig,
+    *,
+    seed: int,
+    folder: str | Path,
+    data: PreparedData,
+    lr: float | None = None,
+    tokens: int | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> TrainResult:
+    """Train one model, or take up where an earlier call was stopped; a finished run is returned as it is.
+
+    Args:
+        folder: of this run alone.
+        data: `fathom.data.prepare(recipe.data, …)`.
+        lr: peak learning rate; None: the method's or the recipe's, which must then be one number (sweep.py).
+        tokens: training tokens instead of `recipe.training.tokens`, with a full schedule of their own.
+        callbacks: further Trainer callbacks.
+
+    Raises:
+        ValueError: options that do not fit together, or a folder that holds another run.
+        OSError: a checkpoint could not be written; the complete one before it stays.
+    """
+    folder, training = Path(folder), recipe.training
+    lr = _single_lr(recipe, method) if lr is None else lr
+    config = model_config(recipe, method, data.tokenizer)
+    devices = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch set it
+    tokens_per_step = training.sequences * training.gradient_accumulation * devices * recipe.data.block_size
+    tokens = training.tokens if tokens is None else tokens
+    steps = tokens // tokens_per_step
+    if steps < 1:
+        raise ValueError(
+            f"training.tokens={tokens}: less than one step of {tokens_per_step} tokens "
+            "(sequences × gradient_accumulation × devices × block_size)"
+        )
+    arguments = _arguments(training, folder, lr, seed, steps, evaluate=data.validation is not None)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, _identity(recipe, method, config, seed, lr, steps, tokens_per_step), arguments.should_save)
+    finished = TrainResult.load(folder)
+    if finished is not None and finished.model.is_dir():
+        return finished
+
+    flops_per_token = training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing)
+    set_seed(seed)
+    model = _make_model(recipe, method, config)
+    trainer = FathomTrainer(
+        flops_per_token=flops_per_token,
+        targets_per_block=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
+        model=model,
+        args=arguments,
+        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
+        eval_dataset=data.validation,
+        data_collator=collate,
+        processing_class=data.tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    metrics = Metrics(folder, tokens_per_step, flops_per_token)
+    display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
+    complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
+    for callback in (complete, metrics, display, *_tensorboard(training, folder), *callbacks):
+        trainer.add_callback(callback)
+
+    if arguments.should_save:
+        checkpoints.remove_incomplete(folder)
+    found = checkpoints.checkpoints(folder)
+    if not found or checkpoints.step_of(found[-1]) < steps:  # else killed after the last checkpoint: only report
+        _train(trainer, folder, str(found[-1]) if found else None, display)
+    result = _report(folder, method.name, seed, lr, sum(p.numel() for p in model.parameters()), data)
+    if arguments.should_save:
+        result.save()
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+    del trainer, model, complete
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
+
+
+def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
+    lr = recipe.training.lr if method.lr is None else method.lr
+    if isinstance(lr, tuple):
+        raise ValueError(f"lr={list(lr)!r}: one run needs one learning rate; sweep_lr chooses")
+    return lr
+
+
+def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: int, evaluate: bool) -> TrainingArguments:
+    schedule: tuple[str, dict[str, float]] = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
+        "wsd": (
+            "warmup_stable_decay",
+            {"num_decay_steps": round(training.decay_ratio * steps), "min_lr_ratio": training.min_lr_ratio},
+        ),
+        "constant": ("constant_with_warmup", {}),
+    }[training.schedule]
+    checkpointing: dict[str, Any] = {_CHECKPOINTING: training.gradient_checkpointing}
+    if training.gradient_checkpointing:
+        checkpointing[f"{_CHECKPOINTING}_kwargs"] = {"use_reentrant": False}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=training.sequences,
+        per_device_eval_batch_size=training.sequences,
+        gradient_accumulation_steps=training.gradient_accumulation,
+        learning_rate=lr,
+        lr_scheduler_type=schedule[0],
+        lr_scheduler_kwargs=schedule[1],
+        warmup_steps=round(training.warmup_ratio * steps),
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.grad_clip,
+        optim="adamw_torch_fused" if training.fused else "adamw_torch",
+        bf16=training.precision == "bf16",
+        torch_compile=training.compile,
+        seed=seed,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,  # a diverged run must show, and the filter waits for the device every step
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=training.eval_every or steps,
+        prediction_loss_only=True,
+        label_names=["labels"],  # not every argument of forward that has "label" in its name
+        save_strategy="steps",
+        save_steps=training.save_every or steps,
+        save_total_limit=None,  # checkpoints.rotate, which knows what is complete
+        train_sampling_strategy="sequential",  # order.py shuffles
+        dataloader_num_workers=training.num_workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        **checkpointing,
+    )
+    if arguments.n_gpu > 1:  # the Trainer would fall back to DataParallel
+        raise ValueError(
+            f"{arguments.n_gpu} GPUs are visible to one process: start one process a GPU with `torchrun "
+            f"--nproc-per-node {arguments.n_gpu} -m fathom.cli train …`, or choose one with CUDA_VISIBLE_DEVICES=0"
+        )
+    return arguments
+
+
+def _identity(
+    recipe: Recipe,
+    method: MethodConfig,
+    config: FathomConfig,
+    seed: int,
+    lr: float,
+    steps: int,
+    tokens_per_step: int,
+) -> dict[str, Any]:
+    """What decides the trained weights."""
+    data = dataclasses.asdict(recipe.data)
+    data.pop("num_proc")
+    training = {key: value for key, value in dataclasses.asdict(recipe.training).items() if key not in _FREE}
+    model = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}
+    model["checkpoint"] = recipe.model.get("checkpoint")
+    spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
+    return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
+
+
+def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
+    """Write run.json, or raise ValueError if the folder holds another run."""
+    path = folder / "run.json"
+    if path.exists():
+        stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
+        changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
+        if changed:
+            key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise ValueError(
+                f"{folder} holds another run: its {key} is {stored.get(key)!r}, now {wanted.get(key)!r}{more}; "
+                "delete the folder or change the recipe's name"
+            )
+    elif write:
+        write_json(path, spec)
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, item in value.items():
+        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return flat
+
+
+def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> FathomForCausalLM:
+    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
+    checkpoint = recipe.model.get("checkpoint")
+    if checkpoint is None:
+        return FathomForCausalLM(config)
+    changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
+    if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
+        return FathomForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    return FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+
+
+def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
+    if isinstance(data.train, StreamingBlocks):
+        return reseeded(data.train, seed)
+    return ShuffledBlocks(data.train, seed, length)
+
+
+def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:
+    if not training.tensorboard:
+        return []
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError("training.tensorboard needs TensorBoard: pip install 'fathom-lm[tensorboard]'") from None
+    return [TensorBoardCallback(tb_writer=SummaryWriter(str(folder / "tensorboard")))]
+
+
+def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display: ProgressDisplay) -> None:
+    """`Trainer.train`; a failure while a checkpoint was written becomes an OSError that says what stays."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of saving: it would tear our own display
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except Exception as error:
+        partial = folder / f"{checkpoints.PREFIX}{trainer.state.global_step}"
+        if not partial.exists() or checkpoints.is_complete(partial):
+            raise
+        kept = checkpoints.checkpoints(folder)
+        remedy = f"{kept[-1].name} before it is complete and is resumed from" if kept else "no earlier one is complete"
+        raise OSError(
+            f"{partial} could not be written ({error}); {remedy}. Check the free disk space and run the command again"
+        ) from error
+    finally:
+        display.close()
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _save_model(trainer: FathomTrainer, folder: Path) -> None:
+    """The model and tokenizer as an ordinary checkpoint; the folder appears when it is whole. All ranks call it."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    if trainer.is_fsdp_enabled:  # gather the shards
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(partial))
+    if trainer.args.should_save:
+        (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says it
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+
+
+def _report(folder: Path, method: str, seed: int, lr: float, parameters: int, data: PreparedData) -> TrainResult:
+    history = read_metrics(folder)
+    logged = [line for line in history if "loss" in line]
+    validation = [line["validation_loss"] for line in history if "validation_loss" in line]
+    loss = validation[-1] if validation else None
+    speeds = sorted(line["tokens_per_second"] for line in logged)
+    return TrainResult(
+        folder=folder,
+        method=method,
+        seed=seed,
+        lr=lr,
+        steps=logged[-1]["step"],
+        tokens=logged[-1]["tokens"],
+        train_flops=logged[-1]["train_flops"],
+        parameters=parameters,
+        train_loss=logged[-1]["loss"],
+        validation_loss=loss,
+        bits_per_byte=None if loss is None else loss * data.validation_targets / (math.log(2) * data.validation_bytes),
+        tokens_per_second=speeds[len(speeds) // 2],
+        seconds=logged[-1]["seconds"],
+        peak_memory_bytes=max(line["peak_memory_bytes"] for line in logged),
+        history=tuple(history),
+    )
