@@ -97,6 +97,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_output_bias)
         self.o_proj.writes_residual = True  # type: ignore[assignment]  # initialization.py
+        self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim)
             self.k_norm = make_norm(config, config.head_dim)
@@ -124,7 +125,7 @@ class Attention(nn.Module):
         query = self.q_proj(hidden_states).view(heads)
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        if self.config.qk_norm:
+        if self.qk_norm:
             query = self.q_norm(query)
             key = key if self.k_norm_after_rotation else self.k_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)

@@ -19,5 +19,5 @@ def rotate(
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = torch.addcmul(turned * cos, torch.cat((-second, first), dim=-1), sin)
     return turned if rest is None else torch.cat((turned, rest), dim=-1)
