@@ -1,1 +1,66 @@
 """The `caches` wing: how much memory does a token keep? KV-cache compression for stock transformers models."""
+
+import dataclasses
+from typing import Any
+
+from fathom.caches.base import CacheMethod, CacheShape, CompressedCache
+from fathom.caches.compress import build_cache, cache_shape, compress, prefill
+from fathom.caches.full import Full
+from fathom.caches.h2o import H2O
+from fathom.caches.kivi import KIVI
+from fathom.caches.report import compression_report
+from fathom.caches.snapkv import PyramidKV, SnapKV
+from fathom.caches.streaming_llm import StreamingLLM
+from fathom.caches.tova import TOVA
+from fathom.caches.treekv import TreeKV
+from fathom.caches.weightedkv import WeightedKV
+from fathom.models.registry import nearest
+
+METHODS: dict[str, type[CacheMethod]] = {
+    cls.name: cls for cls in (Full, TreeKV, WeightedKV, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI)
+}
+
+
+def from_dict(options: dict[str, Any]) -> CacheMethod:
+    """The method that `to_dict` wrote: `{"name": "treekv", "budget": 1024, …}`; missing options take their defaults.
+
+    Raises:
+        ValueError: unknown name or option (the nearest real one is named), or an option out of range.
+    """
+    options = dict(options)
+    name = options.pop("name", None)
+    if name not in METHODS:
+        raise ValueError(
+            f"method {name!r} does not exist{nearest(str(name), list(METHODS))}; one of {', '.join(METHODS)}"
+        )
+    cls = METHODS[name]
+    known = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{cls.__name__} has no option {option!r}{nearest(option, known)}; it has {', '.join(known)}"
+            )
+    return cls(**options)
+
+
+__all__ = [
+    "H2O",
+    "KIVI",
+    "METHODS",
+    "TOVA",
+    "CacheMethod",
+    "CacheShape",
+    "CompressedCache",
+    "Full",
+    "PyramidKV",
+    "SnapKV",
+    "StreamingLLM",
+    "TreeKV",
+    "WeightedKV",
+    "build_cache",
+    "cache_shape",
+    "compress",
+    "compression_report",
+    "from_dict",
+    "prefill",
+]

@@ -9,6 +9,7 @@ by block. Query head h reads key/value head h // (H/G). Softmax in fp32, or wide
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ def causal_attention(
 ) -> Float[Tensor, "B H m Dv"]:
     """The plain form: the fastest exact kernel of SDPA (flash on GPU), differentiable."""
     m, n = query.shape[2], key.shape[2]
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if m == 1:
         return F.scaled_dot_product_attention(query, key, value, **options)
     if m == n:

@@ -1,0 +1,383 @@
+"""The seam of the wing: a *method* (frozen dataclass) makes one *state* for every layer; a state stores and attends.
+
+    CompressedCache ── one CompressedLayer per decoder layer ── one State per group of equally padded rows
+       (transformers' Cache)      (transformers' CacheLayerMixin)        (what a method's file defines)
+
+A state never sees padding: rows of a left-padded batch are grouped by their number of pads, pads are cut off, and every
+group is a cache of its own. A padded row therefore equals the row alone, for every method.
+
+Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from fathom.caches.rope import SlotRope
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheShape:
+    """What a closed form needs to know about one layer: rows, heads, widths, bytes of a stored number."""
+
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    element_bytes: int
+    layers: int = 1
+
+    def token_bytes(self) -> int:
+        """Bytes of one uncompressed token in one layer (all rows, keys and values)."""
+        return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheMethod(ABC):
+    """One way to keep fewer bytes. Subclasses are frozen dataclasses whose fields are the method's options."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    @property
+    def pre_rope(self) -> bool:
+        """Whether the cache stores unrotated keys, so that the model's own rotation must be switched off."""
+        return getattr(self, "positions", "original") == "slot"
+
+    @property
+    def plain(self) -> bool:
+        """Whether a cache object works without `compress`, under the model's own attention."""
+        return False
+
+    @abstractmethod
+    def new_state(self, context: LayerContext) -> State: ...
+
+    @abstractmethod
+    def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
+        """Closed form: bytes that one layer holds after one call with `prompt` tokens and `generated` single steps."""
+
+    def prepare(self, model_name: str, shape: CacheShape, compressed_layers: list[int]) -> Any:
+        """Load and check what the method needs per model (codebooks, channel sets); handed to every state."""
+        return None
+
+    def cache_bytes(self, shape: CacheShape, prompt: int, generated: int = 0) -> int:
+        """Closed form over `shape.layers` layers."""
+        return sum(self.layer_bytes(shape, prompt, generated, layer) for layer in range(shape.layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"name": …, option: value}`, ready for JSON; `fathom.caches.from_dict` reads it back."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def refuse(self, argument: str, value: Any, remedy: str) -> ValueError:
+        """The house's form of an options error."""
+        return ValueError(f"{type(self).__name__}({argument}={value!r}): {remedy}")
+
+    def check_choice(self, argument: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, argument)
+        if value not in choices:
+            raise self.refuse(argument, value, f"use one of {', '.join(choices)}")
+
+    def check_at_least(self, argument: str, lowest: int) -> None:
+        value = getattr(self, argument)
+        if not isinstance(value, int) or value < lowest:
+            raise self.refuse(argument, value, f"use an integer ≥ {lowest}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """What a state is told about its place: layer index (counted over compressed layers), rotation, prepared data."""
+
+    index: int
+    layers: int
+    rope: SlotRope | None
+    prepared: Any = None
+
+
+class State(ABC):
+    """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        """Append m tokens, attend, compress. query [B,H,m,D], key and value [B,G,m,D] → output [B,H,m,D].
+
+        Keys come rotated at their true positions, or unrotated for a `pre_rope` method.
+        """
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """For `plain` methods: append m tokens, compress, and return what the m queries may see, newest last."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def stored(self) -> int:
+        """Slots held per head."""
+
+    def kept_positions(self) -> Tensor | None:
+        """True positions of the kept slots [B,G,n], where slots are tokens and the state tracks them."""
+        return None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, item in vars(self).items():
+            if isinstance(item, Tensor):
+                yield name, item
+
+    def select(self, rows: Tensor) -> State:
+        """A state that holds the given rows (beam search, repetition, batch selection)."""
+        chosen = object.__new__(type(self))
+        vars(chosen).update(vars(self))
+        for name, tensor in self.tensors():
+            setattr(chosen, name, tensor.index_select(0, rows.to(tensor.device)))
+        return chosen
+
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages held."""
+        return storage_bytes(tensor for _, tensor in self.tensors())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+class RowGroups:
+    """Rows of a batch, grouped by their number of leading pads. One object per cache, read by all its layers."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows: list[Tensor | None] = [None]  # None: all rows
+        self.pads = [0]  # pads of this forward, by group
+        self.empty = [True]  # groups that hold no token yet
+        self.parents = [0]
+        self.version = 0
+
+    def begin(self, attention_mask: Tensor | None, length: int, stays: bool = True) -> None:
+        """Read the padding of `length` new tokens from the 2-D mask [B, ≥ length] (1 = token). Syncs once per prompt.
+
+        Raises:
+            ValueError: a pad after a token of its row, unless nothing is kept (`stays=False`: then pads at the end are
+                harmless, since no real token sees them).
+        """
+        self.pads = [0] * len(self.rows)
+        if attention_mask is None or (length == 1 and not any(self.empty)):
+            self.empty = [False] * len(self.rows)
+            return
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask of {attention_mask.ndim} dimensions: compressed caches take the 2-D padding mask "
+                "[rows, tokens]; custom 4-D masks and packed sequences would need the full cache"
+            )
+        new = attention_mask[:, -length:].long()
+        if stays:
+            holes = (new.diff(dim=-1) < 0).any(-1)
+        else:
+            holes = (new.diff(dim=-1) > 0).sum(-1) + new[:, 0] > 1
+            new = new.cummax(-1).values  # trailing pads count as tokens
+        counts, holes = torch.stack(((new == 0).sum(-1), holes.long())).tolist()  # the one device sync
+        members = [list(range(len(counts))) if rows is None else rows.tolist() for rows in self.rows]
+        if any(holes) or any(
+            counts[row] and not empty for row_list, empty in zip(members, self.empty) for row in row_list
+        ):
+            raise ValueError(
+                "attention_mask has a pad after a token of the same row: pad on the left "
+                "(tokenizer.padding_side = 'left'), and only before the first token of a conversation"
+            )
+        self._split(members, counts, attention_mask.device)
+
+    def _split(self, members: list[list[int]], counts: list[int], device: torch.device) -> None:
+        groups: list[tuple[int, int, list[int]]] = []
+        for parent, row_list in enumerate(members):
+            for pads in sorted({counts[row] for row in row_list}):
+                groups.append((parent, pads, [row for row in row_list if counts[row] == pads]))
+        if len(groups) > len(self.rows):
+            self.rows = [torch.tensor(row_list, device=device) for _, _, row_list in groups]
+            self.parents = [parent for parent, _, _ in groups]
+            self.version += 1
+        length_left = [self.empty[parent] for parent, _, _ in groups]
+        self.pads = [pads for _, pads, _ in groups]
+        self.empty = length_left
+
+    def filled(self, length: int) -> None:
+        """Note which groups received a token in this forward."""
+        self.empty = [empty and pads == length for empty, pads in zip(self.empty, self.pads)]
+
+    def select(self, chosen: Tensor) -> list[Tensor]:
+        """New row i takes old row chosen[i]. Returns, for every group, the rows to take within it."""
+        if self.rows == [None]:
+            return [chosen]
+        place = {row: (group, local) for group, rows in enumerate(self.rows) for local, row in enumerate(rows.tolist())}  # type: ignore[union-attr]
+        sources = [place[row] for row in chosen.tolist()]
+        local: list[Tensor] = []
+        for group, rows in enumerate(self.rows):
+            mine = [i for i, (g, _) in enumerate(sources) if g == group]
+            self.rows[group] = torch.tensor(mine, dtype=torch.long, device=rows.device)  # type: ignore[union-attr]
+            local.append(torch.tensor([sources[i][1] for i in mine], dtype=torch.long, device=chosen.device))
+        return local
+
+
+class CompressedLayer(CacheLayerMixin):
+    """transformers' face of one layer's states. Under `compress` the attention function receives this object as key."""
+
+    is_croppable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, method: CacheMethod, context: LayerContext, groups: RowGroups, equal_rows: bool = False):
+        super().__init__()
+        self.method, self.context, self.groups, self.equal_rows = method, context, groups, equal_rows
+        self.fused = False  # set by `compress` for the length of a forward
+        self.reset()
+
+    def reset(self) -> None:
+        self.states = [self.method.new_state(self.context)]
+        self.groups_version = 0
+        self.seen = 0
+        self.is_initialized = False
+        self.pending: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+        self.batch_size, heads, _, key_dim = key_states.shape
+        self.token_bytes = heads * (key_dim + value_states.shape[-1]) * key_states.element_size()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        if self.fused:
+            self.pending = (key_states, value_states)
+            return self, self
+        if not self.method.plain:
+            raise ValueError(
+                f"a {type(self.method).__name__} cache needs its own attention: run the model inside "
+                f"`with fathom.caches.compress(model, {type(self.method).__name__}(…)):`"
+            )
+        if self.batch_size > 1 and not self.equal_rows:
+            raise ValueError(
+                f"a batch of {self.batch_size} rows in a plain {type(self.method).__name__} cache: without `compress` "
+                "it never sees the padding mask. Run inside `compress(model, method)`, or build the cache with "
+                "equal_rows=True if no row is padded"
+            )
+        return self.states[0].append(key_states, value_states)
+
+    def attend(self, query: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        """Attention output [B,H,m,D] of the tokens that `update` was just given."""
+        assert self.pending is not None
+        (key, value), self.pending = self.pending, None
+        if self.groups_version != self.groups.version:
+            parents = [self.states[parent] for parent in self.groups.parents]
+            self.states = [s if s.seen else self.method.new_state(self.context) for s in parents]
+            self.groups_version = self.groups.version
+        if len(self.states) == 1 and self.groups.pads == [0]:
+            return self.states[0].attend(query, key, value, scaling, dropout)
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        for state, rows, pads in zip(self.states, self.groups.rows, self.groups.pads):
+            rows = torch.arange(len(query), device=query.device) if rows is None else rows
+            if pads < query.shape[2] and len(rows):
+                q, k, v = (tensor[rows, :, pads:] for tensor in (query, key, value))
+                output[rows, :, pads:] = state.attend(q, k, v, scaling, dropout)
+        return output
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.fused:  # the states mask for themselves
+            return self.seen + query_length, 0
+        stored = self.states[0].stored
+        return stored + query_length, self.seen - stored
+
+    def get_seq_length(self) -> int:
+        """Tokens seen (pads of a batch included), not tokens stored."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def select_rows(self, local: list[Tensor], batch_size: int) -> None:
+        if self.is_initialized:
+            self.states = [state.select(rows) if state.seen else state for state, rows in zip(self.states, local)]
+            self.batch_size = batch_size
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"{type(self.method).__name__} cannot take tokens back (crop, assisted decoding): what it dropped is "
+                "gone; use the full cache for those, or feed the shorter text to a new cache"
+            )
+
+    def offload(self) -> None:
+        raise ValueError("compressed caches stay on the device: pass the cache without offloading")
+
+    def nbytes(self) -> int:
+        return sum(state.nbytes() for state in self.states)
+
+    def full_bytes(self) -> int:
+        """Bytes of the same tokens (pads excluded) in an uncompressed cache."""
+        rows = [self.batch_size] if self.groups.rows == [None] else [len(r) for r in self.groups.rows if r is not None]
+        return self.token_bytes * sum(count * state.seen for count, state in zip(rows, self.states))
+
+
+class CompressedCache(Cache):
+    """A transformers `Cache` whose full-attention layers are compressed; sliding layers keep transformers' own.
+
+    Make one with `fathom.caches.build_cache(model, method)`; pass it to `generate` (as `past_key_values=` or, from
+    transformers 5.24, `cache=`) to carry a conversation over several calls.
+    """
+
+    def __init__(self, layers: list[Any], method: CacheMethod, groups: RowGroups, owner: int):
+        super().__init__(layers=layers)
+        self.method, self.groups, self.owner = method, groups, owner
+
+    def compressed_layers(self) -> list[CompressedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    def reset(self) -> None:
+        self.groups.reset()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = next((layer.batch_size for layer in self.compressed_layers() if layer.is_initialized), 0)
+        if rows:
+            device = next(tensor.device for _, tensor in self.compressed_layers()[0].states[0].tensors())
+            self._select_rows(torch.arange(rows, device=device).repeat_interleave(repeats))
+
+    def _select_rows(self, chosen: Tensor) -> None:
+        local = self.groups.select(chosen)
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.select_rows(local, len(chosen))
+            elif getattr(layer, "is_initialized", False):
+                layer.batch_select_indices(chosen)  # type: ignore[union-attr]
+
+    def nbytes(self) -> int:
+        """Bytes of all layers: compressed states (with statistics, indices, scales) and transformers' own layers."""
+        return sum(layer_bytes(layer) for layer in self.layers)
+
+
+def layer_bytes(layer: Any) -> int:
+    """Bytes of one cache layer, ours or transformers' own."""
+    if isinstance(layer, CompressedLayer):
+        return layer.nbytes()
+    held = [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if isinstance(t, Tensor)]
+    return storage_bytes(held)
+
+
+def concat(held: Tensor | None, new: Tensor, dim: int = 2) -> Tensor:
+    """Append along the token axis; an empty holder takes a contiguous copy, so no storage of the caller stays alive."""
+    if held is None:
+        return new.clone(memory_format=torch.contiguous_format)
+    return torch.cat((held, new), dim=dim)

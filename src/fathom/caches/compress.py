@@ -1,0 +1,313 @@
+"""`compress(model, method)`: the context manager under which a stock model generates from a compressed cache.
+
+What it installs on the model, and takes away again on exit:
+- the attention implementation "fathom_cache": hands queries to the layer's state (stock SDPA for layers left alone);
+- a hook before the model's forward: gives it a compressed cache and reads the padding mask;
+- for methods that store unrotated keys, a hook on each compressed attention that replaces cos, sin by 1, 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from fathom.caches import versions
+from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, CompressedLayer, LayerContext, RowGroups
+from fathom.caches.rope import SlotRope
+
+ATTENTION = "fathom_cache"
+
+
+class Binding:
+    """One model under one method: the contexts of its compressed layers, and the forward that is under way."""
+
+    def __init__(self, model: nn.Module, method: CacheMethod):
+        self.outer, self.method = model, method
+        self.model = versions.causal_lm(model)
+        layers = versions.stock_layers(self.model)
+        compressed = [index for index, layer in enumerate(layers) if versions.is_full_attention(layer)]
+        self.modules = versions.attention_modules(self.model)
+        _check_model(self.model, self.modules, layers, compressed, method)
+        self.shape = cache_shape(self.model)
+        rope = None
+        if method.pre_rope:
+            rope = SlotRope(_rotary(self.model, self.modules), versions.rope_type(self.model))
+        prepared = method.prepare(versions.text_config(self.model)._name_or_path, self.shape, compressed)
+        self.contexts = {
+            layer: LayerContext(index, len(compressed), rope, prepared) for index, layer in enumerate(compressed)
+        }
+        self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
+        self.cache: CompressedCache | None = None
+        self.groups = RowGroups()
+        self.length = 0
+
+    def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
+        """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
+        groups = RowGroups()
+        layers = [
+            CompressedLayer(self.method, self.contexts[index], groups, equal_rows) if index in self.contexts else layer
+            for index, layer in enumerate(versions.stock_layers(self.model))
+        ]
+        cache = CompressedCache.__new__(CompressedCache) if into is None else into
+        cache.__class__ = CompressedCache
+        cache.__init__(layers, self.method, groups, id(self.model))  # type: ignore[misc]
+        return cache  # type: ignore[return-value]
+
+    def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Before the outermost forward: choose the cache and read the padding. Returns the keyword arguments to use."""
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        cache: Any = next((given[name] for name in versions.CACHE_NAMES if given.get(name) is not None), None)
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("compress: pass input_ids or inputs_embeds to the model")
+        use_cache = given.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(versions.text_config(self.model), "use_cache", True) and not self.model.training
+        if cache is None and use_cache:
+            cache = self.new_cache()
+            kwargs = {**kwargs, versions.CACHE_NAME: cache}
+        elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
+            cache = self.new_cache(into=cache)
+        elif isinstance(cache, CompressedCache):
+            self._check_cache(cache)
+        elif cache is not None:
+            raise ValueError(
+                f"cache is a {type(cache).__name__} with {cache.get_seq_length()} tokens: under compress, pass none, "
+                f"an empty DynamicCache, or one from build_cache(model, {self.method!r})"
+            )
+        self.cache, self.length = cache, tokens.shape[1]
+        self.groups = RowGroups() if cache is None else cache.groups
+        self.groups.begin(given.get("attention_mask"), self.length, stays=cache is not None)
+        for layer in cache.compressed_layers() if cache is not None else []:
+            layer.fused = True
+        return kwargs
+
+    def close(self) -> None:
+        if self.cache is not None:
+            self.cache.groups.filled(self.length)
+            for layer in self.cache.compressed_layers():
+                layer.fused, layer.pending = False, None
+        self.cache = None
+
+    def _check_cache(self, cache: CompressedCache) -> None:
+        if cache.owner != id(self.model):
+            raise ValueError("cache was built for another model: build_cache(model, method) with this one")
+        if cache.method != self.method:
+            raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
+
+    def attend_without_cache(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        """A forward that keeps nothing (training, scoring) is a prompt on an empty cache."""
+        if self.depth == 0:
+            raise ValueError("compress: call the model itself, not its decoder or a single layer")
+        layer = CompressedLayer(self.method, self.contexts[module.layer_idx], self.groups)
+        layer.pending = (key, value)
+        return layer.attend(query, *rest)
+
+
+def cache_shape(model: nn.Module, batch: int = 1) -> CacheShape:
+    """The shape of one compressed layer of this model, and how many there are, for the closed forms in bytes."""
+    model = versions.causal_lm(model)
+    config = versions.text_config(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layers = sum(versions.is_full_attention(layer) for layer in versions.stock_layers(model))
+    return CacheShape(batch, heads, width, width, model.dtype.itemsize, layers)
+
+
+@contextlib.contextmanager
+def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
+    """Under this context the model keeps its keys and values as `method` says, in `generate`, `pipeline`, training.
+
+        with compress(model, TreeKV(budget=1024)) as model:
+            out = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=256)
+
+    Left-padded batches are exact (every row equals the row alone). A cache made under the context can be passed to
+    later calls. Hooks, attention implementation and config are restored on exit, also after an exception.
+
+    Raises:
+        ValueError: no layer of the model can be compressed, layers share keys, the method does not suit the model's
+            positions, or the model is under `compress` already.
+    """
+    binding = Binding(model, method)
+    inner = binding.model
+    previous = inner.config._attn_implementation
+    if previous is not None and not previous.startswith(("sdpa", "eager")):
+        warnings.warn(
+            f"compress: inside this context attention runs in Fathom's own function (SDPA) instead of {previous!r}",
+            stacklevel=3,
+        )
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+    with contextlib.ExitStack() as stack:
+        for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
+            handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
+            stack.callback(handle.remove)
+            handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
+            stack.callback(handle.remove)
+        for module in binding.modules:
+            object.__setattr__(module, "_fathom_binding", binding)
+            stack.callback(module.__dict__.pop, "_fathom_binding", None)
+            if method.pre_rope and module.layer_idx in binding.contexts:
+                handle = module.register_forward_pre_hook(_without_rotation, with_kwargs=True)
+                stack.callback(handle.remove)
+        stack.callback(inner.set_attn_implementation, previous)
+        inner.set_attn_implementation(ATTENTION)
+        yield model
+
+
+def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False) -> CompressedCache:
+    """An empty cache for this model and method: pass it to `generate` inside `compress`, or outside for `method.plain`.
+
+    Outside `compress` the cache never sees the padding mask, so it takes one row at a time unless `equal_rows=True`
+    states that no row is padded.
+
+    Raises:
+        ValueError: as `compress`.
+    """
+    return Binding(model, method).new_cache(equal_rows=equal_rows)
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    input_ids: Tensor,
+    cache: CompressedCache | None = None,
+    chunk_size: int = 2048,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    """Read a long prompt [B,T] in chunks, compressing after each: peak memory follows budget + chunk, not T.
+
+    Call it inside `compress`. Returns the model's last output (logits of the last token, and the filled cache, which
+    `generate` continues from when given the whole text or the new tokens).
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: use at least 1 token")
+    output = None
+    for start in range(0, input_ids.shape[1], chunk_size):
+        stop = min(start + chunk_size, input_ids.shape[1])
+        mask = None if attention_mask is None else attention_mask[:, :stop]
+        positions = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
+        output = model(
+            input_ids=input_ids[:, start:stop],
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{versions.CACHE_NAME: cache},
+        )
+        cache = output[versions.CACHE_NAME]
+    return output
+
+
+def _check_model(
+    model: PreTrainedModel, modules: list[nn.Module], layers: list[Any], compressed: list[int], method: CacheMethod
+) -> None:
+    family = type(model).__name__
+    if any("_fathom_binding" in module.__dict__ for module in modules):
+        raise ValueError(f"{family} is under compress already: leave that context first")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{family} is an encoder-decoder: caches compress decoder-only models")
+    if versions.shares_keys(model):
+        raise ValueError(
+            f"{family} shares keys and values between layers: its cache cannot be compressed layer by layer"
+        )
+    if not compressed:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(f"{family} has no full-attention layer to compress (its cache layers: {kinds})")
+    if not modules or len(layers) % len(modules):
+        raise ValueError(
+            f"{family} has {len(layers)} cache layers but {len(modules)} attention modules that can be hooked"
+        )
+    if method.pre_rope:
+        rotary = _rotary(model, modules)
+        norm_after = any(getattr(module, "k_norm_after_rotation", False) for module in modules)
+        if norm_after or not versions.rotates_half_split(
+            modules[compressed[0] % len(modules)], rotary, cache_shape(model).key_dim
+        ):
+            raise ValueError(
+                f"{family} does not rotate keys in the half-split way as its last step, so they cannot be "
+                "re-positioned; use positions='original'"
+            )
+
+
+def _rotary(model: PreTrainedModel, modules: list[nn.Module]) -> nn.Module:
+    rotary = versions.rotary_module(model)
+    if rotary is None:
+        raise ValueError(f"{type(model).__name__} has no rotary positions to re-assign: use positions='original'")
+    return rotary
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _before(binding: Binding) -> Any:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if binding.depth == 0:
+            kwargs = binding.open(module, args, kwargs)
+        binding.depth += 1
+        return args, kwargs
+
+    return hook
+
+
+def _after(binding: Binding) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        binding.depth = max(0, binding.depth - 1)
+        if binding.depth == 0:
+            binding.close()
+
+    return hook
+
+
+def _without_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
+    """No mask for plain causal layers (states mask for themselves); SDPA's for sliding and other layers left alone."""
+    if kwargs.get("mask_function") is causal_mask_function:
+        return None
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: a state's `attend` for compressed layers, SDPA for the others."""
+    binding: Binding | None = module.__dict__.get("_fathom_binding")
+    ours = isinstance(key, CompressedLayer)
+    if not ours and (binding is None or module.layer_idx not in binding.contexts):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if attention_mask is not None:
+        raise ValueError("compress: custom attention masks and packed sequences need the full cache")
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"compress: attention with {name} ({type(module).__name__}) is not supported")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if ours:
+        output = key.attend(query, scaling, dropout)
+    else:
+        assert binding is not None
+        output = binding.attend_without_cache(module, query, key, value, scaling, dropout)
+    return output.transpose(1, 2), None

@@ -1,0 +1,44 @@
+"""H2O (arXiv 2306.14048): keep the heavy hitters (most attention accumulated) and the most recent tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathom.caches.base import LayerContext
+from fathom.caches.slots import SlotState, TokenBudget, keep_highest
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(TokenBudget):
+    """Score h_s = Σ_queries a_s, accumulated and never normalised; the lowest non-recent slot leaves.
+
+    Heavy hitters: budget − n_recent. Sinks are not protected unless n_sink says so. Ties drop the oldest.
+    """
+
+    n_sink: int = 0
+
+    name = "h2o"
+    paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv 2306.14048"
+
+    def new_state(self, context: LayerContext) -> H2OState:
+        return H2OState(self, context)
+
+    def slot_statistics(self) -> int:
+        return 4  # the score, fp32
+
+
+class H2OState(SlotState):
+    def observed(self, length: int) -> int:
+        return length
+
+    def observe(self, received: Tensor, last: int, length: int) -> None:
+        held = self.received
+        self.grown = {"received": received if held is None else F.pad(held, (0, length)) + received}
+
+    def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
+        score = self.grown["received"]
+        score = score.mean(1, keepdim=True) if self.method.granularity == "layer" else score
+        return keep_highest(score, excess, self.method.n_sink, self.method.n_recent), value

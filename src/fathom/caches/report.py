@@ -1,0 +1,73 @@
+"""What a cache really holds: tokens, slots, bytes, and the ratio to the full cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fathom.caches.base import CompressedCache, CompressedLayer, layer_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionReport:
+    """`str(report)` is a table; `to_dict()` is JSON.
+
+    nominal ratio: slots stored / tokens seen over compressed layers (1 where every token is kept in fewer bytes).
+    real ratio: bytes held / bytes of the same tokens uncompressed, statistics, indices and scales included.
+    """
+
+    method: dict[str, Any]
+    tokens_seen: int
+    rows: int
+    slots: tuple[int, ...]  # by compressed layer, mean over row groups
+    compressed_bytes: int
+    full_bytes: int
+    untouched_layers: int
+    untouched_bytes: int
+
+    @property
+    def nominal_ratio(self) -> float:
+        return sum(self.slots) / max(1, len(self.slots) * self.tokens_seen)
+
+    @property
+    def real_ratio(self) -> float:
+        return self.compressed_bytes / max(1, self.full_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "nominal_ratio": self.nominal_ratio, "real_ratio": self.real_ratio}
+
+    def __str__(self) -> str:
+        spread = f"{self.slots[0]}" if len(set(self.slots)) == 1 else f"{min(self.slots)} … {max(self.slots)}"
+        lines = [
+            f"method            {self.method['name']}",
+            f"rows              {self.rows}",
+            f"tokens seen       {self.tokens_seen}",
+            f"slots per head    {spread} in each of {len(self.slots)} compressed layers",
+            f"bytes             {self.compressed_bytes:,} (full cache: {self.full_bytes:,})",
+            f"ratio             {self.nominal_ratio:.4f} nominal, {self.real_ratio:.4f} real",
+        ]
+        if self.untouched_layers:
+            lines.append(
+                f"uncompressed      {self.untouched_layers} other layers (sliding …), {self.untouched_bytes:,} bytes"
+            )
+        return "\n".join(lines)
+
+
+def compression_report(cache: CompressedCache) -> CompressionReport:
+    """Measure a cache. Raises ValueError if it is empty or not one of ours."""
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache is a {type(cache).__name__}: compression_report reads caches of fathom.caches")
+    ours = cache.compressed_layers()
+    if not ours or not ours[0].is_initialized:
+        raise ValueError("the cache is empty: run the model with it first")
+    others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    return CompressionReport(
+        method=cache.method.to_dict(),
+        tokens_seen=cache.get_seq_length(),
+        rows=ours[0].batch_size,
+        slots=tuple(round(sum(s.stored for s in layer.states) / len(layer.states)) for layer in ours),
+        compressed_bytes=sum(layer.nbytes() for layer in ours),
+        full_bytes=sum(layer.full_bytes() for layer in ours),
+        untouched_layers=len(others),
+        untouched_bytes=sum(layer_bytes(layer) for layer in others),
+    )

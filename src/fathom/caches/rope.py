@@ -1,0 +1,42 @@
+"""Rotary positions by slot: keys are stored unrotated and turned, when attended to, by the slot they stand in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fathom.caches import versions
+from fathom.ops.rotary import rotate
+
+# Frequencies of these types depend on the longest position of the call, so their tables cannot be kept.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class SlotRope:
+    """Rotates with the model's own rotary module: its frequencies, scaling and rotary width."""
+
+    def __init__(self, rotary: nn.Module, rope_type: str = "default"):
+        self.rotary = rotary
+        self.keep = rope_type not in LENGTH_DEPENDENT
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, start: int = 0) -> Tensor:
+        """x [B, heads, n, D] rotated at positions start … start + n − 1."""
+        stop = start + x.shape[2]
+        cos, sin = self.table(stop, x)
+        return rotate(x, cos[:, start:stop], sin[:, start:stop])
+
+    def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [1, ≥ length, R] in the dtype and on the device of `like`."""
+        place = (like.device, like.dtype)
+        held = self.tables.get(place)
+        if held is not None and held[0].shape[1] >= length:
+            return held
+        size = max(256, 1 << (length - 1).bit_length()) if self.keep else length
+        positions = torch.arange(size, device=like.device).unsqueeze(0)
+        made = versions.rotary_tables(self.rotary, like, positions)
+        if self.keep:
+            self.tables[place] = made
+        return made

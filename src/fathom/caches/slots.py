@@ -1,0 +1,223 @@
+"""Token-budgeted caches: every stored slot is one token's key and value, and a full cache drops slots.
+
+    append m tokens → attend (each query sees all older slots) → add the attention received → drop down to the budget
+
+Eviction follows attention, so the first logit that can differ from the full cache is at 0-based position budget + 1.
+A method says which slots stay (`keep`), and how many queries of a call it wants observed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
+from fathom.ops.cached_attention import causal_attention, observed_attention
+
+# States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
+tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
+
+STATISTICS_BYTES = 8  # per slot: attention received (fp32) and queries seen (int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBudget(CacheMethod):
+    """Options that all token-budgeted methods share.
+
+    budget: tokens stored per key/value head.
+    n_sink, n_recent: first and newest tokens that are never dropped.
+    positions: "slot" re-assigns RoPE positions 0 … n−1 to the stored tokens (keys are stored unrotated), "original"
+        keeps the true positions.
+    granularity: "kv_head" (each head keeps its own tokens) or "layer" (one set for all heads of a layer).
+    group_reduce: how the query heads of a key head are pooled: "mean", "sum" or "max".
+    prefill: a call with several tokens is processed whole ("once"), `chunk` tokens at a time ("chunked"), or token by
+        token ("exact", the definition; slow).
+    """
+
+    budget: int = 1024
+    n_sink: int = 4
+    n_recent: int = 508
+    positions: str = "slot"
+    granularity: str = "kv_head"
+    group_reduce: str = "mean"
+    prefill: str = "once"
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        self.check_at_least("budget", 1)
+        self.check_at_least("n_sink", 0)
+        self.check_at_least("n_recent", 0)
+        self.check_at_least("chunk", 1)
+        self.check_choice("positions", ("slot", "original"))
+        self.check_choice("granularity", ("kv_head", "layer"))
+        self.check_choice("group_reduce", ("mean", "sum", "max"))
+        self.check_choice("prefill", self.prefill_modes())
+        if self.budget < self.n_sink + self.n_recent:
+            raise self.refuse(
+                "budget",
+                self.budget,
+                f"use at least n_sink + n_recent = {self.n_sink} + {self.n_recent}, or protect fewer",
+            )
+
+    def prefill_modes(self) -> tuple[str, ...]:
+        return ("once", "chunked", "exact")
+
+    def call_length(self) -> int | None:
+        """Tokens of a call that are processed at a time; None for all."""
+        return {"chunked": self.chunk, "exact": 1}.get(self.prefill)
+
+    def layer_budget(self, context: LayerContext) -> int:
+        return self.budget
+
+    def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
+        slots = min(prompt + generated, self.budget)
+        return slots * (shape.token_bytes() + self.slot_statistics() * shape.batch * shape.kv_heads)
+
+    def slot_statistics(self) -> int:
+        """Bytes of statistics per slot and head."""
+        return 0
+
+
+class SlotState(State):
+    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32), queries [B,G,n] (int32)."""
+
+    method: TokenBudget
+
+    def __init__(self, method: TokenBudget, context: LayerContext):
+        super().__init__()
+        self.method, self.context = method, context
+        self.budget = method.layer_budget(context)
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.received: Tensor | None = None
+        self.queries: Tensor | None = None
+        self.position: Tensor | None = None  # true positions [B,G,n], only under `tracking`
+        self.track_positions = tracking.get()
+        self.grown: dict[str, Tensor] = {}  # statistics of this step, before slots leave
+
+    @property
+    def stored(self) -> int:
+        return 0 if self.key is None else self.key.shape[2]
+
+    def kept_positions(self) -> Tensor | None:
+        return self.position
+
+    def nbytes(self) -> int:
+        return storage_bytes(tensor for name, tensor in self.tensors() if name != "position")
+
+    # -- what a method defines
+
+    def observed(self, length: int) -> int:
+        """How many of a call's last queries to observe; 0 for none."""
+        return 0
+
+    def wanted(self, length: int, slots: int) -> int:
+        """Slots to hold after a call of `length` tokens that left `slots`."""
+        return min(slots, self.budget)
+
+    @abstractmethod
+    def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
+        """Which slots stay, in order, [B or 1, G or 1, n − excess], and the values (changed by methods that merge)."""
+
+    # -- one pass, top to bottom
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        step = self.method.call_length() or key.shape[2]
+        parts = zip(query.split(step, 2), key.split(step, 2), value.split(step, 2))
+        outputs = [self.attend_part(q, k, v, scaling, dropout) for q, k, v in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def attend_part(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
+        length = key.shape[2]
+        keys, values = concat(self.key, key), concat(self.value, value)
+        slots = keys.shape[2]
+        rope = self.context.rope
+        turned_query = query if rope is None else rope(query, slots - length)
+        turned_keys = keys if rope is None else rope(keys)
+        last = self.observed(length)
+        if last:
+            output, received = observed_attention(
+                turned_query, turned_keys, values, scaling, last, self.method.group_reduce
+            )
+            self.observe(received, min(last, length), length)
+        else:
+            output = causal_attention(turned_query, turned_keys, values, scaling, dropout)
+        self.note_positions(key)
+        self.compress(keys, values, length)
+        return output
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = concat(self.key, key), concat(self.value, value)
+        self.note_positions(key)
+        self.compress(keys, values, key.shape[2])
+        return keys, values
+
+    def observe(self, received: Tensor, last: int, length: int) -> None:
+        """received ← [received, 0] + r;  queries ← [queries, 0] + how many of the observed queries saw the slot."""
+        slots = received.shape[2]
+        seen_by = (slots - torch.arange(slots, device=received.device)).clamp(max=last).to(torch.int32)
+        if self.received is None or self.queries is None:
+            self.grown = {"received": received, "queries": seen_by.expand(received.shape).clone()}
+        else:
+            grow = (0, length)
+            self.grown = {
+                "received": F.pad(self.received, grow) + received,
+                "queries": F.pad(self.queries, grow) + seen_by,
+            }
+
+    def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Drop slots until `wanted` remain, and store."""
+        self.seen += length
+        excess = keys.shape[2] - self.wanted(length, keys.shape[2])
+        fresh = {"key": keys, "value": values, **self.grown}
+        if excess > 0:
+            index, fresh["value"] = self.keep(values, excess, length)
+            for name, tensor in fresh.items():
+                self.keep_taken(name, tensor, index)
+        else:
+            for name, tensor in fresh.items():
+                setattr(self, name, tensor)
+        self.grown = {}
+
+    def keep_taken(self, name: str, tensor: Tensor, index: Tensor) -> None:
+        """Store the chosen slots. A full cache is overwritten and so keeps its address (CUDA graphs)."""
+        held = getattr(self, name)
+        index = index.expand(*tensor.shape[:2], -1)
+        if tensor.ndim == 4:
+            index = index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1])
+        if held is not None and held.shape == index.shape and not tensor.requires_grad and not held.requires_grad:
+            torch.gather(tensor, 2, index, out=held)
+        else:
+            setattr(self, name, tensor.gather(2, index))
+
+    def note_positions(self, key: Tensor) -> None:
+        if self.track_positions:
+            new = torch.arange(self.seen, self.seen + key.shape[2], device=key.device).expand(*key.shape[:2], -1)
+            self.grown["position"] = concat(self.position, new)
+
+
+def without_one(drop: Tensor, slots: int) -> Tensor:
+    """Indices 0 … slots−1 without slot drop[b,g]: [B,G,slots − 1]."""
+    index = torch.arange(slots - 1, device=drop.device)
+    return index + (index >= drop.unsqueeze(-1))
+
+
+def keep_highest(score: Tensor, excess: int, n_sink: int, n_recent: int) -> Tensor:
+    """Slots that stay, in order, when the `excess` lowest scores among slots n_sink … n − n_recent − 1 leave.
+
+    Ties drop the oldest. score [B,G,n] → [B,G,n − excess].
+    """
+    slots = score.shape[2]
+    open_to_loss = score[..., n_sink : slots - n_recent]
+    if excess == 1:
+        return without_one(open_to_loss.argmin(-1) + n_sink, slots)
+    order = open_to_loss.argsort(dim=-1, stable=True)[..., excess:] + n_sink
+    protected = torch.cat(
+        (torch.arange(n_sink, device=score.device), torch.arange(slots - n_recent, slots, device=score.device))
+    )
+    return torch.cat((order, protected.expand(*order.shape[:-1], -1)), dim=-1).sort(dim=-1).values

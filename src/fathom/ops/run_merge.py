@@ -1,0 +1,41 @@
+"""Folding the values of discarded slots into the next kept one (WeightedKV, arXiv 2503.01330), all runs at once.
+
+    for i = 0, 1, …:  if slot i is discarded:  v_{i+1} ← (a_i v_i + a_{i+1} v_{i+1}) / (a_i + a_{i+1})
+
+A first-order linear recurrence  v_i = α_i v_{i−1} + (1 − α_i) v_i,  α_i = a_{i−1}/(a_{i−1} + a_i) where slot i − 1 is
+discarded and 0 elsewhere, solved by doubling in ⌈log₂(longest run + 1)⌉ steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+SMALLEST = 1e-12  # weights can underflow: keeps 0/0 at an equal split of nothing
+
+
+def run_merge(
+    value: Float[Tensor, "B G n D"], weight: Float[Tensor, "B G n"], discarded: Bool[Tensor, "B G n"], longest_run: int
+) -> Float[Tensor, "B G n D"]:
+    """Values after the folds, left to right; every output is a convex combination of a run. `longest_run` bounds runs.
+
+    Computed in fp32 or wider, returned in the dtype of `value`. Discarded slots hold partial folds: drop them after.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    weight = weight.to(wide)
+    share = torch.zeros_like(weight)
+    pair = (weight[..., :-1] + weight[..., 1:]).clamp(min=SMALLEST)
+    share[..., 1:] = torch.where(discarded[..., :-1], weight[..., :-1] / pair, 0.0)
+    share = share.unsqueeze(-1)
+    merged = (1 - share) * value.to(wide)
+    reach = 1
+    while reach <= longest_run:
+        previous = torch.zeros_like(merged)
+        previous[..., reach:, :] = merged[..., :-reach, :]
+        merged = merged + share * previous
+        earlier = torch.zeros_like(share)
+        earlier[..., reach:, :] = share[..., :-reach, :]
+        share = share * earlier
+        reach *= 2
+    return merged.to(value.dtype)
