@@ -166,13 +166,15 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
         For a stock checkpoint `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on
-        it. Raises ValueError for another family, or for a config field of the family that the decoder lacks.
+        it. Raises ValueError for another family, a config field of the family that the decoder lacks, a damaged file,
+        and a stock checkpoint that lacks a tensor.
         """
         if pretrained_model_name_or_path is None or isinstance(kwargs.get("config"), FathomConfig):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        loaded = checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
-        if loaded is None:  # a Fathom checkpoint
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        with checkpoints.damage_named(pretrained_model_name_or_path):
+            loaded = checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+            if loaded is None:  # a Fathom checkpoint
+                return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config, state, generation_config, placement = loaded
         model = super().from_pretrained(None, config=config, state_dict=state, **placement)
         if generation_config is not None:

@@ -6,12 +6,15 @@ field of the family's config that the decoder does not implement is refused by n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -195,6 +198,12 @@ def refuse_unimplemented(stock: PreTrainedConfig) -> None:
                 f"{stock.model_type} config field {name}={getattr(stock, name)!r} is not implemented here "
                 f"(only {only!r})"
             )
+    partial = (getattr(stock, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and stock.model_type != "gpt_neox":
+        raise ValueError(
+            f"{stock.model_type} config field rope_parameters: partial_rotary_factor={partial!r} is not implemented "
+            "here (transformers' class turns all channels)"
+        )
     if getattr(stock, "is_heterogeneous", False):
         raise ValueError(
             f"{stock.model_type} config field per_layer_config: layers that differ are not implemented here"
@@ -234,6 +243,9 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
     return FathomConfig(**{**fields, **changes})
 
 
+# What FathomConfig itself declares.
+FIELDS = [field.name for field in dataclasses.fields(FathomConfig) if field.name in FathomConfig.__annotations__]  # type: ignore[arg-type]
+
 # Keyword arguments of from_pretrained that place the finished model; the rest goes to reading the stock files.
 PLACEMENT = ("device_map", "dtype", "torch_dtype", "attn_implementation", "max_memory", "offload_folder")
 
@@ -245,10 +257,10 @@ def load_stock(
 ) -> tuple[FathomConfig, State, GenerationConfig | None, dict[str, Any]] | None:
     """Read a stock checkpoint: (config, state dict in Fathom's names, generation config, placement arguments).
 
-    None if `path` holds a Fathom checkpoint. Raises ValueError for an unsupported family.
+    None if `path` holds a Fathom checkpoint. Raises ValueError for an unsupported family or a tensor that is absent.
     """
     kwargs = dict(kwargs)
-    changes = {name: kwargs.pop(name) for name in ("depth", "mixer", "residual", "embed_scale") if name in kwargs}
+    changes = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stock_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
     if stock_config.model_type == FathomConfig.model_type:
@@ -259,12 +271,32 @@ def load_stock(
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
     kwargs.update(hub, dtype=dtype, config=stock_config)
-    stock = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    stock, report = read
+    if report["missing_keys"]:
+        raise ValueError(
+            f"{path}: weights are missing from the checkpoint: {', '.join(sorted(report['missing_keys']))}"
+        )
     placement["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return config, state, stock.generation_config, placement
+
+
+@contextlib.contextmanager
+def damage_named(path: Any) -> Iterator[None]:
+    """Turn safetensors' error about a truncated or corrupt file into a ValueError that names the file."""
+    try:
+        yield
+    except SafetensorError as error:
+        damaged: Any = path
+        for file in sorted(Path(path).rglob("*.safetensors")):
+            try:
+                safe_open(file, framework="pt")
+            except SafetensorError:
+                damaged = file
+        raise ValueError(f"{damaged}: truncated or corrupt safetensors file ({error}); copy it again") from error
 
 
 def stock_config(config: FathomConfig) -> PreTrainedConfig:
@@ -276,11 +308,10 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
     fields = {theirs: getattr(config, ours) for theirs, ours in family.fields.items()}
     stock = CONFIG_MAPPING[config.backbone](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
-    for field, value in FAMILIES[config.backbone].items():
-        if getattr(back, field) != getattr(config, field) or config.attention_output_bias != back.attention_output_bias:
-            raise ValueError(
-                f"{field}={getattr(config, field)!r} is no stock {config.backbone} model (that has {value!r})"
-            )
+    for field in FIELDS:
+        ours, theirs = getattr(config, field), getattr(back, field)
+        if ours != theirs and field != "use_cache":
+            raise ValueError(f"{field}={ours!r} is no stock {config.backbone} model (that has {theirs!r})")
     return stock
 
 
