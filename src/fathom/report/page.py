@@ -1,0 +1,197 @@
+"""`report.html`: one self-contained page that opens from disk, without a network."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fathom.models.registry import resolve_section
+from fathom.report.plots import draw
+from fathom.report.results import Results, Row, Run, Table, tables
+from fathom.report.style import styles
+from fathom.report.wording import MEANINGS, TITLES, duration, in_sentence, overall, ratio, si, verdict
+
+PLOTS = {
+    "loss_tokens": "Training loss against tokens",
+    "loss_flops": "Training loss against training FLOPs",
+    "pareto": "Quality against the cost of a generated token",
+}
+
+
+_IDLE = ("vanilla", "none", "standard")  # what a config section holds when no method is active there
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table cell shows, what it sorts by, and a second line in small type."""
+
+    text: str
+    value: float | str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the results table: its heading, what the heading means, and its cell for a row."""
+
+    name: str
+    heading: str
+    title: str
+    cell: Callable[[Row, Table], Cell]
+
+
+def _quantity(name: str, heading: str, title: str, unit: str = "", compared: bool = True) -> Column:
+    def cell(row: Row, table: Table) -> Cell:
+        value = row.mean(name)
+        note = ratio(value, table.baseline.mean(name)) if compared else ""
+        return Cell(f"{si(value)}{unit}" if value else "not measured", value, note if value else "")
+
+    return Column(name, heading, title, cell)
+
+
+def _bits(row: Row, table: Table) -> Cell:
+    mean, spread = row.mean("bits_per_byte"), row.spread("bits_per_byte")
+    return Cell(f"{mean:.3f}", mean, f"± {spread:.3f}" if spread is not None else "")
+
+
+def _against(row: Row, table: Table) -> Cell:
+    gap = row.minus(table.baseline)
+    if row is table.baseline:
+        return Cell("baseline", 0.0)
+    note = "" if gap.clear else "too little to call"
+    return Cell(f"{gap.percent:+.1f} %".replace("-", "−"), gap.percent, note)
+
+
+def _loss(name: str, heading: str, title: str) -> Column:
+    return Column(name, heading, title, lambda row, table: Cell(f"{row.mean(name):.3f}", row.mean(name)))
+
+
+COLUMNS = (
+    Column("bits_per_byte", "bits per byte", "Of held-out text, lower is better; ± is the deviation over seeds", _bits),
+    Column("against", "against baseline", "Difference of bits per byte from the baseline", _against),
+    _quantity("train_flops", "training FLOPs", "Forward and backward over all training tokens"),
+    _quantity("inference_flops_per_token", "FLOPs per token", "One generated token, averaged over the context"),
+    _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
+    _quantity("train_tokens", "training tokens", "Tokens read in training"),
+    _quantity("tokens_per_second", "tokens per s", "Measured in training on this device"),
+    _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
+    _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
+    _loss("validation_loss", "held-out loss", "Nats per token of held-out text"),
+    _loss("train_loss", "training loss", "Nats per token, the last tenth of training"),
+    Column("lr", "learning rate", "The best of the sweep", lambda row, table: Cell(f"{row.first.lr:g}", row.first.lr)),
+)
+_RESIDUAL = Column(
+    "residual_percent",
+    "FLOPs residual",
+    "How far the FLOPs per token are from the dearest method's",
+    lambda row, table: Cell(
+        f"{row.first.residual_percent:+.1f} %".replace("-", "−"),
+        row.first.residual_percent,
+        f"{row.first.layers} layers",
+    ),
+)
+
+
+def write_report(results: Results, folder: Path) -> Path:
+    """Draw the plots into `folder/plots` and write `folder/report.html`. Returns the page's path.
+
+    Raises ValueError where no run has finished.
+    """
+    if not results.runs:
+        raise ValueError(f"results of {results.name!r} hold no finished run: nothing to report")
+    found = tables(results)
+    looks = styles(list(dict.fromkeys(run.method for run in results.runs)))
+    sections = [
+        {
+            "budget": table.budget,
+            "title": TITLES[table.budget],
+            "meaning": MEANINGS[table.budget],
+            "verdict": verdict(table),
+            "table": table,
+            "columns": _columns(table),
+            "rows": [(row, [column.cell(row, table) for column in _columns(table)]) for row in table.rows],
+            "plots": _embed(draw(table, looks, results.unigram_bits_per_byte, folder / "plots")),
+        }
+        for table in found
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fathom.report"), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(si=si, duration=duration, in_sentence=in_sentence)
+    page = environment.get_template("page.html").render(
+        results=results,
+        overall=overall(found),
+        sections=sections,
+        captions=PLOTS,
+        looks=looks,
+        number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
+        methods=_methods(results.runs),
+        samples=_samples(found[0]),
+        bars=_bars(found[0], results.unigram_bits_per_byte),
+        seeds=len({run.seed for run in results.runs}),
+        total_seconds=sum({run.folder: run.seconds for run in results.runs}.values()),
+        devices=sorted({run.device for run in results.runs}),
+        commits=sorted({run.commit for run in results.runs}),
+        versions=results.runs[0].versions,
+    )
+    path = folder / "report.html"
+    partial = folder / "report.html.partial"
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def describe_options(options: dict[str, dict[str, Any]]) -> str:
+    """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
+    said = []
+    for registry, section in options.items():
+        if section["name"] in _IDLE:
+            continue
+        defaults = resolve_section(registry, section["name"], section["name"])
+        given = {key: value for key, value in section.items() if key != "name"}
+        shown = [
+            f"{key}={value}" for i, (key, value) in enumerate(given.items()) if i == 0 or value != defaults.get(key)
+        ]
+        said.append(f"{section['name']} ({', '.join(shown)})" if shown else str(section["name"]))
+    return " + ".join(said) or "ordinary decoder"
+
+
+def _columns(table: Table) -> tuple[Column, ...]:
+    return (*COLUMNS, _RESIDUAL) if table.budget == "inference_flops" else COLUMNS
+
+
+def _methods(runs: list[Run]) -> dict[str, str]:
+    return {run.method: describe_options(run.options) for run in runs}
+
+
+def _samples(table: Table) -> list[tuple[str, list[tuple[str, str]]]]:
+    """For every prompt the continuation by each method."""
+    prompts = dict.fromkeys(sample["prompt"] for row in table.rows for sample in row.first.samples)
+    return [
+        (
+            prompt,
+            [(row.method, s["text"]) for row in table.rows for s in row.first.samples if s["prompt"] == prompt],
+        )
+        for prompt in prompts
+    ]
+
+
+def _bars(table: Table, unigram: float) -> list[dict[str, Any]]:
+    """Bits per byte of each method and of the unigram baseline, as lengths in percent of the longest."""
+    values: list[tuple[str | None, float]] = [(row.method, row.mean("bits_per_byte")) for row in table.rows]
+    values.append((None, unigram))
+    longest = max(value for _, value in values)
+    return [{"method": method, "value": value, "width": 100 * value / longest} for method, value in values]
+
+
+def _embed(plots: dict[str, dict[str, Path]]) -> dict[str, dict[str, str]]:
+    def data(path: Path) -> str:
+        return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+    return {name: {theme: data(path) for theme, path in themes.items()} for name, themes in plots.items()}

@@ -1,0 +1,135 @@
+"""The three plots of a comparison as PNG files, each for a light and for a dark page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from fathom.report.results import Row, Table
+from fathom.report.style import Style
+
+THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff"}}
+THEMES["dark"] = {"ink": "#e8ebf0", "muted": "#97a1b0", "grid": "#303844", "page": "#1a2029"}
+
+
+def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -> dict[str, dict[str, Path]]:
+    """Write the plots of one budget. Returns their paths by plot and theme."""
+
+    def loss(axes: Axes, theme: str, quantity: str) -> None:
+        for row in table.rows:
+            x, y = curve(row, quantity)
+            style = styles[row.method]
+            axes.plot(x, y, style.line, color=getattr(style, theme), linewidth=1.8, label=row.method)
+        axes.set_ylim(*_loss_limits(table))
+        axes.set_ylabel("training loss, nats per token")
+
+    def loss_tokens(axes: Axes, theme: str) -> None:
+        loss(axes, theme, "tokens")
+        axes.set_xlabel("training tokens")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+    def loss_flops(axes: Axes, theme: str) -> None:
+        loss(axes, theme, "train_flops")
+        axes.set_xlabel("training FLOPs")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+    def pareto(axes: Axes, theme: str) -> None:
+        points = [(row.first.inference_flops_per_token, row.mean("bits_per_byte"), row) for row in table.rows]
+        front = _front([(x, y) for x, y, _ in points])
+        if len(front) > 1:
+            axes.step(*zip(*front), where="post", color=THEMES[theme]["muted"], linewidth=1, linestyle=(0, (2, 2)))
+        for x, y, row in points:
+            style = styles[row.method]
+            axes.errorbar(
+                x,
+                y,
+                yerr=row.spread("bits_per_byte"),
+                color=getattr(style, theme),
+                marker=style.marker,
+                markersize=9,
+                linestyle="none",
+                capsize=4,
+                label=row.method,
+            )
+        axes.margins(0.15, 0.2)
+        axes.set_xlabel("inference FLOPs per token")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.set_ylabel("held-out bits per byte")
+        axes.set_title(f"Unigram baseline: {unigram:.3f}", fontsize=9, color=THEMES[theme]["muted"], loc="right")
+
+    plots: dict[str, Callable[[Axes, str], None]] = {
+        "loss_tokens": loss_tokens,
+        "loss_flops": loss_flops,
+        "pareto": pareto,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        name: {theme: _write(plot, theme, folder / f"{table.budget}_{name}{_SUFFIX[theme]}.png") for theme in THEMES}
+        for name, plot in plots.items()
+    }
+
+
+_SUFFIX = {"light": "", "dark": "_dark"}
+
+
+def curve(row: Row, quantity: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Training loss against `quantity`, averaged over seeds, then over a running window of a fiftieth of training."""
+    shortest = min(len(run.history) for run in row.runs)
+    losses = np.mean([[point["loss"] for point in run.history[:shortest]] for run in row.runs], axis=0)
+    x = np.array([point[quantity] for point in row.first.history[:shortest]])
+    window = max(1, shortest // 50)
+    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    keep = np.unique(np.linspace(0, len(smooth) - 1, points).astype(int))
+    return x[window - 1 :][keep], smooth[keep]
+
+
+def loss_at(row: Row, flops: float) -> float | None:
+    """Training loss of the smoothed curve where that many training FLOPs had been spent; None outside the curve."""
+    x, y = curve(row, "train_flops")
+    return float(np.interp(flops, x, y)) if len(x) and x[0] <= flops <= x[-1] else None
+
+
+def _loss_limits(table: Table) -> tuple[float, float]:
+    """From below the lowest loss to the loss after a twentieth of training: the first steps would flatten the rest."""
+    curves = [curve(row, "tokens")[1] for row in table.rows]
+    low = min(float(y.min()) for y in curves)
+    high = max(float(y[len(y) // 20 :].max()) for y in curves)
+    return low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3
+
+
+def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other point beats in both cost and bits."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def _write(plot: Callable[[Axes, str], None], theme: str, path: Path) -> Path:
+    colours = THEMES[theme]
+    figure = Figure(figsize=(4.8, 3.4), dpi=200, facecolor=colours["page"], layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(facecolor=colours["page"])
+    plot(axes, theme)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(colours["muted"])
+    axes.grid(color=colours["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=colours["muted"], labelsize=10)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=colours["ink"], fontsize=11)
+    axes.legend(frameon=False, labelcolor=colours["ink"], fontsize=10.5)
+    partial = path.with_name(f"{path.name}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+    return path

@@ -1,0 +1,162 @@
+"""What the page says in words: the verdict on each budget, with its noise, and numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fathom.report.plots import loss_at
+from fathom.report.results import UNCALLABLE_PERCENT, Difference, Row, Table
+
+TITLES = {
+    "tokens": "Equal tokens",
+    "train_flops": "Equal training FLOPs",
+    "inference_flops": "Equal inference FLOPs",
+}
+MEANINGS = {
+    "tokens": (
+        "Every method trains on the same tokens in the same order. A dearer method spends more compute on them: this "
+        "table shows what a method makes of the same text, not what it makes of the same compute. Each run's learning "
+        "rate falls to its end at the last token. Read against FLOPs, the curves of dearer methods are therefore "
+        "un-annealed until their right end, and are no comparison at equal FLOPs."
+    ),
+    "train_flops": (
+        "Every method spends the same training FLOPs: a cheaper method reads more tokens for them. Each has its own "
+        "full learning-rate schedule over its own tokens."
+    ),
+    "inference_flops": (
+        "Every method spends about the same FLOPs per generated token: at the same width, whole layers are added to "
+        "the cheaper methods until they cost as much as the dearest. Layers are whole, so a residual remains; it is in "
+        "the table. All train on the same tokens."
+    ),
+}
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A headline, what stands behind it, and what the reader must not conclude."""
+
+    headline: str
+    details: list[str] = field(default_factory=list)
+
+
+def si(value: float, digits: int = 3) -> str:
+    """4.12e13 as '41.2 T': `digits` significant digits and an SI prefix."""
+    if value == 0:
+        return "0"
+    exponent = min(max(math.floor(math.log10(abs(value)) / 3), 0), len(_PREFIXES) - 1)
+    scaled = value / 1000**exponent
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(scaled))))
+    if exponent == 0 and float(value).is_integer():
+        decimals = 0
+    text = f"{scaled:.{decimals}f}"
+    return f"{text} {_PREFIXES[exponent]}".rstrip()
+
+
+def in_sentence(budget: str) -> str:
+    """'equal training FLOPs'."""
+    return TITLES[budget][0].lower() + TITLES[budget][1:]
+
+
+def ratio(value: float, to: float) -> str:
+    """'2.9×' of the baseline's."""
+    return f"{value / to:.3g}×" if to else ""
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def verdict(table: Table) -> Verdict:
+    """Which method is worth it under this budget, and by how much against its cost."""
+    best, base = table.best, table.baseline
+    if len(table.rows) == 1:
+        return Verdict(f"{best.method}: {best.mean('bits_per_byte'):.3f} bits per byte. Nothing to compare it with.")
+    others = sorted((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
+    details = [_sentence(row, base, table.budget) for row in others]
+    if table.budget == "tokens":
+        details += [text for row in others if (text := _same_compute_on_curve(row, base))]
+    details.append(_noise(table))
+    return Verdict(_headline(best, base, table), details)
+
+
+def overall(found: list[Table]) -> Verdict:
+    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal tokens."""
+    by_budget = {table.budget: table for table in found}
+    chosen = [by_budget[b] for b in ("train_flops", "inference_flops", "tokens") if b in by_budget]
+    headline = verdict(chosen[0]).headline
+    details = [f"{TITLES[table.budget]}: {verdict(table).headline}" for table in chosen[1:]]
+    if "train_flops" not in by_budget and "inference_flops" not in by_budget:
+        details.append(
+            "Only equal tokens were measured. Whether a dearer method is worth its compute needs the budgets "
+            "train_flops and inference_flops."
+        )
+    return Verdict(headline, details)
+
+
+def _headline(best: Row, base: Row, table: Table) -> str:
+    bits = f"{best.mean('bits_per_byte'):.3f} bits per byte"
+    where = in_sentence(table.budget)
+    if best is base:
+        second = min((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
+        gap = second.minus(base)
+        if gap.clear:
+            return f"At {where}, nothing beats {base.method}: {bits}, {gap.percent:.1f} % below {second.method}."
+        return f"At {where}, {base.method} ({bits}) and {second.method} cannot be told apart."
+    gap = best.minus(base)
+    if not gap.clear:
+        return f"At {where}, {best.method} ({bits}) cannot be told from {base.method}: {_signed(gap)}."
+    if table.budget == "tokens":
+        cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
+        gain = f"{-gap.percent:.1f} % below {base.method}"
+        return f"At {where}, {best.method} is best: {bits}, {gain}, for {cost} its training FLOPs."
+    return f"At {where}, {best.method} is worth it: {bits}, {-gap.percent:.1f} % below {base.method}."
+
+
+def _sentence(row: Row, base: Row, budget: str) -> str:
+    gap = row.minus(base)
+    first, reference = row.first, base.first
+    train = ratio(row.mean("train_flops"), base.mean("train_flops"))
+    infer = ratio(first.inference_flops_per_token, reference.inference_flops_per_token)
+    memory = ratio(first.kv_bytes_per_token, reference.kv_bytes_per_token)
+    generated = f"{infer} the FLOPs and {memory} the KV cache per generated token"
+    costs = {
+        "tokens": f"{train} the training FLOPs, {generated}",
+        "train_flops": f"the same training FLOPs, {generated}",
+        "inference_flops": f"{generated}, {train} the training FLOPs",
+    }[budget]
+    judged = "" if gap.clear else " This is too little to call."
+    return f"{row.method} against {base.method}: {_signed(gap)}, for {costs}.{judged}"
+
+
+def _signed(gap: Difference) -> str:
+    margin = "" if gap.margin is None else f" ± {gap.margin:.3f}"
+    return f"{gap.bits:+.3f}{margin} bits per byte ({gap.percent:+.1f} %)".replace("-", "−")
+
+
+def _same_compute_on_curve(row: Row, base: Row) -> str | None:
+    """A hint, not a verdict: the dearer method's training loss where the baseline's whole compute had been spent."""
+    flops = base.mean("train_flops")
+    if row.mean("train_flops") < 1.05 * flops or (loss := loss_at(row, flops)) is None:
+        return None
+    return (
+        f"When {row.method} had spent {base.method}'s whole training compute ({si(flops)}FLOPs), its training loss "
+        f"was {loss:.2f}; {base.method} ended at {base.mean('train_loss'):.2f}. The learning rate of {row.method} was "
+        "still high there: a run planned for that compute would do better."
+    )
+
+
+def _noise(table: Table) -> str:
+    if table.seeds == 1:
+        return (
+            f"One seed: the seed noise is unknown. Differences below {UNCALLABLE_PERCENT:g} % are not called; "
+            "larger ones are likely, not certain."
+        )
+    spread = max(row.spread("bits_per_byte") or 0.0 for row in table.rows)
+    return (
+        f"{table.seeds} seeds, paired: ± is the 95 % interval of the difference over seeds. "
+        f"The largest standard deviation of one method over its seeds is {spread:.4f} bits per byte."
+    )

@@ -1,0 +1,170 @@
+"""The report from hand-made results: summary, verdicts, page, and the page in a real browser."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+from example import METHODS, results, run
+
+from fathom.report.page import write_report
+from fathom.report.results import Results, tables
+from fathom.report.wording import overall, si, verdict
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None
+)
+
+
+def test_results_file_round_trip(tmp_path):
+    path = tmp_path / "results.json"
+    results().save(path)
+    assert Results.load(path) == results()
+    assert set(json.loads(path.read_text())["runs"][0]) >= {"method", "options", "seed", "bits_per_byte", "commit"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_of_another_shape_are_refused_by_name(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text('{"runs": [{"method": "vanilla"}]}')
+    with pytest.raises(ValueError, match=r"results\.json: not a results\.json of this version"):
+        Results.load(path)
+
+
+def test_difference_is_paired_over_seeds():
+    gains = {"vanilla": (0.0, 0.02, 0.04), "pondering": (-0.1, -0.08, -0.06)}  # seeds move both alike
+    (table,) = tables(results([run(m, seed=s, gain=g) for m, gs in gains.items() for s, g in enumerate(gs)]))
+    gap = table.rows[1].minus(table.rows[0])
+    assert gap.bits == pytest.approx(-0.05)
+    assert gap.margin == pytest.approx(0.0, abs=1e-9)
+    assert gap.clear
+    assert table.rows[0].spread("bits_per_byte") > 0
+
+
+def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
+    (table,) = tables(results())
+    said = verdict(table)
+    assert said.headline.startswith("At equal tokens, pondering is best: 2.005 bits per byte, 2.2 % below vanilla")
+    assert "2.4× its training FLOPs" in said.headline
+    assert any(text.startswith("One seed: the seed noise is unknown") for text in said.details)
+    assert "needs the budgets train_flops and inference_flops" in overall([table]).details[-1]
+
+
+def test_small_differences_of_one_seed_are_not_called():
+    (table,) = tables(results([run("vanilla"), run("loop", gain=-0.01)]))
+    assert "cannot be told from vanilla" in verdict(table).headline
+
+
+def test_a_negative_result_is_the_headline_at_equal_training_flops():
+    runs = [run(m, "train_flops", seed, gain=g) for m, g in (("vanilla", 0.0), ("loop", 0.1)) for seed in range(3)]
+    found = tables(results([*results().runs, *runs]))
+    said = overall(found)
+    assert said.headline.startswith("At equal training FLOPs, nothing beats vanilla")
+    assert said.details[0].startswith("Equal tokens: ")
+
+
+def test_si_prefixes():
+    assert [si(x) for x in (0, 7, 999, 4096, 1.3e6, 4.12e13, 0.5)] == [
+        "0",
+        "7",
+        "999",
+        "4.10 k",
+        "1.30 M",
+        "41.2 T",
+        "0.500",
+    ]
+
+
+class Links(html.parser.HTMLParser):
+    """Every address a page could fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+([^;]+)", text)
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [v for k, v in attributes if k in ("src", "href", "srcset", "action", "data", "poster") and v]
+
+
+def test_page_is_self_contained(tmp_path):
+    page = write_report(results(), tmp_path).read_text()
+    links = Links(page).found
+    assert len(links) >= 7  # three plots, each light and dark, and the icon
+    assert all(link.startswith("data:") for link in links), [link[:80] for link in links]
+    assert "http://" not in page and "https://" not in page
+
+
+def test_page_holds_everything_and_escapes_text(tmp_path):
+    one = results()
+    page = write_report(one, tmp_path).read_text()
+    assert "&lt;b&gt;looked&lt;/b&gt;" in page and "<b>looked" not in page
+    assert "# &lt;not a tag&gt;" in page  # the recipe
+    for words in ("un-annealed", "4.610", "unigram", "2.13.0+cpu", one.command, "One seed"):
+        assert words in page
+    plots = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"tokens_loss_tokens.png", "tokens_loss_flops.png", "tokens_pareto.png"} <= plots
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_failed_runs_are_on_the_page(tmp_path):
+    page = write_report(replace(results(), failures=["loop, seed 1: out of memory"]), tmp_path).read_text()
+    assert "Not everything ran" in page and "loop, seed 1: out of memory" in page
+
+
+def test_results_without_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no finished run"):
+        write_report(results([]), tmp_path)
+
+
+def dump_dom(page, tmp_path, *options):
+    """The page's HTML after its scripts have run in headless Chromium."""
+    flags = [
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking",
+        "--disable-component-update --disable-sync --disable-dev-shm-usage",
+    ]
+    command = [CHROMIUM, *" ".join(flags).split(), f"--user-data-dir={tmp_path / 'profile'}", *options]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def requests_of_page(log):
+    """Addresses that a page asked the network for; what the browser asks for itself has no origin."""
+    lines = [line for line in log.read_text().splitlines() if '"initiator":"' in line]
+    return [re.findall(r'"url":"([^"]*)"', line)[0] for line in lines if '"initiator":"not an origin"' not in line]
+
+
+def order(dom):
+    table = dom[dom.index('id="table-tokens"') : dom.index("</table>")]
+    return re.findall(r'<tr data-method="(\w+)"', table)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome on PATH")
+def test_browser_shows_and_sorts_the_table_and_fetches_nothing(tmp_path):
+    page = write_report(results(), tmp_path)
+    log = tmp_path / "net.json"
+    assert order(dump_dom(page, tmp_path, f"--log-net-log={log}")) == list(METHODS)
+    assert requests_of_page(log) == []
+
+    clicks = {"bits_per_byte": 1, "tokens_per_second": 2}  # ascending; descending
+    expected = {
+        "bits_per_byte": ["pondering", "loop", "vanilla"],
+        "tokens_per_second": ["vanilla", "loop", "pondering"],
+    }
+    for column, times in clicks.items():
+        click = f"document.querySelector('#table-tokens [data-name={column}] button').click();" * times
+        clicked = tmp_path / f"{column}.html"
+        clicked.write_text(page.read_text().replace("</body>", f"<script>{click}</script></body>"))
+        assert order(dump_dom(clicked, tmp_path)) == expected[column]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome on PATH")
+def test_the_network_log_would_show_a_fetch(tmp_path):
+    page, log = tmp_path / "page.html", tmp_path / "net.json"
+    page.write_text('<img src="http://127.0.0.1:9/picture.png">')
+    dump_dom(page, tmp_path, f"--log-net-log={log}")
+    assert requests_of_page(log) == ["http://127.0.0.1:9/picture.png"]
