@@ -1,0 +1,113 @@
+r"""Which residual axis of one model is which of the other: a signed permutation or a rotation, from shared token rows.
+
+    LAP          S = cos(columns of E_a, columns of E_b) ∈ R^{d_a×d_b};   max_π Σ_j |S_{π(j), j}|,   sign_j = sign S_{π(j), j}
+    Procrustes   E_aᵀE_b = U Σ Vᵀ;   R = U Vᵀ = argmin ‖E_a R − E_b‖_F over (semi-)orthogonal R ∈ R^{d_a×d_b}
+
+Model a is the wider one. LAP is AWM's step 1 (arXiv 2510.06738, section 4); Procrustes also undoes rotations of the residual
+stream (QuaRot, SliceGPT), at the price of a higher score for unrelated models.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fathom.lineage.errors import NoAnchorError
+
+Mode = Literal["lap", "procrustes"]
+_CHUNK = 8192  # token rows gathered at a time
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A map of residual axes. `apply` takes a reader or embedding [n, d_a] to b's axes [n, d_b].
+
+    confidence: mean |cosine| of matched columns.  margin: mean distance to the best other candidate of the same column.
+    """
+
+    mode: str
+    anchor: str
+    tokens: int
+    index: Tensor | None
+    sign: Tensor | None
+    rotation: Tensor | None
+    confidence: float
+    margin: float
+
+    def apply(self, weight: Tensor) -> Tensor:
+        if self.rotation is not None:
+            return weight @ self.rotation
+        if self.index is None or self.sign is None:
+            return weight
+        return weight[:, self.index] * self.sign
+
+    @property
+    def moved(self) -> bool:
+        """Whether any axis has another place or sign than before."""
+        if self.index is None or self.sign is None:
+            return self.rotation is not None
+        return bool(
+            (self.index != torch.arange(len(self.index), device=self.index.device)).any() or (self.sign < 0).any()
+        )
+
+
+def identity(mode: str, anchor: str = "identity") -> Alignment:
+    """Axes taken as they are: for models of equal width without a usable anchor."""
+    return Alignment(mode, anchor, 0, None, None, None, float("nan"), float("nan"))
+
+
+def cross_covariance(a: Tensor, b: Tensor, rows_a: list[int], rows_b: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks."""
+    cross = a.new_zeros(a.shape[1], b.shape[1])
+    norm_a = a.new_zeros(a.shape[1], dtype=torch.float64)
+    norm_b = b.new_zeros(b.shape[1], dtype=torch.float64)
+    for start in range(0, len(rows_a), _CHUNK):
+        part_a = a[torch.tensor(rows_a[start : start + _CHUNK], device=a.device)]
+        part_b = b[torch.tensor(rows_b[start : start + _CHUNK], device=b.device)]
+        cross.addmm_(part_a.T, part_b)
+        norm_a += part_a.square().sum(0, dtype=torch.float64)
+        norm_b += part_b.square().sum(0, dtype=torch.float64)
+    return cross, norm_a.sqrt(), norm_b.sqrt()
+
+
+def align(
+    a: Tensor, b: Tensor, rows_a: list[int], rows_b: list[int], mode: Mode, anchor: str = "embedding"
+) -> Alignment:
+    """Align the columns of a [V_a, d_a] with those of b [V_b, d_b], d_a ≥ d_b, over the rows of shared tokens.
+
+    Raises NoAnchorError when no token is shared, ValueError when d_a < d_b.
+    """
+    if not rows_a:
+        raise NoAnchorError("no shared tokens: the two vocabularies have no entry in common, so axes cannot be matched")
+    if a.shape[1] < b.shape[1]:
+        raise ValueError(f"a: {a.shape[1]} columns, b: {b.shape[1]}; pass the wider model first")
+    cross, norm_a, norm_b = cross_covariance(a, b, rows_a, rows_b)
+    cosine = cross / (norm_a[:, None] * norm_b).clamp_min(1e-30).to(cross.dtype)
+    if mode == "procrustes":
+        u, s, vt = torch.linalg.svd(cross, full_matrices=False)
+        rotation = u @ vt
+        # Σσ / (‖E_a‖‖E_b‖) is the cosine of the two tables after rotation.
+        confidence = (s.sum(dtype=torch.float64) / (norm_a.norm() * norm_b.norm()).clamp_min(1e-30)).item()
+        return Alignment(mode, anchor, len(rows_a), None, None, rotation, confidence, float("nan"))
+    strength = cosine.abs()
+    _, columns = linear_sum_assignment((1 - strength.T).cpu().numpy())  # every column of b gets its own column of a
+    index = torch.as_tensor(columns, device=a.device)
+    here = torch.arange(b.shape[1], device=a.device)
+    matched = strength[index, here]
+    sign = torch.where(cosine[index, here] < 0, -1.0, 1.0).to(a.dtype)  # sign(0) is +1: no axis is deleted
+    strength[index, here] = -1
+    margin = (matched - strength.amax(0)).mean().item()
+    return Alignment(mode, anchor, len(rows_a), index, sign, None, matched.mean().item(), margin)
+
+
+def fixed_frame(width: int, like: Tensor) -> Tensor:
+    """One orthogonal matrix [width, width] for all: unbiased CKA drops a diagonal, so scores depend on the frame.
+
+    After Procrustes both sides are turned by it, which makes the score independent of the frame a model came in
+    (to about 3e-4).
+    """
+    generator = torch.Generator().manual_seed(20251006)
+    gaussian = torch.randn(width, width, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
+    return torch.linalg.qr(gaussian)[0]

@@ -1,0 +1,281 @@
+"""A checkpoint, opened but not loaded: every weight by its role, in one layout, read from disk when asked for.
+
+model = open_checkpoint("folder, .gguf file or hub name")
+model.read(3, "q")       # [heads · head_dim, hidden], float32, rotate-half rows
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fathom.lineage.errors import CheckpointError
+from fathom.lineage.families import FAMILIES, Family, Geometry, geometry, gguf_config, gguf_family, roles
+from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, open_store
+from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
+
+
+def open_checkpoint(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> "Checkpoint":
+    """Open a folder, file or hub name without loading weights.
+
+    source: folder with config.json and weights, a `.gguf` file, a PEFT adapter folder, or a hub name `org/model`.
+    base:   the base model of an adapter; default: what its adapter_config.json names.
+    dtype:  what `read` returns; float32 or, for tests, float64.
+
+    Raises CheckpointError (PackedWeightsError for packed 4-bit weights) when it cannot be read.
+    """
+    path = Path(source)
+    if not path.exists():
+        if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+            raise CheckpointError(f"{source}: no such file or folder")
+        path = hub_snapshot(str(source))
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        base = base or json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        if not base:
+            raise CheckpointError(f"{path}: a LoRA adapter without its base; name the base model")
+        model = open_checkpoint(base, device=device, dtype=dtype)
+        vocabulary = read_vocabulary(path) or model.vocabulary
+        store = LoRAStore(model.store, path)
+        return Checkpoint(
+            str(source), store, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
+        )
+
+    store = open_store(path)
+    if isinstance(store, GGUFStore):
+        arch = store.metadata("general.architecture", "")
+        metadata = {k: store.metadata(f"{arch}.{k}") for k in _GGUF_KEYS}
+        family = gguf_family(arch)
+        config = gguf_config(metadata, arch)
+        vocabulary = gguf_vocabulary(store)
+    else:
+        folder = path if path.is_dir() else path.parent
+        config = _read_config(folder)
+        family = FAMILIES.get(config.get("model_type", ""), Family())
+        vocabulary = read_vocabulary(folder)
+    return Checkpoint(
+        str(source), store, config, family, geometry(config, family), vocabulary, torch.device(device), dtype
+    )
+
+
+_GGUF_KEYS = (
+    "embedding_length", "block_count", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank",
+    "rope.dimension_count", "feed_forward_length", "expert_count", "attention.layer_norm_rms_epsilon", "rope.freq_base",
+    "context_length",
+)  # fmt: skip
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: no config.json; it is needed to know heads and layers")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    for tower in ("text_config", "language_config", "llm_config", "thinker_config"):
+        if isinstance(config.get(tower), dict):  # multimodal: the language tower is the model that is compared
+            inner = config[tower]
+            config = inner.get("text_config", inner)
+    return config
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint. `read(layer, role)` gives one weight; `embedding()`, `head()` and `norms` the rest."""
+
+    source: str
+    store: TensorStore
+    config: dict[str, Any]
+    family: Family
+    geometry: Geometry
+    vocabulary: dict[bytes, int] | None
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    _layer_names: dict[tuple[int, str], str] = field(init=False, repr=False)
+    _names: dict[str, str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._layer_names, self._names = roles(list(self.store.names()), self.family, self.geometry.layers)
+        if "embed" not in self._names:
+            raise CheckpointError(f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint")
+
+    def _load(self, name: str, rows: slice | None = None) -> Tensor:
+        # Stored values travel as they are (bf16: half the bytes) and are widened and checked where they arrive.
+        tensor = self.store.read(name, rows).to(self.device).to(self.dtype)
+        # One NaN or infinity makes the sum one; a finite fp64 sum of fp32 values cannot overflow.
+        if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise CheckpointError(
+                f"{self.source}: tensor {name!r} has NaN or infinite entries; the file is damaged or training diverged"
+            )
+        return tensor
+
+    def layer_roles(self, layer: int) -> set[str]:
+        """Raw roles stored for a layer (fused ones under their fused name)."""
+        return {role for l, role in self._layer_names if l == layer}
+
+    def has(self, layer: int, role: str) -> bool:
+        """Whether `read(layer, role)` would succeed."""
+        if role.removesuffix(".bias") in _FUSED and (layer, _fused(role)) in self._layer_names:
+            return True
+        if role in _LATENT and (layer, "kv_b") in self._layer_names:
+            return role != "q" or any((layer, r) in self._layer_names for r in ("q", "q_b"))
+        if (expert := _expert(role)) and (layer, f"experts.{expert[1]}") in self._layer_names:
+            return expert[0] < self.geometry.experts
+        return (layer, role) in self._layer_names
+
+    def read(self, layer: int, role: str, rows: slice | None = None) -> Tensor:
+        """One weight in canonical layout: [out, in], q/k/v unfused, rotary pairs in halves, norm gains with their offset.
+
+        rows: read this slice of the first axis only, where stored tensors allow it without a detour (`o`, `down`).
+        Raises CheckpointError when the layer has no such weight.
+        """
+        names, base = self._layer_names, role.removesuffix(".bias")
+        if (layer, role) not in names and base in _FUSED and (layer, _fused(role)) in names:
+            fused = self._oriented(names[layer, _fused(role)])
+            tensor = split_fused(fused, base, self.family, self.geometry)
+        elif role in _LATENT and (layer, "kv_b") in names:
+            return self._latent(layer, role)
+        elif (expert := _expert(role)) and (layer, f"experts.{expert[1]}") in names:
+            return self._load(names[layer, f"experts.{expert[1]}"], slice(expert[0], expert[0] + 1))[0]
+        elif (layer, role) in names:
+            tensor = self._oriented(names[layer, role], rows)
+        else:
+            raise CheckpointError(f"{self.source}: layer {layer} has no {role!r}")
+        if base in {"q", "k"} and self.family.interleaved:
+            tensor = halves_from_pairs(tensor, self.geometry.head_dim, self.geometry.rotary(layer))
+        if base.endswith("norm") and not role.endswith(".bias"):
+            tensor = tensor + self.family.gain_offset
+            if base in {"q_norm", "k_norm"} and self.family.interleaved:
+                tensor = halves_from_pairs(tensor, self.geometry.head_dim, self.geometry.rotary(layer))
+        return tensor
+
+    def _oriented(self, name: str, rows: slice | None = None) -> Tensor:
+        if not self.family.transposed or len(self.store.shape(name)) != 2:
+            return self._load(name, rows)
+        transposed = self._load(name).T
+        return (transposed if rows is None else transposed[rows]).contiguous()
+
+    def _latent(self, layer: int, role: str) -> Tensor:
+        """Effective full matrices of multi-head latent attention: products of the low-rank factors, gain between them."""
+        g, names = self.geometry, self._layer_names
+
+        def factor(role: str) -> Tensor:
+            return self._load(names[layer, role])
+
+        if role == "q":
+            q = factor("q") if (layer, "q") in names else factor("q_b") * factor("q_a_norm") @ factor("q_a")
+            return self._nope_last(q.reshape(g.heads, g.head_dim, -1)).flatten(0, 1)
+        down = factor("kv_a")
+        latent, rope = down[: -g.rotary_dim], down[-g.rotary_dim :]
+        up = (factor("kv_b") * factor("kv_a_norm")).reshape(g.heads, g.nope_dim + g.value_dim, -1)
+        if role == "v":
+            return (up[:, g.nope_dim :] @ latent).flatten(0, 1)
+        # One rotating key serves all heads; repeated, it meets each head's own non-rotating part.
+        key = torch.cat([up[:, : g.nope_dim] @ latent, rope.expand(g.heads, -1, -1)], dim=1)
+        return self._nope_last(key).flatten(0, 1)
+
+    def _nope_last(self, heads: Tensor) -> Tensor:
+        """[H, nope + rope, d] → rotating dims first, in halves, as in every other family."""
+        rope = heads[:, self.geometry.nope_dim :]
+        if self.family.interleaved:
+            rope = torch.cat([rope[:, 0::2], rope[:, 1::2]], dim=1)
+        return torch.cat([rope, heads[:, : self.geometry.nope_dim]], dim=1)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding itself."""
+        return "head" not in self._names or bool(
+            self.config.get("tie_word_embeddings") and not isinstance(self.store, GGUFStore)
+        )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table (padding included)."""
+        return self.store.shape(self._names["embed"])[0]
+
+    def embedding(self, rows: slice | None = None) -> Tensor:
+        """Input embedding [rows, hidden]."""
+        return self._load(self._names["embed"], rows)
+
+    def head(self) -> Tensor:
+        """Output head [rows, hidden]; the embedding when tied."""
+        return self._load(self._names["embed" if self.tied else "head"])
+
+    def outer(self, role: str) -> Tensor | None:
+        """`final_norm`, `final_norm.bias`, `positions`, `head.bias`, or None where the model has none."""
+        if role not in self._names:
+            return None
+        tensor = self._load(self._names[role])
+        return tensor + self.family.gain_offset if role == "final_norm" else tensor
+
+    def feed_forwards(self, layer: int) -> Iterator[str]:
+        """Role prefixes of the layer's feed-forward networks: "" when dense, else "experts.0." …, "shared."."""
+        if self.has(layer, "up"):
+            yield ""
+        yield from (f"experts.{e}." for e in range(self.geometry.experts) if self.has(layer, f"experts.{e}.up"))
+        if self.has(layer, "shared.up"):
+            yield "shared."
+
+
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+_LATENT = {"q", "k", "v"}
+
+
+def _fused(role: str) -> str:
+    base = role.removesuffix(".bias")
+    return _FUSED[base] + role[len(base) :]
+
+
+def _expert(role: str) -> tuple[int, str] | None:
+    """`experts.3.gate` → (3, "gate")."""
+    parts = role.split(".")
+    return (int(parts[1]), parts[2]) if parts[0] == "experts" and len(parts) == 3 else None
+
+
+def split_fused(fused: Tensor, role: str, family: Family, g: Geometry) -> Tensor:
+    """The rows of `role` in a fused matrix or bias, in the order of the unfused weight."""
+    if role in {"gate", "up"}:
+        return fused.chunk(2)[0 if role == "gate" else 1]
+    group = g.heads // g.kv_heads
+    if family.fused == "blocks":
+        sizes = [g.heads * g.head_dim, g.kv_heads * g.head_dim, g.kv_heads * g.head_dim]
+        return fused.split(sizes)["qkv".index(role)]
+    # per_head is grouped attention with one query head a group
+    blocks = fused.reshape(g.kv_heads, group + 2, g.head_dim, *fused.shape[1:])
+    picked = {"q": blocks[:, :group], "k": blocks[:, group : group + 1], "v": blocks[:, group + 1 :]}[role]
+    return picked.reshape(-1, *fused.shape[1:])
+
+
+def join_fused(q: Tensor, k: Tensor, v: Tensor, family: Family, g: Geometry) -> Tensor:
+    """The inverse of `split_fused` for q, k, v."""
+    if family.fused == "blocks":
+        return torch.cat([q, k, v])
+    rest = q.shape[1:]
+    parts = [t.reshape(g.kv_heads, -1, g.head_dim, *rest) for t in (q, k, v)]
+    return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def halves_from_pairs(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """Rotary pair i at rows (2i, 2i+1) → rows (i, i + rotary/2), within every head; [heads·head_dim, …] keeps its shape."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    turning = heads[:, :rotary]
+    return torch.cat([turning[:, 0::2], turning[:, 1::2], heads[:, rotary:]], dim=1).reshape(rows.shape)
+
+
+def pairs_from_halves(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """The inverse of `halves_from_pairs`."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    half = rotary // 2
+    turning = torch.stack([heads[:, :half], heads[:, half:rotary]], dim=2).flatten(1, 2)
+    return torch.cat([turning, heads[:, rotary:]], dim=1).reshape(rows.shape)

@@ -1,0 +1,97 @@
+r"""Linear centred kernel alignment (CKA), unbiased, of two matrices whose rows are the same d samples.
+
+    HSIC_u(K, L) ∝ ‖XᵀY‖²_F − Σ kᵢlᵢ + (Σr)(Σs)/((d−1)(d−2)) − 2/(d−2)·Σ rᵢsᵢ
+    UCKA(X, Y)   = HSIC_u(K, L) / √(HSIC_u(K, K) · HSIC_u(L, L)),     K = XXᵀ, L = YYᵀ without their diagonals,
+    kᵢ = ‖xᵢ‖²,  r = X(Xᵀ1) − k (row sums of K),  l and s likewise for Y.
+
+UCKA(XU, cY) = UCKA(X, Y) for orthogonal U and any c ≠ 0; for independent X, Y its mean is 0 however wide they are, which
+is the point of "unbiased". The same number follows from the U-centred Gram matrices (`centred_gram`), the form to use
+when one matrix meets many others. Estimator: Song et al. 2012 ("Feature selection via dependence
+maximization", JMLR 13); as CKA: Kornblith et al. 2019 (arXiv 1905.00414), Nguyen et al. 2021 (arXiv 2010.15327).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the verdict.
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A matrix X [d, p] with what every comparison of it needs: k, r (float64, [d]) and HSIC_u(K, K)."""
+
+    x: Tensor
+    k: Tensor
+    r: Tensor
+    self_hsic: float
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Samples":
+        """x: [d, p], d ≥ 4 samples in rows, p features in columns."""
+        if x.ndim != 2 or x.shape[0] < 4:
+            raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
+        # Scale-free, and far from the ends of float32: mean square row norm 1.
+        x = x / (x.norm() / math.sqrt(x.shape[0])).clamp_min(torch.finfo(x.dtype).tiny)
+        k = x.square().sum(1, dtype=torch.float64)
+        r = (x @ x.sum(0)).double() - k
+        products = x.T @ x if x.shape[1] <= x.shape[0] else x @ x.T
+        square = products.square().sum(dtype=torch.float64).item()
+        hsic = square - k.dot(k).item() + _mean_terms(r, r)
+        return cls(x, k, r, hsic if hsic > _FLOOR * square else 0.0)
+
+
+def _mean_terms(r: Tensor, s: Tensor) -> float:
+    d = r.shape[0]
+    return (r.sum() * s.sum()).item() / ((d - 1) * (d - 2)) - 2 / (d - 2) * r.dot(s).item()
+
+
+def unbiased_cka(a: Samples, b: Samples) -> float:
+    """UCKA(X, Y) from the closed form; 0 when either side is constant over the samples (or empty)."""
+    if a.x.shape[0] != b.x.shape[0]:
+        raise ValueError(f"a, b: {a.x.shape[0]} and {b.x.shape[0]} rows; CKA compares matrices over the same samples")
+    if a.self_hsic == 0 or b.self_hsic == 0:
+        return 0.0
+    d, p, q = a.x.shape[0], a.x.shape[1], b.x.shape[1]
+    if p * q * d <= (p + q + 1) * d * d:
+        cross = (a.x.T @ b.x).square().sum(dtype=torch.float64).item()
+    else:  # wide matrices: d × d Grams cost less
+        cross = (a.x @ a.x.T).mul_(b.x @ b.x.T).sum(dtype=torch.float64).item()
+    hsic = cross - a.k.dot(b.k).item() + _mean_terms(a.r, b.r)
+    return hsic / math.sqrt(a.self_hsic * b.self_hsic)
+
+
+def centred_gram(x: Tensor) -> Tensor:
+    """U-centred Gram matrix [d, d] of x [d, p], unit Frobenius norm (zero if x is constant): UCKA = ⟨K̃_X, K̃_Y⟩.
+
+    K̃ᵢⱼ = Kᵢⱼ − mᵢ − mⱼ off the diagonal and 0 on it, with mᵢ = Σⱼ Kᵢⱼ/(d−2) − Σ K/(2(d−1)(d−2)).
+    """
+    d = x.shape[0]
+    gram = x @ x.T
+    gram.fill_diagonal_(0)
+    square = gram.square().sum(dtype=torch.float64)
+    m = gram.sum(1, dtype=torch.float64) / (d - 2)
+    m = (m - m.sum() / (2 * (d - 1))).to(gram.dtype)
+    gram -= m[:, None] + m
+    gram.fill_diagonal_(0)
+    norm = gram.square().sum(dtype=torch.float64)
+    if norm <= _FLOOR * square:
+        return torch.zeros_like(gram)
+    return gram.div_(norm.sqrt().to(gram.dtype))
+
+
+def biased_cka(x: Tensor, y: Tensor) -> float:
+    """Linear CKA of column-centred x [n, p] and y [n, q]: ‖XᵀY‖²_F / (‖XᵀX‖_F ‖YᵀY‖_F), in [0, 1]."""
+    x, y = x - x.mean(0), y - y.mean(0)
+
+    def cross(u: Tensor, v: Tensor) -> float:
+        # ‖UᵀV‖²_F = ⟨UUᵀ, VVᵀ⟩: whichever side is smaller
+        if u.shape[0] < min(u.shape[1], v.shape[1]):
+            return ((u @ u.T) * (v @ v.T)).sum(dtype=torch.float64).item()
+        return (u.T @ v).square().sum(dtype=torch.float64).item()
+
+    scale = math.sqrt(cross(x, x) * cross(y, y))
+    return cross(x, y) / scale if scale > 0 else 0.0

@@ -1,0 +1,13 @@
+"""What can go wrong when weights are read. Every message names the file or tensor, what was found, and the way out."""
+
+
+class CheckpointError(ValueError):
+    """The folder or file holds no usable checkpoint: corrupt shard, missing tensor, NaN weights, unknown layout."""
+
+
+class PackedWeightsError(CheckpointError):
+    """Weights are stored in a packed format that Fathom does not dequantise (GPTQ, AWQ, NF4, MXFP4 …): abstain."""
+
+
+class NoAnchorError(CheckpointError):
+    """The residual axes of two models cannot be aligned: no embedding, or no token in common."""

@@ -1,0 +1,339 @@
+"""Tensors on disk, one at a time: safetensors (sharded), PyTorch .bin (weights_only), GGUF, and a LoRA adapter on a base.
+
+A store answers three questions — which names, which shape, which values — and never holds more than the tensor asked for.
+`rows` reads only a slice of the first axis where the format allows it (safetensors and GGUF do, without reading the rest).
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fathom.lineage.errors import CheckpointError, PackedWeightsError
+
+# Marks of packed formats: GPTQ and AWQ, bitsandbytes 4-bit, compressed-tensors, MXFP4.
+_PACKED = re.compile(r"\.(qweight|qzeros|weight\.quant_state\.\w+|weight_packed|\w+_blocks)$")
+_FP8_BLOCK = 128  # DeepSeek-V3's scale_inv holds one scale for each 128 × 128 tile
+
+
+class TensorStore(Protocol):
+    """Named tensors on disk."""
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, rows: slice | None = None) -> Tensor: ...
+
+
+def open_store(path: Path) -> TensorStore:
+    """The store behind a checkpoint folder, a `.gguf`, `.safetensors` or `.bin` file.
+
+    Raises CheckpointError when nothing readable is there and PackedWeightsError for packed 4-bit formats.
+    """
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return GGUFStore(path)
+        if path.suffix == ".safetensors":
+            return _checked(SafetensorsStore([path]))
+        if path.suffix in {".bin", ".pt", ".pth"}:
+            return _checked(BinStore([path]))
+        raise CheckpointError(f"{path}: unknown checkpoint format; expected .safetensors, .bin or .gguf")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder")
+    for index, store in (
+        ("model.safetensors.index.json", SafetensorsStore),
+        ("pytorch_model.bin.index.json", BinStore),
+    ):
+        if (path / index).is_file():
+            return _checked(store(_shards(path / index)))
+    if files := sorted(path.glob("*.safetensors")):
+        return _checked(SafetensorsStore([f for f in files if not f.name.startswith("adapter_")] or files))
+    if files := sorted(path.glob("pytorch_model*.bin")):
+        return _checked(BinStore(files))
+    if files := sorted(path.glob("*.gguf")):
+        if len(files) > 1:
+            raise CheckpointError(f"{path}: {len(files)} GGUF files here; name the one you mean")
+        return GGUFStore(files[0])
+    raise CheckpointError(f"{path}: no *.safetensors, pytorch_model*.bin or *.gguf in this folder")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        files = sorted({index.parent / f for f in json.loads(index.read_text())["weight_map"].values()})
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not a shard index ({error})") from error
+    if missing := [f.name for f in files if not f.is_file()]:
+        raise CheckpointError(
+            f"{index.parent}: shard(s) {', '.join(missing)} named in {index.name} are missing; download again"
+        )
+    return files
+
+
+def _checked(store: TensorStore) -> TensorStore:
+    if packed := next((n for n in store.names() if _PACKED.search(n)), None):
+        raise PackedWeightsError(
+            f"weights are packed (tensor {packed!r}); dequantise the checkpoint first, e.g. load it in transformers with"
+            " its quantiser and call model.dequantize().save_pretrained(...)"
+        )
+    return store
+
+
+class SafetensorsStore:
+    """Memory-mapped safetensors shards; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._file_of: dict[str, Any] = {}
+        for path in files:
+            try:
+                handle = safe_open(path, framework="pt")
+                self._file_of.update(dict.fromkeys(handle.keys(), handle))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: corrupt or truncated shard ({error}); download it again") from error
+
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def _raw(self, name: str, rows: slice | None) -> Tensor:
+        handle = self._file_of[name]
+        try:
+            return handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"tensor {name!r}: cannot be read ({error}); the shard is damaged") from error
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor = self._raw(name, rows)
+        if tensor.dtype == torch.int8 and (scale := name.removesuffix("weight") + "SCB") in self._file_of:
+            row_max = self._raw(scale, rows)  # bitsandbytes LLM.int8(): one absolute maximum for each row
+            tensor = tensor.float() * (row_max.float() / 127)[:, None]
+        elif (scale := name + "_scale_inv") in self._file_of:
+            # A slice may start inside a tile, so the whole tensor is scaled first.
+            tensor, tiles = self._raw(name, None).float(), self._raw(scale, None).float()
+            tiles = tiles.repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
+            tensor = (tensor * tiles[: tensor.shape[0], : tensor.shape[1]])[rows or slice(None)]
+        elif not tensor.is_floating_point():
+            raise PackedWeightsError(
+                f"tensor {name!r} has dtype {tensor.dtype} and no scale that Fathom knows; dequantise it"
+            )
+        return tensor
+
+
+class BinStore:
+    """PyTorch shards, opened with `weights_only=True` (nothing is unpickled but tensors) and memory-mapped if possible."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for path in files:
+            try:
+                try:
+                    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                except RuntimeError:  # the format before torch 1.6 is no zip file and cannot be mapped
+                    state = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises pickle, EOF, OS, runtime and attribute errors for damaged files
+                reason = str(error).splitlines()[0]
+                raise CheckpointError(
+                    f"{path}: cannot be read as tensors only ({reason}); convert it to safetensors"
+                ) from error
+            state = state.get("state_dict", state)
+            self._tensors.update({n: t for n, t in state.items() if isinstance(t, Tensor)})
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if rows is None else tensor[rows]
+
+
+class GGUFStore:
+    """llama.cpp's GGUF; every quantisation type that the `gguf` package can decode.
+
+    The header is parsed here: that package's own reader takes seconds for a 50k vocabulary.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+            from gguf.quants import dequantize
+        except ImportError as error:
+            raise CheckpointError(
+                f"{path}: reading GGUF needs the gguf package; pip install 'fathom-lm[gguf]'"
+            ) from error
+        self._dequantize = dequantize
+        self._data = np.memmap(path, np.uint8, "r")
+        try:
+            header = _GGUFHeader(self._data)
+            self._fields = header.fields
+            self._tensors = {}
+            for name, shape, kind, start in header.tensors:
+                block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+                row_bytes = shape[-1] // block * size
+                stop = start + row_bytes * math.prod(shape[:-1])
+                if stop > len(self._data):
+                    raise ValueError(f"tensor {name} ends at byte {stop}, the file at {len(self._data)}")
+                self._tensors[name] = (shape, GGMLQuantizationType(kind), start, row_bytes)
+        except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: corrupt or truncated GGUF ({error}); download it again") from error
+
+    def metadata(self, key: str, default: Any = None) -> Any:
+        """One metadata field, as a plain Python value."""
+        return self._fields.get(key, default)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][0]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        shape, kind, start, row_bytes = self._tensors[name]
+        # Quantisation blocks never cross a row, so a slice of the first axis is a slice of bytes.
+        data = self._data[start : start + row_bytes * math.prod(shape[:-1])].reshape(*shape[:-1], row_bytes)
+        data = data if rows is None or len(shape) == 1 else data[rows]
+        try:
+            if kind.name in {"F32", "F16"}:
+                data = data.view(np.float32 if kind.name == "F32" else np.float16)
+            values = np.ascontiguousarray(self._dequantize(data, kind), dtype=np.float32)
+        except (NotImplementedError, ValueError) as error:
+            message = f"tensor {name!r}: GGUF type {kind.name} cannot be dequantised here ({error})"
+            raise PackedWeightsError(message) from error
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+class _GGUFHeader:
+    """Key-value fields and the tensor directory of a GGUF file (version 2 and 3, little endian)."""
+
+    # value types in the order of the specification; 8 is a string, 9 an array
+    _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), ("B", "b", "H", "h", "I", "i", "f", "?", "Q", "q", "d")))
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._view, self._at = memoryview(data.data), 4
+        if bytes(self._view[:4]) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if (version := self._scalar("I")) not in {2, 3}:
+            raise ValueError(f"version {version} is not 2 or 3")
+        tensors, fields = self._scalar("Q"), self._scalar("Q")
+        self.fields: dict[str, Any] = {}
+        for _ in range(fields):
+            key = self._string()
+            self.fields[key] = self._value(self._scalar("I"))
+        directory = []
+        for _ in range(tensors):
+            name, rank = self._string(), self._scalar("I")
+            shape = tuple(reversed([self._scalar("Q") for _ in range(rank)]))  # stored fastest axis first
+            directory.append((name, shape, self._scalar("I"), self._scalar("Q")))
+        align = self.fields.get("general.alignment", 32)
+        base = -(-self._at // align) * align
+        self.tensors = [(name, shape, kind, base + offset) for name, shape, kind, offset in directory]
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._view, self._at)
+        self._at += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        size = self._scalar("Q")
+        self._at += size
+        return str(self._view[self._at - size : self._at], "utf-8", "surrogateescape")
+
+    def _value(self, kind: int) -> Any:
+        if kind == 8:
+            return self._string()
+        if kind != 9:
+            return self._scalar(self._SCALARS[kind])
+        inner, count = self._scalar("I"), self._scalar("Q")
+        if inner in self._SCALARS:  # one call for all entries
+            code = f"<{count}{self._SCALARS[inner]}"
+            values = list(struct.unpack_from(code, self._view, self._at))
+            self._at += struct.calcsize(code)
+            return values
+        return [self._value(inner) for _ in range(count)]
+
+
+class LoRAStore:
+    """A PEFT adapter merged on the fly: W + s·B·A, with s = α/r, or α/√r when `use_rslora`.
+
+    Raises CheckpointError for what is not plain LoRA (DoRA, other PEFT types): merge those with peft first.
+    """
+
+    def __init__(self, base: TensorStore, adapter: Path) -> None:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        if config.get("peft_type") != "LORA" or config.get("use_dora"):
+            kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
+            raise CheckpointError(
+                f"{adapter}: adapter type {kind} is not supported; merge it with peft and pass the result"
+            )
+        self._base, self._config = base, config
+        files = [f for f in (adapter / "adapter_model.safetensors", adapter / "adapter_model.bin") if f.is_file()]
+        if not files:
+            raise CheckpointError(f"{adapter}: no adapter_model.safetensors or adapter_model.bin")
+        self._adapter = open_store(files[0])
+        self._pairs: dict[str, tuple[str, str]] = {}
+        self._replaced: dict[str, str] = {}
+        known = set(base.names())
+        for name in self._adapter.names():
+            inner = name.removeprefix("base_model.model.")
+            if ".lora_A." in inner:
+                target = re.sub(r"\.lora_A\..*$", ".weight", inner)
+                self._pairs[target] = (name, name.replace(".lora_A.", ".lora_B."))
+            elif ".lora_" not in inner:
+                target = inner.replace(".modules_to_save.default", "").replace(".modules_to_save", "")
+                self._replaced[target] = name
+        if missing := [t for t in self._pairs if t not in known]:
+            raise CheckpointError(
+                f"{adapter}: adapter targets {missing[0]!r}, which the base lacks; is this the right base?"
+            )
+
+    def names(self) -> Iterable[str]:
+        return dict.fromkeys([*self._base.names(), *self._replaced]).keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._adapter.shape(self._replaced[name]) if name in self._replaced else self._base.shape(name)
+
+    def _scale(self, module: str) -> float:
+        def pattern(key: str, default: float) -> float:
+            table = self._config.get(f"{key}_pattern") or {}
+            return next((v for p, v in table.items() if re.fullmatch(rf"(.*\.)?{p}", module)), default)
+
+        rank = pattern("rank", self._config["r"])
+        alpha = pattern("alpha", self._config["lora_alpha"])
+        return alpha / (rank**0.5 if self._config.get("use_rslora") else rank)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        if name in self._replaced:
+            return self._adapter.read(self._replaced[name], rows)
+        weight = self._base.read(name, rows)
+        if name not in self._pairs:
+            return weight
+        a, b = (self._adapter.read(n).float() for n in self._pairs[name])
+        delta = self._scale(name.removesuffix(".weight")) * (b @ a)
+        if self._config.get("fan_in_fan_out"):  # Conv1D layers store [in, out]
+            delta = delta.T
+        return weight.float() + delta[rows or slice(None)]
+
+
+def hub_snapshot(name: str) -> Path:
+    """A hub name such as `org/model` to its local snapshot; downloads configuration, tokenizer and safetensors."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "merges.txt"]
+    with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=["*.bin", *patterns]))
+        return folder
+    raise CheckpointError(f"{name!r} is neither a local folder or file nor a hub model that can be reached from here")

@@ -1,0 +1,175 @@
+"""The reader against transformers: formats, layouts, errors."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fathom.lineage.attack import logits
+from fathom.lineage.checkpoint import halves_from_pairs, open_checkpoint, pairs_from_halves
+from fathom.lineage.errors import CheckpointError, PackedWeightsError
+from fathom.lineage.vocabulary import normalise, shared_rows
+from fathom.lineage.weights import Weights
+
+
+def all_equal(a, b, roles=("q", "k", "v", "o", "up", "down", "attn_norm")):
+    return all(torch.equal(a.read(l, r), b.read(l, r)) for l in range(a.geometry.layers) for r in roles)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
+def test_fused_layouts_compute_the_attention_of_transformers(folders, family):
+    """q·k scores of layer 0 from the reader's weights = those of the stock attention module, head by head."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folders(family), dtype=torch.float64, attn_implementation="eager")
+    reader = open_checkpoint(folders(family), dtype=torch.float64)
+    g = reader.geometry
+    x = torch.randn(1, 1, g.hidden, dtype=torch.float64)
+    fused = next(m for n, m in model.named_modules() if n.endswith(("attn.c_attn", "query_key_value", "qkv_proj")))
+    out = fused(x)[0, 0]
+
+    def bias(role):
+        return reader.read(0, role + ".bias") if reader.has(0, role + ".bias") else 0
+
+    q, k, v = ((reader.read(0, r) @ x[0, 0] + bias(r)).view(-1, g.head_dim) for r in "qkv")
+    if family == "gpt_neox":
+        want = out.view(g.heads, 3, g.head_dim)
+        want = want[:, 0], want[:, 1], want[:, 2]
+    else:
+        want = (
+            t.view(-1, g.head_dim) for t in out.split([len(q) * g.head_dim, len(k) * g.head_dim, len(v) * g.head_dim])
+        )
+    for mine, theirs in zip((q, k, v), want):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_latent_attention_products_equal_the_modules(folders):
+    """MLA: effective q, k, v reproduce the stock module's projections up to the token's own norm factor."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folders("deepseek_v3"), dtype=torch.float64)
+    reader = open_checkpoint(folders("deepseek_v3"), dtype=torch.float64)
+    attention, g = model.layers[0].self_attn, reader.geometry
+    x = torch.randn(g.hidden, dtype=torch.float64)
+    eps = attention.q_a_layernorm.variance_epsilon
+    latent = attention.q_a_proj(x)
+    q = attention.q_b_proj(attention.q_a_layernorm(latent)).view(g.heads, -1)
+    mine = (reader.read(0, "q") @ x).view(g.heads, -1) / (latent.square().mean() + eps).sqrt()
+    rope = q[:, g.nope_dim :]
+    want = torch.cat([rope[:, 0::2], rope[:, 1::2], q[:, : g.nope_dim]], 1)
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)  # the module's norm runs in float32
+    latent, rope = attention.kv_a_proj_with_mqa(x).split([32, 8])
+    size = (latent.square().mean() + eps).sqrt()
+    keys = attention.kv_b_proj(attention.kv_a_layernorm(latent)).view(g.heads, -1)
+    mine_k, mine_v = ((reader.read(0, r) @ x).view(g.heads, -1) for r in "kv")
+    torch.testing.assert_close(mine_v / size, keys[:, g.nope_dim :], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine_k[:, 8:] / size, keys[:, : g.nope_dim], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine_k[:, :8], torch.cat([rope[0::2], rope[1::2]]).expand(g.heads, -1))
+
+
+def test_pairs_and_halves_are_inverse():
+    x = torch.randn(3 * 10, 5)
+    torch.testing.assert_close(pairs_from_halves(halves_from_pairs(x, 10, 6), 10, 6), x)
+    assert halves_from_pairs(torch.arange(6.0), 6, 6).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_shards_dtype_and_bin_read_the_same(folders, weights, tmp_path):
+    original = open_checkpoint(folders("llama"))
+    sharded = weights("llama").save(tmp_path / "sharded", shard_bytes=50_000)
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    assert all_equal(original, open_checkpoint(sharded))
+    state = load_file(next(folders("llama").glob("*.safetensors")))
+    (tmp_path / "bin").mkdir()
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    assert all_equal(original, open_checkpoint(tmp_path / "bin"))
+
+
+def test_bin_never_unpickles(folders, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return print, ("executed",)
+
+    torch.save({"model.layers.0.self_attn.q_proj.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="tensors only"):
+        open_checkpoint(tmp_path)
+
+
+def test_multimodal_prefix_and_vision_tower(folders, tmp_path):
+    """Only the language tower is read, under whichever prefix."""
+    state = load_file(next(folders("llama").glob("*.safetensors")))
+    moved = {n.replace("model.", "model.language_model.", 1): t for n, t in state.items()}
+    moved |= {f"model.vision_tower.layers.{i}.self_attn.q_proj.weight": torch.zeros(8, 8) for i in range(40)}
+    save_file(moved, tmp_path / "model.safetensors")
+    config = json.loads((folders("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llava", "text_config": config, "vision_config": {}})
+    )
+    assert all_equal(open_checkpoint(folders("llama")), open_checkpoint(tmp_path))
+
+
+def test_lora_adapter_equals_peft_merge(folders, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folders("llama"), dtype=torch.float32)
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "down_proj"])
+    )
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    mine, want = open_checkpoint(tmp_path / "adapter", base=folders("llama")), open_checkpoint(tmp_path / "merged")
+    for role in ("q", "k", "down"):
+        torch.testing.assert_close(mine.read(2, role), want.read(2, role), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(mine.read(2, "q"), open_checkpoint(folders("llama")).read(2, "q"))
+
+
+def test_gguf_answers_a_question(smollm2):
+    """Dequantised, with its q/k rows un-permuted, the model still knows the capital of France; wrong rows break that."""
+    weights, vocabulary = Weights.load(smollm2), smollm2.vocabulary
+    words = [b"The", b" capital", b" of", b" France", b" is"]
+    tokens = torch.tensor([[vocabulary[w] for w in words]])
+    assert logits(weights, tokens, torch.float32)[0, -1].argmax() == vocabulary[b" Paris"]
+
+
+def test_spellings_of_tokens_meet():
+    byte_level = normalise({"Ġthe": 0, "Ã©": 1, "A": 2, "<|im_end|>": 3})
+    pieces = normalise({"▁the": 5, "é": 6, "<0x41>": 7, "A": 8, "<0x0A>": 9})
+    assert set(byte_level) & set(pieces) == {b" the", "é".encode(), b"A"}
+    assert shared_rows(byte_level, pieces, 10, 10) == ([0, 2, 1], [5, 8, 6])
+    assert pieces[b"A"] == 8 and pieces[b"\n"] == 9
+    assert shared_rows(byte_level, pieces, 10, 6)[0] == [0], "ids beyond a padded or cut table are left out"
+
+
+def test_errors_name_the_culprit(folders, tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        open_checkpoint("./nowhere")
+    (tmp_path / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="safetensors"):
+        open_checkpoint(tmp_path)
+    source = next(folders("llama").glob("*.safetensors"))
+    (tmp_path / "model.safetensors").write_bytes(source.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: corrupt"):
+        open_checkpoint(tmp_path)
+    state = load_file(source)
+    state["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj.*NaN"):
+        open_checkpoint(tmp_path).read(1, "q")
+    without = {n: t for n, t in state.items() if "embed" not in n}
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no input embedding"):
+        open_checkpoint(tmp_path)
+    packed = without | {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(4, 4, dtype=torch.int32)}
+    save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(PackedWeightsError, match="dequantise"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
+    with pytest.raises(CheckpointError, match="missing"):
+        open_checkpoint(tmp_path)
