@@ -16,12 +16,13 @@ VOCAB, WIDTH, LAYERS = 384, 64, 4
 def _config(name: str):
     import transformers as hf
 
-    common = dict(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=8,
-                  num_key_value_heads=4, intermediate_size=96, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
-                  eos_token_id=2)  # fmt: skip
-    moe = dict(num_experts_per_tok=2, moe_intermediate_size=48)
-    mla = dict(q_lora_rank=24, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-               n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
+    common = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
+                  "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+                  "bos_token_id": 1,
+                  "eos_token_id": 2}  # fmt: skip
+    moe = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    mla = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    mla |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     configs = {
         "llama": lambda: hf.LlamaConfig(**common, head_dim=8),
         "llama_tied": lambda: hf.LlamaConfig(**common, head_dim=8, tie_word_embeddings=True),

@@ -131,7 +131,7 @@ def test_lora_adapter_equals_peft_merge(folders, tmp_path):
 
 
 def test_gguf_answers_a_question(smollm2):
-    """Dequantised, with its q/k rows un-permuted, the model still knows the capital of France; wrong rows break that."""
+    """Dequantised, with its q/k rows un-permuted, the model knows the capital of France; wrong rows break that."""
     weights, vocabulary = Weights.load(smollm2), smollm2.vocabulary
     words = [b"The", b" capital", b" of", b" France", b" is"]
     tokens = torch.tensor([[vocabulary[w] for w in words]])

@@ -1,9 +1,11 @@
 r"""Which residual axis of one model is which of the other: a signed permutation or a rotation, from shared token rows.
 
-    LAP          S = cos(columns of E_a, columns of E_b) ∈ R^{d_a×d_b};   max_π Σ_j |S_{π(j), j}|,   sign_j = sign S_{π(j), j}
+    LAP          S = cos(columns of E_a, columns of E_b) ∈ R^{d_a×d_b};   max_π Σ_j |S_{π(j), j}|,   sign_j = sign
+    S_{π(j), j}
     Procrustes   E_aᵀE_b = U Σ Vᵀ;   R = U Vᵀ = argmin ‖E_a R − E_b‖_F over (semi-)orthogonal R ∈ R^{d_a×d_b}
 
-Model a is the wider one. LAP is AWM's step 1 (arXiv 2510.06738, section 4); Procrustes also undoes rotations of the residual
+Model a is the wider one. LAP is AWM's step 1 (arXiv 2510.06738, section 4); Procrustes also undoes rotations of
+the residual
 stream (QuaRot, SliceGPT), at the price of a higher score for unrelated models.
 """
 

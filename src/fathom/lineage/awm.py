@@ -1,10 +1,12 @@
-r"""AWM, "Accurate Weight-Matrix fingerprint for large language models" (Zeng et al., arXiv 2510.06738), and its hardened form.
+r"""AWM, "Accurate Weight-Matrix fingerprint for large language models" (Zeng et al., arXiv 2510.06738), and its
+hardened form.
 
     1  align residual axes from shared token embeddings (see `align`)
     2  per layer, unbiased CKA of the aligned W_q and W_k, residual dims as samples (see `cka`)
     3  score = ½ · (mean over matched layers of UCKA(W_q) + the same for W_k)
 
-Paper mode reads weights as stored and aligns by LAP. It is evaded by folding norm gains and rotating the residual stream.
+Paper mode reads weights as stored and aligns by LAP. It is evaded by folding norm gains and rotating the residual
+stream.
 Hardened mode reads `canonical` weights and aligns by LAP or Procrustes, so every exact re-parameterisation scores 1.
 """
 
@@ -46,7 +48,8 @@ class LayerScore:
 
 @dataclass(frozen=True)
 class AWMResult:
-    """What a comparison saw. `score` in about [−1, 1]; coverage is the part of live layers that had q and k to compare."""
+    """What a comparison saw. `score` in about [−1, 1]; coverage is the part of live layers that had q and k to
+    compare."""
 
     mode: str
     score: float
@@ -131,7 +134,8 @@ class _Side:
 
 
 def spectral_power(weight: Tensor, power: float) -> Tensor:
-    """U·diag(σ^p)·Vᵀ for W = U·diag(σ)·Vᵀ [n, d]: p < 1 flattens the spectrum, which lowers the score of unrelated models."""
+    """U·diag(σ^p)·Vᵀ for W = U·diag(σ)·Vᵀ [n, d]: p < 1 flattens the spectrum, which lowers the score of unrelated
+    models."""
     wide = weight.shape[0] <= weight.shape[1]
     gram = (weight @ weight.T if wide else weight.T @ weight).double()
     values, vectors = torch.linalg.eigh(gram)
@@ -157,8 +161,8 @@ def awm(
 
     hardened:  canonical weights (see `canonical`); False = the published method on stored weights.
     alignment: "lap" (signed permutation) or "procrustes" (rotation; undoes T5, has the higher null).
-    anchor:    what axes are matched by. "auto" takes the embedding and, only if that does not settle it, the identity and the
-               output head; the best probe wins and `anchors_tried` says how many were tried. Paper mode: the embedding.
+    anchor:    what axes are matched by. "auto" takes the embedding and, only if that does not settle it, the identity and
+               the output head; the best probe wins and `anchors_tried` says how many were tried. Paper mode: the embedding.
     power:     spectral power p of every matrix (1 = off).
     parts:     also score gate, up, v and the writers o and down; never part of the score.
 
@@ -205,7 +209,8 @@ def awm(
 
 
 def mode_name(hardened: bool, alignment: str, power: float = 1.0) -> str:
-    """The name under which a null distribution is kept: `paper-lap`, `hardened-procrustes`, `hardened-procrustes-p0.25` …"""
+    """The name under which a null distribution is kept: `paper-lap`, `hardened-procrustes`,
+    `hardened-procrustes-p0.25` …"""
     return f"{'hardened' if hardened else 'paper'}-{alignment}" + ("" if power == 1 else f"-p{power:g}")
 
 
@@ -300,7 +305,8 @@ def _probe_layers(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
 def _match_depths(frame: _Frame, progress: Progress | None) -> tuple[list[tuple[int, int]], list[LayerScore]]:
     """All pairs of layers from cached centred Grams, then the assignment with the largest total ½(UCKA_q + UCKA_k).
 
-    A unit-norm Gram has entries near 1/d, so it is stored times d in float16 on disk, and its norm after rounding is divided
+    A unit-norm Gram has entries near 1/d, so it is stored times d in float16 on disk, and its norm after rounding
+    is divided
     out again: equal layers score exactly 1.
     """
     width = frame.target.width
@@ -331,7 +337,8 @@ def _match_depths(frame: _Frame, progress: Progress | None) -> tuple[list[tuple[
 
 
 def _cosines(a: np.ndarray, b: np.ndarray, device: torch.device, chunk: int = 1 << 20) -> np.ndarray:
-    """Cosine of every row of a with every row of b, streamed over columns (float16 in, float32 products, float64 sums)."""
+    """Cosine of every row of a with every row of b, streamed over columns (float16 in, float32 products, float64
+    sums)."""
     cross = torch.zeros(len(a), len(b), dtype=torch.float64)
     norm_a, norm_b = torch.zeros(len(a), dtype=torch.float64), torch.zeros(len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], chunk):

@@ -1,17 +1,21 @@
 r"""One representative of all checkpoints that compute the same function: what every lineage method reads.
 
-A pre-norm decoder keeps its function under a group of re-parameterisations. Each is undone here by a choice that does not
-depend on where in the group one starts (exact: equal up to rounding), so methods built on top need no defence of their own:
+A pre-norm decoder keeps its function under a group of re-parameterisations. Each is undone here by a choice that
+does not
+depend on where in the group one starts (exact: equal up to rounding), so methods built on top need no defence of
+their own:
 
     norm gains          W ← W·diag(γ), γ ← 1;  LayerNorm also W ← W(I − 11ᵀ/d) and E ← E(I − 11ᵀ/d)
-    q/k under RoPE      per KV group and rotary pair: q·a, k/a with a = (n_k/n_q)^¼, n = squared norms of the pair's rows
+    q/k under RoPE      per KV group and rotary pair: q·a, k/a with a = (n_k/n_q)^¼, n = squared norms of the
+    pair's rows
     q/k elsewhere       W_qᵀW_k = U S Vᵀ per KV group:  W_q ← S^½Uᵀ, W_k ← S^½Vᵀ  (any B ∈ GL(h) cancels)
     QK-norm             each head's rows to unit norm, times its gains, then pair balance (the norm hides head scale)
     v/o                 as q/k elsewhere
     up/down             gated or ReLU: neuron i scaled so that ‖up_i‖ = ‖down_i‖
     padding             dead layers, heads, neurons and residual dims removed; split neurons merged
 
-What is left — orthogonal maps on head outputs, order of heads and neurons, rotation of the residual stream — is left to the
+What is left — orthogonal maps on head outputs, order of heads and neurons, rotation of the residual stream — is
+left to the
 metric (CKA and products of weights do not see the first two) and to `align` (the third).
 """
 
@@ -26,7 +30,8 @@ _PROBE_ROWS = 8  # a live writer shows non-zero entries in its first rows; only 
 
 
 def residual_dims(model: Checkpoint) -> Tensor | None:
-    """Indices of the residual dims that anything writes to, or None when all are live (the usual case, one cheap look)."""
+    """Indices of the residual dims that anything writes to, or None when all are live (the usual case, one cheap
+    look)."""
     dead = ~model.embedding(slice(0, 4096)).bool().any(0)
     if not dead.any():
         return None
@@ -129,7 +134,8 @@ def live_heads(model: Checkpoint, layer: int) -> Tensor | None:
 def balance_query_key(q: Tensor, k: Tensor, rotary: int, normed: bool) -> tuple[Tensor, Tensor]:
     """Spread q [Hkv, g, h, d] and k [Hkv, 1, h, d] evenly over the maps that keep every score qᵀ·RoPE·k.
 
-    Rotary pairs (rows i and i + rotary/2) admit one scale for each KV group; other rows any invertible map — under QK-norm
+    Rotary pairs (rows i and i + rotary/2) admit one scale for each KV group; other rows any invertible map — under
+    QK-norm
     only a scale for each row.
     """
     half = rotary // 2
@@ -153,7 +159,8 @@ def balance_query_key(q: Tensor, k: Tensor, rotary: int, normed: bool) -> tuple[
 
 
 def balance_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a [G, m, h, d], b [G, n, h, d'] seen up to a → Ba, b → B⁻ᵀb: S^½Uᵀ and S^½Vᵀ of the product Σ_h a_h ⊗ b_h = USVᵀ."""
+    """a [G, m, h, d], b [G, n, h, d'] seen up to a → Ba, b → B⁻ᵀb: S^½Uᵀ and S^½Vᵀ of the product Σ_h a_h ⊗ b_h =
+    USVᵀ."""
     flat_a, flat_b = a.transpose(1, 2).flatten(2), b.transpose(1, 2).flatten(2)  # [G, h, m·d]
     base_a, tri_a = torch.linalg.qr(flat_a.mT)
     base_b, tri_b = torch.linalg.qr(flat_b.mT)
@@ -168,7 +175,8 @@ def balance_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def value_output(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Canonical (W_v [Hkv'·h, d], W_o [d, H'·h]): the product of each KV group's W_v and its W_o blocks, split evenly."""
+    """Canonical (W_v [Hkv'·h, d], W_o [d, H'·h]): the product of each KV group's W_v and its W_o blocks, split
+    evenly."""
     g = model.geometry
     v = fold(model, layer, model.read(layer, "v"), "attn_norm", dims).reshape(g.kv_heads, 1, -1, _width(model, dims))
     o = _written(model, layer, model.read(layer, "o"), "post_attn_norm", dims)
@@ -224,7 +232,8 @@ def feed_forward(
 def merge_split(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Neurons with equal input rows [F, n] act as one: (indices kept [F'], their summed outputs [F', d]).
 
-    Rows equal to 1e-5 of their norm count as equal; opposite signs of a parallel up row stay two neurons (never found in
+    Rows equal to 1e-5 of their norm count as equal; opposite signs of a parallel up row stay two neurons (never
+    found in
     practice, and harmless: the pair's Gram is the same).
     """
     generator = torch.Generator().manual_seed(0)

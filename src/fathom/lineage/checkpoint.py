@@ -45,9 +45,9 @@ def open_checkpoint(
             raise CheckpointError(f"{path}: a LoRA adapter without its base; name the base model")
         model = open_checkpoint(base, device=device, dtype=dtype)
         vocabulary = read_vocabulary(path) or model.vocabulary
-        store = LoRAStore(model.store, path)
+        merged = LoRAStore(model.store, path)
         return Checkpoint(
-            str(source), store, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
+            str(source), merged, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
         )
 
     store = open_store(path)
@@ -100,7 +100,7 @@ class Checkpoint:
     family: Family
     geometry: Geometry
     vocabulary: dict[bytes, int] | None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     _layer_names: dict[tuple[int, str], str] = field(init=False, repr=False)
     _names: dict[str, str] = field(init=False, repr=False)
@@ -135,7 +135,8 @@ class Checkpoint:
         return (layer, role) in self._layer_names
 
     def read(self, layer: int, role: str, rows: slice | None = None) -> Tensor:
-        """One weight in canonical layout: [out, in], q/k/v unfused, rotary pairs in halves, norm gains with their offset.
+        """One weight in canonical layout: [out, in], q/k/v unfused, rotary pairs in halves, norm gains with their
+        offset.
 
         rows: read this slice of the first axis only, where stored tensors allow it without a detour (`o`, `down`).
         Raises CheckpointError when the layer has no such weight.
@@ -167,7 +168,8 @@ class Checkpoint:
         return (transposed if rows is None else transposed[rows]).contiguous()
 
     def _latent(self, layer: int, role: str) -> Tensor:
-        """Effective full matrices of multi-head latent attention: products of the low-rank factors, gain between them."""
+        """Effective full matrices of multi-head latent attention: products of the low-rank factors, gain between
+        them."""
         g, names = self.geometry, self._layer_names
 
         def factor(role: str) -> Tensor:
@@ -267,7 +269,8 @@ def join_fused(q: Tensor, k: Tensor, v: Tensor, family: Family, g: Geometry) -> 
 
 
 def halves_from_pairs(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
-    """Rotary pair i at rows (2i, 2i+1) → rows (i, i + rotary/2), within every head; [heads·head_dim, …] keeps its shape."""
+    """Rotary pair i at rows (2i, 2i+1) → rows (i, i + rotary/2), within every head; [heads·head_dim, …] keeps its
+    shape."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     turning = heads[:, :rotary]
     return torch.cat([turning[:, 0::2], turning[:, 1::2], heads[:, rotary:]], dim=1).reshape(rows.shape)

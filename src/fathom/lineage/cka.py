@@ -4,7 +4,8 @@ r"""Linear centred kernel alignment (CKA), unbiased, of two matrices whose rows 
     UCKA(X, Y)   = HSIC_u(K, L) / √(HSIC_u(K, K) · HSIC_u(L, L)),     K = XXᵀ, L = YYᵀ without their diagonals,
     kᵢ = ‖xᵢ‖²,  r = X(Xᵀ1) − k (row sums of K),  l and s likewise for Y.
 
-UCKA(XU, cY) = UCKA(X, Y) for orthogonal U and any c ≠ 0; for independent X, Y its mean is 0 however wide they are, which
+UCKA(XU, cY) = UCKA(X, Y) for orthogonal U and any c ≠ 0; for independent X, Y its mean is 0 however wide they are,
+which
 is the point of "unbiased". The same number follows from the U-centred Gram matrices (`centred_gram`), the form to use
 when one matrix meets many others. Estimator: Song et al. 2012 ("Feature selection via dependence
 maximization", JMLR 13); as CKA: Kornblith et al. 2019 (arXiv 1905.00414), Nguyen et al. 2021 (arXiv 2010.15327).
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the verdict.
+# A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the
+# verdict.
 _FLOOR = 1e-6
 
 

@@ -1,6 +1,7 @@
 """What differs between model families: tensor names, fused layouts, norm kind, rotary dims. Facts only, no tensors.
 
-A *role* is Fathom's name for a weight: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, `attn_norm`, `ffn_norm`, `q_norm`, `k_norm`,
+A *role* is Fathom's name for a weight: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, `attn_norm`, `ffn_norm`,
+`q_norm`, `k_norm`,
 `router`, `experts.3.gate`, `shared.up`; biases end in `.bias`. Everything is in nn.Linear layout [out, in], heads in
 rotate-half layout (rotary pair i = rows i and i + rotary/2), q/k/v apart, whatever the file holds.
 """
@@ -35,7 +36,8 @@ _SANDWICH = {
     "post_ffn_norm": "post_feedforward_layernorm",
 }
 _GPT2 = {
-    "qkv": "attn.c_attn", "o": "attn.c_proj", "attn_norm": "ln_1", "ffn_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj",
+    "qkv": "attn.c_attn", "o": "attn.c_proj", "attn_norm": "ln_1", "ffn_norm": "ln_2", "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
 }  # fmt: skip
 _NEOX = {
     "qkv": "attention.query_key_value", "o": "attention.dense", "attn_norm": "input_layernorm",
@@ -103,8 +105,8 @@ FAMILIES: dict[str, Family] = {
         norm="layer", fused="per_head", rotary=0.25,
     ),
     "bloom": Family(
-        names=_BLOOM, embed="word_embeddings", final_norm="ln_f", blocks="transformer.h.", norm="layer", fused="per_head",
-        rotary=0.0,
+        names=_BLOOM, embed="word_embeddings", final_norm="ln_f", blocks="transformer.h.", norm="layer",
+        fused="per_head", rotary=0.0,
     ),
     "falcon": Family(
         names=_BLOOM | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"}, embed="word_embeddings", final_norm="ln_f",
@@ -255,7 +257,8 @@ _FOREIGN = re.compile(
 
 
 def language_prefix(names: list[str]) -> str:
-    """The path in front of `layers.0.` of the language tower: of all non-vision, non-audio stacks, the one with most tensors."""
+    """The path in front of `layers.0.` of the language tower: of all non-vision, non-audio stacks, the one with
+    most tensors."""
     count: dict[str, int] = {}
     for name in names:
         if (match := _LAYER.match(name)) and not _FOREIGN.search(match["prefix"]):

@@ -1,7 +1,10 @@
-"""Tensors on disk, one at a time: safetensors (sharded), PyTorch .bin (weights_only), GGUF, and a LoRA adapter on a base.
+"""Tensors on disk, one at a time: safetensors (sharded), PyTorch .bin (weights_only), GGUF, and a LoRA adapter on
+a base.
 
-A store answers three questions — which names, which shape, which values — and never holds more than the tensor asked for.
-`rows` reads only a slice of the first axis where the format allows it (safetensors and GGUF do, without reading the rest).
+A store answers three questions — which names, which shape, which values — and never holds more than the tensor
+asked for.
+`rows` reads only a slice of the first axis where the format allows it (safetensors and GGUF do, without reading
+the rest).
 """
 
 import json
@@ -22,6 +25,8 @@ from fathom.lineage.errors import CheckpointError, PackedWeightsError
 
 # Marks of packed formats: GPTQ and AWQ, bitsandbytes 4-bit, compressed-tensors, MXFP4.
 _PACKED = re.compile(r"\.(qweight|qzeros|weight\.quant_state\.\w+|weight_packed|\w+_blocks)$")
+# GGUF value types as struct codes; 8 is a string, 9 an array
+_GGUF_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))
 _FP8_BLOCK = 128  # DeepSeek-V3's scale_inv holds one scale for each 128 × 128 tile
 
 
@@ -80,14 +85,15 @@ def _shards(index: Path) -> list[Path]:
 def _checked(store: TensorStore) -> TensorStore:
     if packed := next((n for n in store.names() if _PACKED.search(n)), None):
         raise PackedWeightsError(
-            f"weights are packed (tensor {packed!r}); dequantise the checkpoint first, e.g. load it in transformers with"
-            " its quantiser and call model.dequantize().save_pretrained(...)"
+            f"weights are packed (tensor {packed!r}); dequantise the checkpoint first: load it in transformers"
+            " with its quantiser and call model.dequantize().save_pretrained(...)"
         )
     return store
 
 
 class SafetensorsStore:
-    """Memory-mapped safetensors shards; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on read."""
+    """Memory-mapped safetensors shards; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on
+    read."""
 
     def __init__(self, files: list[Path]) -> None:
         self._file_of: dict[str, Any] = {}
@@ -129,7 +135,8 @@ class SafetensorsStore:
 
 
 class BinStore:
-    """PyTorch shards, opened with `weights_only=True` (nothing is unpickled but tensors) and memory-mapped if possible."""
+    """PyTorch shards, opened with `weights_only=True` (nothing is unpickled but tensors) and memory-mapped if
+    possible."""
 
     def __init__(self, files: list[Path]) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -216,9 +223,6 @@ class GGUFStore:
 class _GGUFHeader:
     """Key-value fields and the tensor directory of a GGUF file (version 2 and 3, little endian)."""
 
-    # value types in the order of the specification; 8 is a string, 9 an array
-    _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), ("B", "b", "H", "h", "I", "i", "f", "?", "Q", "q", "d")))
-
     def __init__(self, data: np.ndarray) -> None:
         self._view, self._at = memoryview(data.data), 4
         if bytes(self._view[:4]) != b"GGUF":
@@ -253,10 +257,10 @@ class _GGUFHeader:
         if kind == 8:
             return self._string()
         if kind != 9:
-            return self._scalar(self._SCALARS[kind])
+            return self._scalar(_GGUF_SCALARS[kind])
         inner, count = self._scalar("I"), self._scalar("Q")
-        if inner in self._SCALARS:  # one call for all entries
-            code = f"<{count}{self._SCALARS[inner]}"
+        if inner in _GGUF_SCALARS:  # one call for all entries
+            code = f"<{count}{_GGUF_SCALARS[inner]}"
             values = list(struct.unpack_from(code, self._view, self._at))
             self._at += struct.calcsize(code)
             return values

@@ -1,6 +1,8 @@
-"""Attacks that leave the function of a model exactly as it was: the catalogue T1–T14, for RMSNorm and LayerNorm decoders.
+"""Attacks that leave the function of a model exactly as it was: the catalogue T1–T14, for RMSNorm and LayerNorm
+decoders.
 
-Each takes `Weights` and a seeded generator and returns changed `Weights` whose logits are equal up to rounding (head_shift: up
+Each takes `Weights` and a seeded generator and returns changed `Weights` whose logits are equal up to rounding
+(head_shift: up
 to a constant for each position; vocabulary: up to the renumbering it records). A transform that a model does not admit
 raises ValueError with the reason. They are the positive pairs of the tests, and what a detector must survive.
 """
@@ -43,7 +45,8 @@ def _has_post_norms(w: Weights) -> bool:
 
 
 def _map_residual(w: Weights, right: Callable[[Tensor], Tensor], norms: Callable[[Tensor], Tensor]) -> Weights:
-    """Change the basis of the residual stream: `right` maps the last axis of readers and embeddings (an orthogonal map)."""
+    """Change the basis of the residual stream: `right` maps the last axis of readers and embeddings (an orthogonal
+    map)."""
     w = w.clone()
     for key, tensor in w.tensors.items():
         role = key.split(".")[-1] if not key.endswith(".bias") else key.split(".")[-2]
@@ -91,7 +94,8 @@ def sign(w: Weights, generator: Generator) -> Weights:
 def scale(w: Weights, generator: Generator, factor: float = 7.0) -> Weights:
     """T3: the stream times c; eps becomes c²·eps, so the function is kept exactly.
 
-    Where eps is shared with norms that do not see the stream (QK-norm, post-norms) it stays, and logits are equal up to eps.
+    Where eps is shared with norms that do not see the stream (QK-norm, post-norms) it stays, and logits are equal
+    up to eps.
     """
     if w.family.post_norm:
         raise ValueError("transform 'scale': post-norm models read the raw residual stream, whose scale is not free")
@@ -138,7 +142,8 @@ def rescale_norms(w: Weights, generator: Generator, spread: float = 0.5) -> Weig
 
 
 def fold(w: Weights, generator: Generator) -> Weights:
-    """T4: every norm gain folded into its readers (γ = 1), the final one into an untied head; LayerNorm biases as well."""
+    """T4: every norm gain folded into its readers (γ = 1), the final one into an untied head; LayerNorm biases as
+    well."""
     w = w.clone()
     for layer in range(w.depth):
         for norm in ("attn_norm", "ffn_norm"):
@@ -161,7 +166,8 @@ def fold(w: Weights, generator: Generator) -> Weights:
 
 
 def rotate(w: Weights, generator: Generator) -> Weights:
-    """T5: fold, then an arbitrary rotation of the residual stream (QuaRot, SliceGPT). LayerNorm: one that keeps the mean."""
+    """T5: fold, then an arbitrary rotation of the residual stream (QuaRot, SliceGPT). LayerNorm: one that keeps
+    the mean."""
     if _has_post_norms(w):
         raise ValueError(
             "transform 'rotate': norms on sub-layer outputs (Gemma-2/3, OLMo-2) do not commute with a rotation"
@@ -368,7 +374,8 @@ def neurons(w: Weights, generator: Generator) -> Weights:
 
 
 def experts(w: Weights, generator: Generator) -> Weights:
-    """T10: experts in another order with their router rows, and one vector added to all router rows (softmax routers)."""
+    """T10: experts in another order with their router rows, and one vector added to all router rows (softmax
+    routers)."""
     count = w.geometry.experts
     if not count or "deepseek" in str(w.config.get("model_type")):
         raise ValueError("transform 'experts': needs a mixture-of-experts model with a softmax router")
@@ -423,7 +430,8 @@ def vocabulary(w: Weights, generator: Generator, extra: int = 8) -> Weights:
 
 
 def deepen(w: Weights, generator: Generator) -> Weights:
-    """T13: after every second layer a copy with noisy readers that writes nothing (W_o = W_down = 0), as in LLaMA-Pro."""
+    """T13: after every second layer a copy with noisy readers that writes nothing (W_o = W_down = 0), as in
+    LLaMA-Pro."""
     source, w = w, w.clone()
     for key in [k for k in w.tensors if k.startswith("layers.")]:
         del w.tensors[key]
@@ -503,7 +511,8 @@ def add_heads(w: Weights, generator: Generator) -> Weights:
 
 
 def widen(w: Weights, generator: Generator, extra: int = 16) -> Weights:
-    """T13: residual dims that are always zero, with random readers and gains; γ·√(d/d') and eps·d/d' keep RMSNorm exact."""
+    """T13: residual dims that are always zero, with random readers and gains; γ·√(d/d') and eps·d/d' keep RMSNorm
+    exact."""
     if w.family.norm == "layer" or _has_post_norms(w):
         raise ValueError(
             "transform 'widen': zero dims change the mean of LayerNorm and the size of post-norms; RMSNorm only"
@@ -535,7 +544,8 @@ def widen(w: Weights, generator: Generator, extra: int = 16) -> Weights:
             w.set(layer, role, torch.nn.functional.pad(_need(w, layer, role), (0, 0, 0, extra)))
             if (bias := w.get(layer, role + ".bias")) is not None:
                 w.set(layer, role + ".bias", torch.nn.functional.pad(bias, (0, extra)))
-    # transformers refuses a hidden size that the number of heads does not divide in some families, hence a multiple of 16
+    # transformers refuses a hidden size that the number of heads does not divide in some families, hence a
+    # multiple of 16
     w.config |= {"hidden_size": wide, "head_dim": g.head_dim}
     for key in _EPSILONS:
         if key in w.config:

@@ -16,7 +16,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 bytes keep their character, the rest follow from code point 256."""
+    """GPT-2's printable stand-ins: printable Latin-1 bytes keep their character, the rest follow from code point
+    256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}

@@ -1,4 +1,5 @@
-"""A whole model in memory, by role: what the attack bench changes, and writes back as an ordinary Hugging Face checkpoint."""
+"""A whole model in memory, by role: what the attack bench changes, and writes back as an ordinary Hugging Face
+checkpoint."""
 
 import json
 import os
@@ -251,7 +252,7 @@ def _save_shards(state: dict[str, Tensor], folder: Path, limit: int) -> None:
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
