@@ -76,7 +76,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Int[Tensor, "B T"] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Arguments as in transformers; the cache may come as `cache` or `past_key_values`.
@@ -90,6 +89,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if cache is None and use_cache:

@@ -145,6 +145,11 @@ class FathomConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads={self.num_attention_heads!r}: must divide hidden_size={self.hidden_size} "
+                    "where head_dim is not given"
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             gated = 32 * math.ceil(self.hidden_size * 8 / 3 / 32)
@@ -182,6 +187,10 @@ class FathomConfig(PreTrainedConfig):
                 self.num_key_value_heads,
                 f"must divide num_attention_heads={self.num_attention_heads}",
             )
+        partial = (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+        turned = int(self.head_dim * partial)  # type: ignore[operator]
+        if self.positions == "rotary" and (turned < 2 or turned % 2):
+            refuse("head_dim", self.head_dim, f"rotary positions turn {turned} of its channels; use an even number")
         if self.norm not in ("rmsnorm", "layernorm"):
             refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
         if self.positions not in ("rotary", "learned"):
