@@ -19,10 +19,11 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice (YAML forbids it, PyYAML keeps the last)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 

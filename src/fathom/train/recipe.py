@@ -112,7 +112,7 @@ class Training:
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
     sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # transformers' own; wsd warms up from min_lr_ratio
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
     min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak

@@ -256,6 +256,7 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
         adam_beta2=training.betas[1],
         max_grad_norm=training.grad_clip,
         optim="adamw_torch_fused" if training.fused else "adamw_torch",
+        use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
         bf16=training.precision == "bf16",
         torch_compile=training.compile,
         seed=seed,

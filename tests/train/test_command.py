@@ -1,0 +1,68 @@
+"""`fathom train` from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fathom import cli
+
+
+@pytest.fixture
+def recipe_file(text, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    recipe = {
+        "name": "tiny",
+        "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "methods": ["vanilla", {"name": "loop-2", "depth": {"name": "loop", "passes": 2}}],
+        "data": {**text, "tokenizer": {"bpe": 270}, "block_size": 16, "num_proc": 1},
+        "training": {"tokens": 320, "sequences": 4, "lr": [1e-6, 1e-2], "sweep_fraction": 0.4},
+        "seeds": [7],
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fathom", "train", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+def test_trains_with_the_best_rate_and_says_where_the_model_is(monkeypatch, capsys, tmp_path, recipe_file) -> None:
+    assert run(monkeypatch, recipe_file, "--method", "loop-2", "--output", tmp_path / "runs") == 0
+    out = capsys.readouterr().out
+    folder = tmp_path / "runs" / "tiny" / "loop-2-seed7"
+    assert f"Model: {folder}/model" in out and (folder / "model" / "config.json").exists()
+    assert "lr 1e-06: validation loss" in out and "The best, 0.01, is at the edge" in out
+    assert "loop-2: 320 tokens" in out
+
+
+def test_interrupt(monkeypatch, capsys, tmp_path, recipe_file) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fathom.train.sweep_lr", interrupted)
+    assert run(monkeypatch, recipe_file, "--method", "vanilla", "--output", tmp_path / "runs") == 130
+    assert "goes on from the last complete checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--method is missing: {file} lists vanilla, loop-2; choose one (`fathom compare` trains all)"),
+        (["--method", "lop-2"], "method 'lop-2' is not in the recipe (did you mean 'loop-2'?); it has vanilla, loop-2"),
+    ],
+)
+def test_which_method(monkeypatch, capsys, recipe_file, arguments, message) -> None:
+    assert run(monkeypatch, recipe_file, *arguments) == 2
+    assert capsys.readouterr().err == f"fathom: {message.format(file=recipe_file)}\n"
+
+
+def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path) -> None:
+    assert run(monkeypatch, tmp_path / "absent.yaml") == 2
+    assert capsys.readouterr().err == f"fathom: {tmp_path}/absent.yaml: No such file or directory\n"

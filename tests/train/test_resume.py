@@ -1,0 +1,209 @@
+"""Stopped at any moment, a run goes on as if it had not been: the losses are those of the run that was left alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from fathom.data import prepare
+from fathom.train import MethodConfig, TrainResult, checkpoints, load_recipe, train_run
+from fathom.train.checkpoints import MARKER
+from fathom.train.metrics import read_metrics
+
+VANILLA = MethodConfig("vanilla")
+
+
+class StopAt(TrainerCallback):
+    """Ctrl-C during a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def losses(result: TrainResult) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in result.history if "loss" in line]
+
+
+def same_losses(a: TrainResult, b: TrainResult) -> bool:
+    assert [step for step, _ in losses(a)] == [step for step, _ in losses(b)]
+    return all(abs(x - y) <= 1e-6 for (_, x), (_, y) in zip(losses(a), losses(b), strict=True))
+
+
+@pytest.fixture(scope="session")
+def whole(recipe, data, tmp_path_factory) -> TrainResult:
+    """The run that nothing disturbs."""
+    return train_run(recipe(), VANILLA, seed=1, folder=tmp_path_factory.mktemp("whole"), data=data)
+
+
+@pytest.mark.parametrize("step", [2, 5, 9])  # before the first checkpoint, between two, after the last
+def test_losses_after_an_interrupt(recipe, data, folder, whole, step) -> None:
+    arguments = {"seed": 1, "folder": folder, "data": data}
+    with pytest.raises(KeyboardInterrupt):
+        train_run(recipe(), VANILLA, **arguments, callbacks=[StopAt(step)])
+    assert TrainResult.load(folder) is None
+    resumed = train_run(recipe(), VANILLA, **arguments)
+    assert same_losses(resumed, whole) and len(losses(whole)) == 10
+    assert resumed.validation_loss == pytest.approx(whole.validation_loss, abs=1e-6)
+    assert resumed.tokens == whole.tokens == 640
+    for name, weight in load_file(whole.model / "model.safetensors").items():
+        assert torch.allclose(weight, load_file(resumed.model / "model.safetensors")[name], atol=1e-6), name
+
+
+def test_losses_after_kill_9(text, tmp_path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "killed",
+                "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+                "data": {**text, "tokenizer": {"bpe": 270}, "block_size": 16, "num_proc": 1},
+                "training": {"tokens": 60 * 64, "sequences": 4, "log_every": 1, "save_every": 4},
+            }
+        )
+    )
+    run = tmp_path / "runs" / "killed" / "vanilla-seed0"
+    command = [sys.executable, "-m", "fathom.cli", "train", str(path), "--output", str(tmp_path / "runs")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not (checkpoints.checkpoints(run) and read_metrics(run)[-1]["step"] >= 10):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1].decode()
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL and TrainResult.load(run) is None
+
+    recipe = load_recipe(path)
+    data = prepare(recipe.data, tmp_path / "runs" / ".data")
+    resumed = train_run(recipe, VANILLA, seed=0, folder=run, data=data)
+    whole = train_run(recipe, VANILLA, seed=0, folder=tmp_path / "whole", data=data)
+    assert same_losses(resumed, whole) and len(losses(whole)) == 60
+
+
+def test_killed_between_the_last_checkpoint_and_the_result(recipe, data, folder) -> None:
+    result = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+    (folder / "result.json").unlink()
+    again = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(10)])  # trains no step
+    assert again == result
+
+
+def test_a_finished_run_is_not_repeated(recipe, data, folder) -> None:
+    result = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+    assert train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(1)]) == result
+
+
+def test_a_folder_of_another_run_is_refused(recipe, data, folder) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(1)])
+    with pytest.raises(ValueError, match=r"holds another run: its training\.weight_decay is 0\.1, now 0\.2; delete"):
+        train_run(recipe(weight_decay=0.2), VANILLA, seed=1, folder=folder, data=data)
+    # what does not change the weights may change
+    train_run(recipe(save_every=5, keep=2, log_every=5), VANILLA, seed=1, folder=folder, data=data)
+
+
+def test_the_model_is_an_ordinary_checkpoint(whole, data) -> None:
+    model = AutoModelForCausalLM.from_pretrained(whole.model)
+    assert sum(p.numel() for p in model.parameters()) == whole.parameters
+    tokenizer = AutoTokenizer.from_pretrained(whole.model)
+    assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert sorted(path.name for path in whole.model.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+class TestIncompleteCheckpoints:
+    @pytest.fixture
+    def run(self, recipe, data, folder) -> Path:
+        """A run stopped in step 8, with complete checkpoints 3 and 6."""
+        with pytest.raises(KeyboardInterrupt):
+            train_run(recipe(keep=5), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(8)])
+        assert [path.name for path in checkpoints.checkpoints(folder)] == ["checkpoint-3", "checkpoint-6"]
+        return folder
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda checkpoint: (checkpoint / MARKER).unlink(),
+            lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
+            lambda checkpoint: os.truncate(checkpoint / "model.safetensors", 1000),
+            lambda checkpoint: (checkpoint / MARKER).write_text('{"files": {'),
+        ],
+        ids=["no marker", "a file missing", "a file short", "half a marker"],
+    )
+    def test_are_ignored(self, recipe, data, run, whole, damage) -> None:
+        damage(run / "checkpoint-6")
+        assert [path.name for path in checkpoints.checkpoints(run)] == ["checkpoint-3"]
+        resumed = train_run(recipe(keep=5), VANILLA, seed=1, folder=run, data=data)
+        assert same_losses(resumed, whole)
+        names = [path.name for path in checkpoints.checkpoints(run)]
+        assert names == ["checkpoint-3", "checkpoint-6", "checkpoint-9", "checkpoint-10"]
+
+    def test_interrupt_before_the_marker(self, recipe, data, folder, whole, monkeypatch) -> None:
+        mark = checkpoints.mark_complete
+
+        def interrupted(checkpoint: Path) -> None:
+            if checkpoint.name == "checkpoint-6":
+                raise KeyboardInterrupt
+            mark(checkpoint)
+
+        monkeypatch.setattr(checkpoints, "mark_complete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+        assert (folder / "checkpoint-6" / "optimizer.pt").exists()
+        assert [path.name for path in checkpoints.checkpoints(folder)] == ["checkpoint-3"]  # not rotated away
+        monkeypatch.undo()
+        assert same_losses(train_run(recipe(), VANILLA, seed=1, folder=folder, data=data), whole)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_rotation_keeps_the_newest_complete_ones(recipe, data, folder, keep) -> None:
+    present: list[list[str]] = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            present.append(sorted(path.name for path in folder.glob("checkpoint-*")))
+
+    train_run(recipe(keep=keep), VANILLA, seed=1, folder=folder, data=data, callbacks=[Look()])
+    steps = [[f"checkpoint-{step}"] for step in (3, 6, 9, 10)]
+    assert present == ([*steps] if keep == 1 else [steps[0], *(sorted(a + b) for a, b in pairwise(steps))])
+
+
+def test_a_full_disk_leaves_the_complete_checkpoint(recipe, data, folder, whole, monkeypatch) -> None:
+    save = torch.save
+
+    def full(value, path, *arguments, **options):
+        if "checkpoint-6" in str(path) and "optimizer" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(value, path, *arguments, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"checkpoint-6 could not be written .*No space left.*checkpoint-3 before it is"):
+        train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+    AutoModelForCausalLM.from_pretrained(folder / "checkpoint-3")
+    monkeypatch.undo()
+    assert same_losses(train_run(recipe(), VANILLA, seed=1, folder=folder, data=data), whole)
+    assert not (folder / "checkpoint-6").exists()

@@ -1,0 +1,253 @@
+"""One run: gradients, data order, weight decay, schedule, measurements, sweep, starting from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.cost.flops import training_flops_per_token
+from fathom.data import PreparedData, prepare
+from fathom.train import MethodConfig, model_config, sweep_lr, train_run
+from fathom.train.order import ShuffledBlocks
+from fathom.train.trainer import FathomTrainer
+
+VANILLA = MethodConfig("vanilla")
+PONDERING = MethodConfig("pondering", {"depth": {"name": "pondering", "steps": 1}})
+
+
+class Record(TrainerCallback):
+    """Gradients before each step, and the blocks that went in."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.blocks: list[list[int]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(
+            lambda module, arguments, keywords: self.blocks.extend(keywords["input_ids"].tolist()), with_kwargs=True
+        )
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+
+
+@pytest.fixture
+def ragged(data: PreparedData) -> PreparedData:
+    """Blocks of which between 1 and 15 labels count."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 270, (16, 16), generator=generator)
+    labels = tokens.clone()
+    for row, length in enumerate(torch.randint(2, 17, (16,), generator=generator)):
+        labels[row, length:] = -100
+    blocks = datasets.Dataset.from_dict({"input_ids": tokens.tolist(), "labels": labels.tolist()}).with_format("torch")
+    targets = int((labels[:, 1:] != -100).sum())
+    return dataclasses.replace(data, train=blocks, validation=blocks, validation_targets=targets, validation_bytes=1000)
+
+
+def test_accumulated_gradients_are_those_of_one_batch(recipe, ragged, tmp_path) -> None:
+    recorded = []
+    for sequences, accumulation in ((8, 1), (2, 4)):
+        record = Record()
+        options: Any = {"model": {"residual_dropout": 0.0}, "tokens": 8 * 16, "grad_clip": 0.0}
+        options |= {"sequences": sequences, "gradient_accumulation": accumulation}
+        result = train_run(
+            recipe(**options), VANILLA, seed=0, folder=tmp_path / f"{sequences}", data=ragged, callbacks=[record]
+        )
+        recorded.append((record.gradients[0], result))
+    (one, whole), (four, split) = recorded
+    for name in one:
+        torch.testing.assert_close(four[name], one[name], rtol=1e-4, atol=1e-7)
+    assert split.train_loss == pytest.approx(whole.train_loss, abs=1e-5)
+
+
+def test_held_out_loss_is_the_mean_over_targets(recipe, ragged, folder) -> None:
+    result = train_run(recipe(sequences=6), VANILLA, seed=0, folder=folder, data=ragged)
+    model = FathomForCausalLM.from_pretrained(result.model).eval()
+    tokens, labels = ragged.validation["input_ids"][:], ragged.validation["labels"][:]
+    with torch.no_grad():
+        logits = model(torch.as_tensor(tokens)).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), torch.as_tensor(labels)[:, 1:].flatten())
+    assert result.validation_loss == pytest.approx(expected.item(), abs=1e-5)
+    assert result.bits_per_byte == pytest.approx(expected.item() * ragged.validation_targets / math.log(2) / 1000)
+
+
+def test_all_methods_read_the_same_blocks_in_every_pass_a_new_order(recipe, data, tmp_path) -> None:
+    seen = []
+    for method, training in (
+        (VANILLA, {}),
+        (PONDERING, {}),
+        (VANILLA, {"sequences": 2, "gradient_accumulation": 2, "num_workers": 1}),
+    ):
+        record = Record()
+        folder = tmp_path / str(len(seen))
+        train_run(recipe(eval_every=100, **training), method, seed=3, folder=folder, data=data, callbacks=[record])
+        seen.append(record.blocks[:40])  # 10 steps of 4; the evaluation comes after
+    assert seen[0] == seen[1] == seen[2]
+    first, second = seen[0][:16], seen[0][16:32]
+    assert sorted(first) == sorted(second) == sorted(block["input_ids"].tolist() for block in data.train)
+    assert first != second
+
+
+def test_order_depends_on_the_seed_alone(data) -> None:
+    orders = [[ShuffledBlocks(data.train, seed, 100).position(i) for i in range(40)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_where_it_stopped(recipe, tmp_path, data_config, workers) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 8:
+                raise KeyboardInterrupt
+
+    streaming = recipe(data={"streaming": True, "max_tokens": None}, num_workers=workers)
+    lines = Path(data_config.train).read_text().splitlines(keepends=True)
+    for n in range(4):  # a folder of documents, fewer blocks than a run
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{n}.txt").write_text("".join(lines[15 * n : 15 * n + 4]))
+    config = dataclasses.replace(streaming.data, train=str(tmp_path / "text"))
+    streaming = dataclasses.replace(streaming, data=config)
+    prepared = prepare(config, tmp_path / "data")
+    whole, before, after = Record(), Record(), Record()
+    result = train_run(streaming, VANILLA, seed=0, folder=tmp_path / "a", data=prepared, callbacks=[whole])
+    with pytest.raises(KeyboardInterrupt):
+        train_run(streaming, VANILLA, seed=0, folder=tmp_path / "b", data=prepared, callbacks=[before, Stop()])
+    resumed = train_run(streaming, VANILLA, seed=0, folder=tmp_path / "b", data=prepared, callbacks=[after])
+    assert before.blocks == whole.blocks[:32]
+    assert after.blocks == whole.blocks[24:]  # from checkpoint 6
+    assert resumed.train_loss == pytest.approx(result.train_loss, abs=1e-6)
+
+
+def test_weight_decay_is_for_matrices_that_are_not_tables(recipe, data) -> None:
+    config = model_config(recipe(model={"backbone": "gpt2"}), VANILLA, data.tokenizer)
+    model = FathomForCausalLM(config)
+    decayed = set(FathomTrainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    assert "lm_head.weight" in decayed and "model.layers.0.mlp.up_proj.weight" in decayed
+    for name, weight in model.named_parameters():
+        assert (name in decayed) == (weight.ndim == 2 and "embed" not in name), name
+    tied = FathomForCausalLM(FathomConfig(**{**config.to_dict(), "tie_word_embeddings": True, "init": "hf"}))
+    assert not any("embed" in n or "lm_head" in n for n in FathomTrainer.get_decay_parameter_names(None, tied))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", [0.0, 0.5, 1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * t / 8)) for t in range(1, 8))]),
+        ("constant", [0.0, 0.5, *[1.0] * 8]),
+    ],
+)
+def test_schedules(recipe, data, folder, schedule, expected) -> None:
+    rates = learning_rates(
+        train_run(recipe(schedule=schedule, lr=1.0, warmup_ratio=0.2), VANILLA, seed=0, folder=folder, data=data)
+    )
+    assert rates == pytest.approx(expected, abs=1e-9)
+
+
+def test_wsd(recipe, data, folder) -> None:
+    training = {"schedule": "wsd", "lr": 1.0, "warmup_ratio": 0.2, "decay_ratio": 0.4}
+    rates = learning_rates(train_run(recipe(**training), VANILLA, seed=0, folder=folder, data=data))
+    assert rates[:7] == pytest.approx([0.1, 0.55, 1, 1, 1, 1, 1])
+    assert all(a > b for a, b in pairwise(rates[6:])) and 0.1 < rates[-1] < 0.3
+
+
+def learning_rates(result) -> list[float]:
+    """Of each step. The Trainer reports the rate that the step used."""
+    return [line["learning_rate"] for line in result.history if "loss" in line]
+
+
+def test_measurements(recipe, data, folder) -> None:
+    result = train_run(recipe(eval_every=4, log_every=5), PONDERING, seed=0, folder=folder, data=data)
+    config = model_config(recipe(), PONDERING, data.tokenizer)
+    assert result.train_flops == pytest.approx(640 * training_flops_per_token(config, 16))
+    assert [line["step"] for line in result.history if "validation_loss" in line] == [4, 8, 10]
+    # with every evaluation and checkpoint a training loss is logged too
+    assert [line["step"] for line in result.history if "loss" in line] == [3, 4, 5, 6, 8, 9, 10]
+    assert result.tokens_per_second > 0 and result.peak_memory_bytes > 1e6
+    assert result.parameters == sum(p.numel() for p in FathomForCausalLM(config).parameters())
+
+
+def test_plain_progress_lines(recipe, data, folder, capsys) -> None:
+    train_run(recipe(), VANILLA, seed=0, folder=folder, data=data)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\r" not in out
+    last = out.splitlines()[-1]
+    assert last.startswith("vanilla seed 0 lr 0.003  step 10/10  loss ")
+    assert "tokens/s" in last and "FLOPs" in last and "00:00:00 left" in last and "validation" in last
+
+
+@pytest.mark.parametrize(
+    "training", [{"gradient_checkpointing": True}, {"fused": False}, {"compile": True}], ids=lambda t: next(iter(t))
+)
+def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path, training, monkeypatch) -> None:
+    real, backends = torch.compile, []
+
+    def traced_only(model: Any = None, **options: Any) -> Any:  # inductor takes a minute; the models floor tests it
+        backends.append(options["backend"])
+        return real(model, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced_only)
+    results = [
+        train_run(
+            recipe(model={"residual_dropout": 0.0}, tokens=3 * 64, **options),
+            PONDERING,
+            seed=0,
+            folder=tmp_path / str(len(options)),
+            data=dataclasses.replace(data, validation=None),
+        )
+        for options in ({}, training)
+    ]
+    assert results[1].train_loss == pytest.approx(results[0].train_loss, abs=1e-5)
+    assert backends == (["inductor"] if "compile" in training else [])
+
+
+def test_bf16_trains_fp32_weights(recipe, data, folder) -> None:
+    result = train_run(recipe(precision="bf16"), VANILLA, seed=0, folder=folder, data=data)
+    assert result.history[0]["loss"] > result.train_loss
+    assert FathomForCausalLM.from_pretrained(result.model).dtype == torch.float32
+
+
+def test_tensorboard(recipe, data, folder) -> None:
+    pytest.importorskip("tensorboard")
+    train_run(recipe(tensorboard=True), VANILLA, seed=0, folder=folder, data=data)
+    assert list((folder / "tensorboard").glob("events.out*"))
+
+
+def test_sweep_takes_the_best_and_keeps_all(recipe, data, folder) -> None:
+    swept = recipe(lr=(1e-6, 1e-2, 1e4), sweep_fraction=0.5)
+    sweep = sweep_lr(swept, VANILLA, seed=0, folder=folder, data=data)
+    assert sweep.best == 1e-2 and not sweep.at_edge
+    assert [(trial.lr, trial.tokens) for trial in sweep.trials] == [(1e-6, 320), (1e-2, 320), (1e4, 320)]
+    assert all((folder / f"lr-{trial.lr:g}" / "metrics.jsonl").exists() for trial in sweep.trials)
+    assert sweep_lr(swept, VANILLA, seed=0, folder=folder, data=data) == sweep  # nothing is trained again
+    own = dataclasses.replace(VANILLA, lr=5e-3)
+    assert sweep_lr(swept, own, seed=0, folder=folder, data=data).best == 5e-3  # a method's own rate: no sweep
+    with pytest.raises(ValueError, match="one run needs one learning rate"):
+        train_run(swept, VANILLA, seed=0, folder=folder / "run", data=data)
+    with pytest.raises(ValueError, match="a sweep needs held-out text"):
+        sweep_lr(swept, VANILLA, seed=0, folder=folder, data=dataclasses.replace(data, validation=None))
+
+
+def test_fewer_tokens_than_a_step(recipe, data, folder) -> None:
+    with pytest.raises(ValueError, match=r"training\.tokens=63: less than one step of 64 tokens"):
+        train_run(recipe(), VANILLA, seed=0, folder=folder, data=data, tokens=63)
+
+
+def test_start_from_a_stock_checkpoint(recipe, data, tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=270, **sizes)).save_pretrained(tmp_path / "stock")
+    start = dataclasses.replace(recipe(lr=1e-12), model={"checkpoint": str(tmp_path / "stock")})
+    result = train_run(start, PONDERING, seed=0, folder=tmp_path / "run", data=data)
+    model = FathomForCausalLM.from_pretrained(result.model)
+    assert model.config.depth["name"] == "pondering"
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "stock")
+    torch.testing.assert_close(model.lm_head.weight, stock.lm_head.weight)
