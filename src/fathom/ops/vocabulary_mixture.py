@@ -21,9 +21,9 @@ def top_k_indices(logits: Float[Tensor, "N V"], k: int) -> Int[Tensor, "N k"]:
     """Indices of the k largest logits; among equal logits the lower index wins (torch.topk leaves ties open)."""
     if logits.dtype != torch.float32:
         return logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    # One sortable integer per entry: the float's order-preserving bits above, the reversed index below.
+    # One sortable integer per entry: the float's order-preserving bits above (−0 as 0), the reversed index below.
     bits = logits.detach().view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).to(torch.int64)
     size = logits.shape[-1]
     key = ordered * size + torch.arange(size - 1, -1, -1, device=logits.device)
     return key.topk(k, dim=-1, sorted=False).indices

@@ -1,0 +1,121 @@
+"""Cross-entropy from hidden states against F.cross_entropy on materialised logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checked import linear_cross_entropy, plain_cross_entropy
+
+from tiny import assert_close
+
+B, T, D, V = 3, 7, 6, 13
+
+
+def inputs(dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in ((B, T, D), (V, D)))
+    targets = torch.randint(0, V, (B, T), generator=generator)
+    targets[torch.rand(B, T, generator=generator) < 0.3] = -100
+    targets[0, 0], targets[0, 1] = 0, V - 1
+    return hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), targets
+
+
+def plain(hidden, weight, targets):
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("chunk", [1, 4, 20, 21, 4096])
+def test_value_and_gradients(dtype, tolerance, chunk):
+    hidden, weight, targets = inputs(dtype)
+    expected, actual = plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, chunk)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, tolerance)
+    for a, b in zip(
+        torch.autograd.grad(3.5 * actual, (hidden, weight)),
+        torch.autograd.grad(3.5 * expected, (hidden, weight)),
+        strict=True,
+    ):
+        assert_close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_only_what_needs_a_gradient_gets_one(needs):
+    hidden, weight, targets = inputs()
+    hidden, weight = (x.detach().requires_grad_(n) for x, n in zip((hidden, weight), needs, strict=True))
+    loss = linear_cross_entropy(hidden, weight, targets, 4)
+    assert_close(loss, plain(hidden, weight, targets), 1e-12)
+    assert loss.requires_grad == any(needs)
+    if any(needs):
+        loss.backward()
+        assert [x.grad is not None for x in (hidden, weight)] == list(needs)
+
+
+def test_gradcheck():
+    hidden, weight, targets = inputs()
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 4), (hidden, weight))
+
+
+def test_all_targets_ignored():
+    hidden, weight, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), 4)
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets = inputs(torch.float32)
+    big, expected = hidden * 1e4, plain(hidden.double() * 1e4, weight.double(), targets)
+    loss = linear_cross_entropy(big, weight, targets, 4)
+    assert loss.isfinite()
+    assert_close(loss.double(), expected)
+    assert torch.autograd.grad(loss, weight)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_its_logits_allow(dtype):
+    """Against float64 on the same rounded inputs."""
+    hidden, weight, targets = inputs(dtype)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected, actual = plain(*exact, targets), linear_cross_entropy(hidden, weight, targets, 4)
+    assert actual.dtype == torch.float32
+    assert_close(actual.double(), expected, torch.finfo(dtype).eps)
+    for a, b in zip(torch.autograd.grad(actual, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True):
+        assert a.dtype == dtype
+        assert_close(a.double(), b, 4 * torch.finfo(dtype).eps)
+
+
+def test_autocast_gives_full_precision_gradients_near_the_exact_ones():
+    hidden, weight, targets = inputs(torch.float32)
+    expected = plain(hidden, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = linear_cross_entropy(hidden, weight, targets, 4)
+    assert actual.dtype == torch.float32
+    assert_close(actual, expected, 0.01)
+    for a, b in zip(
+        torch.autograd.grad(actual, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        assert a.dtype == torch.float32
+        assert_close(a, b, 0.03)
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_kept():
+    hidden = torch.randn(1, 512, 4, requires_grad=True)
+    weight = torch.randn(1000, 4, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 512, dtype=torch.long), 64)
+    assert kept and max(kept) < 512 * 1000 / 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_plain_form_sums_in_fp32_or_wider(dtype):
+    hidden, weight, targets = inputs(dtype)
+    logits = (hidden @ weight.T).flatten(0, 1)
+    loss = plain_cross_entropy(logits, targets.flatten())
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    kept = targets.flatten() != -100
+    exact = -logits.double().log_softmax(-1)[kept, targets.flatten()[kept]].sum()
+    assert_close(loss.double(), exact, 1e-6)
