@@ -161,8 +161,8 @@ def awm(
 
     hardened:  canonical weights (see `canonical`); False = the published method on stored weights.
     alignment: "lap" (signed permutation) or "procrustes" (rotation; undoes T5, has the higher null).
-    anchor:    what axes are matched by. "auto" takes the embedding and, only if that does not settle it, the identity and
-               the output head; the best probe wins and `anchors_tried` says how many were tried. Paper mode: the embedding.
+    anchor:    what axes are matched by. "auto": the embedding and, only if that does not settle it, the identity and
+               the output head; the best probe wins, `anchors_tried` says how many were tried. Paper mode: embedding.
     power:     spectral power p of every matrix (1 = off).
     parts:     also score gate, up, v and the writers o and down; never part of the score.
 

@@ -91,6 +91,14 @@ def fold(model: Checkpoint, layer: int, weight: Tensor, norm: str, dims: Tensor 
 
 def query_key(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Canonical (W_q [H'·h, d], W_k [Hkv'·h, d]) of a layer; heads whose output is nowhere used are left out."""
+    q, k = query_key_heads(model, layer, dims)
+    if (live := live_heads(model, layer)) is not None:
+        return q[live].flatten(0, 1), k[live.any(1)].flatten(0, 2)
+    return q.flatten(0, 2), k.flatten(0, 2)
+
+
+def query_key_heads(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Canonical q [Hkv, heads a group, h, d] and k [Hkv, 1, h, d]; rows of dead query heads are zero."""
     g = model.geometry
     q = fold(model, layer, model.read(layer, "q"), "attn_norm", dims)
     k = fold(model, layer, model.read(layer, "k"), "attn_norm", dims)
@@ -100,13 +108,9 @@ def query_key(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tupl
     if normed:
         q = _apply_head_norm(q, model.read(layer, "q_norm"))
         k = _apply_head_norm(k, model.read(layer, "k_norm"))
-    live = live_heads(model, layer)
-    if live is not None:
+    if (live := live_heads(model, layer)) is not None:
         q = q * live[:, :, None, None]
-    q, k = balance_query_key(q, k, g.rotary(layer), normed)
-    if live is not None:
-        return q[live].flatten(0, 1), k[live.any(1)].flatten(0, 2)
-    return q.flatten(0, 2), k.flatten(0, 2)
+    return balance_query_key(q, k, g.rotary(layer), normed)
 
 
 def _apply_head_norm(heads: Tensor, gain: Tensor) -> Tensor:
@@ -179,7 +183,7 @@ def value_output(model: Checkpoint, layer: int, dims: Tensor | None = None) -> t
     evenly."""
     g = model.geometry
     v = fold(model, layer, model.read(layer, "v"), "attn_norm", dims).reshape(g.kv_heads, 1, -1, _width(model, dims))
-    o = _written(model, layer, model.read(layer, "o"), "post_attn_norm", dims)
+    o = written(model, layer, model.read(layer, "o"), "post_attn_norm", dims)
     o = o.T.reshape(g.kv_heads, g.heads // g.kv_heads, v.shape[2], -1)
     live = live_heads(model, layer)
     v, o = balance_product(v, o)
@@ -192,7 +196,7 @@ def _width(model: Checkpoint, dims: Tensor | None) -> int:
     return model.geometry.hidden if dims is None else len(dims)
 
 
-def _written(model: Checkpoint, layer: int, weight: Tensor, post_norm: str, dims: Tensor | None) -> Tensor:
+def written(model: Checkpoint, layer: int, weight: Tensor, post_norm: str, dims: Tensor | None) -> Tensor:
     """A writer [d, in] over live dims; sandwich norms: with the gain that follows it; LayerNorm: without its mean."""
     if model.has(layer, post_norm):
         weight = weight * model.read(layer, post_norm)[:, None]
@@ -209,7 +213,7 @@ def feed_forward(
     activation allows it.
     """
     up = fold(model, layer, model.read(layer, prefix + "up"), "ffn_norm", dims)
-    down = _written(model, layer, model.read(layer, prefix + "down"), "post_ffn_norm", dims).T
+    down = written(model, layer, model.read(layer, prefix + "down"), "post_ffn_norm", dims).T
     if model.has(layer, prefix + "gate"):
         gate = fold(model, layer, model.read(layer, prefix + "gate"), "ffn_norm", dims)
         live = gate.bool().any(1) & up.bool().any(1) & down.bool().any(1)
