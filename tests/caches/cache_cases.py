@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import tempfile
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fathom.caches import METHODS, CacheMethod
+from fathom.caches import METHODS, CacheMethod, CodebookTraining, train_codebooks
 from fathom.caches.base import LayerContext, State
 
 VOCABULARY = 97
@@ -89,6 +91,9 @@ LARGE: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 256},
     "pyramidkv": {"budget": 256},
     "kivi": {"group": 8, "residual": 256},
+    "freqkv": {"budget": 256},
+    "vqkv": {"n_local": 256},
+    "fourier_attention": {"n_local": 256, "frequencies": 8},
 }
 LARGE["treekv"]["n_recent"] = LARGE["weightedkv"]["n_recent"] = LARGE["h2o"]["n_recent"] = 64
 SMALL: dict[str, dict[str, Any]] = {
@@ -101,13 +106,31 @@ SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 16, "n_recent": 4},
     "pyramidkv": {"budget": 16, "n_recent": 4, "beta": 4},
     "kivi": {"group": 8, "residual": 16},
+    "freqkv": {"budget": 16, "n_sink": 2, "n_recent": 1, "ratio": 0.4},
+    "vqkv": {"n_sink": 2, "n_local": 8, "flush_every": 3},
+    "fourier_attention": {"n_sink": 2, "n_local": 4, "frequencies": 4, "headroom": 64},
 }
 
 
-def make(name: str, size: dict[str, dict[str, Any]], **changes: Any) -> CacheMethod:
+def make(name: str, size: dict[str, dict[str, Any]], family: str = "llama", **changes: Any) -> CacheMethod:
     options = {**size[name], **changes}
+    if name == "vqkv":
+        options = {"codebooks": codebooks(family), **options}
     known = {field.name for field in dataclasses.fields(METHODS[name])}
     return METHODS[name](**{key: value for key, value in options.items() if key in known})
+
+
+FOLDER = tempfile.TemporaryDirectory(prefix="fathom-cache-tests-")
+
+
+@functools.cache
+def codebooks(family: str, **options: Any) -> str:
+    """A file of codebooks for one of the tiny models, trained for a moment."""
+    path = f"{FOLDER.name}/{family}-{sorted(options.items())}.safetensors"
+    sizes = {"key_stages": 3, "key_entries": 16, "value_stages": 2, "value_entries": 20, "steps": 5, "batch": 256}
+    text = torch.randint(1, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(5))
+    train_codebooks(get_model(family), text, CodebookTraining(**{**sizes, **options})).save(path)
+    return path
 
 
 def token_by_token(method: CacheMethod) -> CacheMethod:

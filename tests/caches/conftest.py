@@ -6,8 +6,13 @@ from fathom.caches import METHODS
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    return get_model(request.param)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(family: str) -> torch.nn.Module:
+    return get_model(family)
 
 
 @pytest.fixture

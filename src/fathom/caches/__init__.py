@@ -4,7 +4,11 @@ import dataclasses
 from typing import Any
 
 from fathom.caches.base import CacheMethod, CacheShape, CompressedCache
+from fathom.caches.channels import ChannelSets, load_channels, search_channels
+from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, train_codebooks
 from fathom.caches.compress import build_cache, cache_shape, compress, prefill
+from fathom.caches.fourier_attention import FourierAttention
+from fathom.caches.freqkv import FreqKV
 from fathom.caches.full import Full
 from fathom.caches.h2o import H2O
 from fathom.caches.kivi import KIVI
@@ -13,12 +17,13 @@ from fathom.caches.snapkv import PyramidKV, SnapKV
 from fathom.caches.streaming_llm import StreamingLLM
 from fathom.caches.tova import TOVA
 from fathom.caches.treekv import TreeKV
+from fathom.caches.vqkv import VQKV
 from fathom.caches.weightedkv import WeightedKV
 from fathom.models.registry import nearest
 
-METHODS: dict[str, type[CacheMethod]] = {
-    cls.name: cls for cls in (Full, TreeKV, WeightedKV, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI)
-}
+OURS = (TreeKV, WeightedKV, FreqKV, VQKV, FourierAttention)
+BASELINES = (Full, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI)
+METHODS: dict[str, type[CacheMethod]] = {cls.name: cls for cls in OURS + BASELINES}
 
 
 def from_dict(options: dict[str, Any]) -> CacheMethod:
@@ -44,13 +49,21 @@ def from_dict(options: dict[str, Any]) -> CacheMethod:
 
 
 __all__ = [
+    "BASELINES",
     "H2O",
     "KIVI",
     "METHODS",
+    "OURS",
     "TOVA",
+    "VQKV",
     "CacheMethod",
     "CacheShape",
+    "ChannelSets",
+    "CodebookTraining",
+    "Codebooks",
     "CompressedCache",
+    "FourierAttention",
+    "FreqKV",
     "Full",
     "PyramidKV",
     "SnapKV",
@@ -62,5 +75,9 @@ __all__ = [
     "compress",
     "compression_report",
     "from_dict",
+    "load_channels",
+    "load_codebooks",
     "prefill",
+    "search_channels",
+    "train_codebooks",
 ]

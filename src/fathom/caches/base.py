@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches.rope import SlotRope
@@ -63,8 +64,8 @@ class CacheMethod(ABC):
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         """Closed form: bytes that one layer holds after one call with `prompt` tokens and `generated` single steps."""
 
-    def prepare(self, model_name: str, shape: CacheShape, compressed_layers: list[int]) -> Any:
-        """Load and check what the method needs per model (codebooks, channel sets); handed to every state."""
+    def prepare(self, model: PreTrainedModel, shape: CacheShape) -> Any:
+        """Check the model, and load what the method needs for it (codebooks, channel sets): handed to every state."""
         return None
 
     def cache_bytes(self, shape: CacheShape, prompt: int, generated: int = 0) -> int:

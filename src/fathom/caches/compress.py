@@ -41,7 +41,7 @@ class Binding:
         rope = None
         if method.pre_rope:
             rope = SlotRope(_rotary(self.model, self.modules), versions.rope_type(self.model))
-        prepared = method.prepare(versions.text_config(self.model)._name_or_path, self.shape, compressed)
+        prepared = method.prepare(self.model, self.shape)
         self.contexts = {
             layer: LayerContext(index, len(compressed), rope, prepared) for index, layer in enumerate(compressed)
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
 from fathom.ops.bitpack import packed_bytes
@@ -45,7 +46,7 @@ class KIVI(CacheMethod):
     def plain(self) -> bool:
         return True
 
-    def prepare(self, model_name: str, shape: CacheShape, compressed_layers: list[int]) -> None:
+    def prepare(self, model: PreTrainedModel, shape: CacheShape) -> None:
         if shape.value_dim % self.group:
             raise self.refuse("group", self.group, f"must divide the head dim {shape.value_dim}")
 

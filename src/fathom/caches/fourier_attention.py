@@ -1,0 +1,275 @@
+"""FourierAttention (arXiv 2506.11886): most channels of the middle context become Fourier coefficients over time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.channels import ChannelSets, affine_repair, default_channels, flatten_heads, load_channels
+from fathom.ops import fourier_coefficients as fourier
+from fathom.ops.cached_attention import blockwise_attention, causal_attention
+
+TOKENS_AT_ONCE = 1024  # rebuilt at a time for calls of several tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class FourierAttention(CacheMethod):
+    """Sinks, the newest n_local tokens and the sensitive channels stay; of the rest, 2N coefficients a channel.
+
+    A prompt of more than n_sink + n_local + 2N tokens is compressed after its (exact) attention; a shorter one as soon
+    as decoding reaches that length. Then every step slides the oldest local token into the coefficients, and attends.
+
+    channels: JSON from `search_channels`; "" for the data-free rule (first dims in RoPE order, the paper's ratios).
+    window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
+    rounded up to an FFT-friendly length. A full window raises.
+    reconstruction: "affine" (the paper's, statistics frozen at compression) or "projection" (orthogonal, none).
+    attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt) or "dense" (rebuild, then attend: the
+    reference). Keys post-RoPE at their true positions.
+    Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n_sink + n_local)M + e·n_mid(|D_ku| + |D_vu|)
+    + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
+    """
+
+    channels: str = ""
+    n_sink: int = 4
+    n_local: int = 1024
+    frequencies: int = 512
+    window: int | str = "auto"
+    headroom: int = 4096
+    reconstruction: str = "affine"
+    attention: str = "fft"
+
+    name = "fourier_attention"
+    paper = "Beyond Homogeneous Attention: Memory-Efficient LLMs via Fourier-Approximated KV Cache, arXiv 2506.11886"
+
+    def __post_init__(self) -> None:
+        self.check_at_least("n_sink", 0)
+        self.check_at_least("n_local", 1)
+        self.check_at_least("frequencies", 1)
+        self.check_at_least("headroom", 1)
+        self.check_choice("reconstruction", ("affine", "projection"))
+        self.check_choice("attention", ("fft", "dense"))
+        if self.window != "auto":
+            self.check_at_least("window", 2 * self.frequencies + 1)
+
+    @property
+    def threshold(self) -> int:
+        """Tokens above which the cache is compressed."""
+        return self.n_sink + self.n_local + 2 * self.frequencies
+
+    def prepare(self, model: PreTrainedModel, shape: CacheShape) -> ChannelSets:
+        sets = load_channels(self.channels, model) if self.channels else default_channels(shape)
+        if len(sets.key) != shape.layers or (sets.kv_heads, sets.head_dim) != (shape.kv_heads, shape.key_dim):
+            raise self.refuse("channels", self.channels, f"sets are for another shape than {shape}")
+        return sets
+
+    def new_state(self, context: LayerContext) -> FourierState:
+        return FourierState(self, context)
+
+    def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
+        tokens = prompt + generated
+        if tokens <= self.threshold:
+            return tokens * shape.token_bytes()
+        sets = load_channels(self.channels) if self.channels else default_channels(shape)
+        compressed = len(sets.key[layer]) + len(sets.value[layer])
+        kept = 2 * shape.kv_heads * shape.key_dim - compressed
+        middle, wide = tokens - self.n_sink - self.n_local, max(4, shape.element_bytes)
+        statistics = 2 if self.reconstruction == "affine" else 0
+        coefficients = (2 * self.frequencies + statistics) * wide * compressed * shape.batch
+        full = (self.n_sink + self.n_local) * shape.token_bytes()
+        return full + middle * kept * shape.element_bytes * shape.batch + coefficients
+
+
+class Side:
+    """Where the channels of keys or values of one layer go: ids of the coefficients' channels and of the raw ones."""
+
+    def __init__(self, compressed: tuple[int, ...], width: int):
+        chosen = set(compressed)
+        self.compressed = torch.tensor(compressed, dtype=torch.long)
+        self.raw = torch.tensor([c for c in range(width) if c not in chosen], dtype=torch.long)
+
+    def to(self, device: torch.device) -> Side:
+        self.compressed, self.raw = self.compressed.to(device), self.raw.to(device)
+        return self
+
+
+class FourierState(State):
+    """sink_*, local_* [B,G,·,D]; raw_* [B,n_mid,|D_u|]; coefficients_* [B,2N,|D_c|]; scale_*, shift_* [B,1,|D_c|]."""
+
+    def __init__(self, method: FourierAttention, context: LayerContext):
+        super().__init__()
+        self.method, sets = method, context.prepared
+        width = sets.kv_heads * sets.head_dim
+        self.sides = {"key": Side(sets.key[context.index], width), "value": Side(sets.value[context.index], width)}
+        self.middle = 0
+        self.window = 0
+        for name in ("sink", "local", "raw", "coefficients", "scale", "shift"):
+            setattr(self, f"{name}_key", None)
+            setattr(self, f"{name}_value", None)
+
+    @property
+    def stored(self) -> int:
+        return self.seen
+
+    @property
+    def compressed(self) -> bool:
+        return self.window > 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        length = key.shape[2]
+        self.seen += length
+        self.local_key: Tensor | None = concat(self.local_key, key)
+        self.local_value: Tensor | None = concat(self.local_value, value)
+        if not self.compressed:
+            output = causal_attention(query, self.local_key, self.local_value, scaling, dropout)
+            if self.seen > self.method.threshold:
+                self.compress()
+            return output
+        if length == 1:  # slide first, then attend
+            self.slide()
+            if self.method.attention == "fft":
+                return self.attend_fft(query, scaling)
+            return causal_attention(query, *self.dense(), scaling, dropout)
+        output = blockwise_attention(query, self.blocks, self.full(), scaling)
+        self.slide()
+        return output
+
+    # -- compression
+
+    def compress(self) -> None:
+        """Split what is held into sinks, middle and local; turn the middle into coefficients and raw channels."""
+        method = self.method
+        middle = self.seen - method.n_sink - method.n_local
+        if isinstance(method.window, int):
+            self.window = method.window
+        else:
+            self.window = fourier.fast_length(middle + method.headroom)
+        self.check_window(middle)
+        for name, side in self.sides.items():
+            held = getattr(self, f"local_{name}")
+            side.to(held.device)
+            setattr(self, f"sink_{name}", held[:, :, : method.n_sink].clone())
+            setattr(self, f"local_{name}", held[:, :, method.n_sink + middle :].clone())
+            x = flatten_heads(held[:, :, method.n_sink : method.n_sink + middle])
+            setattr(self, f"raw_{name}", x[..., side.raw])
+            x = x[..., side.compressed]
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            coefficients = fourier.transform(x, method.frequencies, self.window)
+            setattr(self, f"coefficients_{name}", coefficients)
+            if method.reconstruction == "affine":
+                rebuilt = fourier.rebuild(coefficients, self.weight(coefficients), 0, middle, self.window)
+                scale, shift = affine_repair(x, rebuilt)
+                setattr(self, f"scale_{name}", scale)
+                setattr(self, f"shift_{name}", shift)
+        self.middle = middle
+
+    def slide(self) -> None:
+        """Move local tokens beyond n_local into the middle: raw channels appended, coefficients updated."""
+        leavers = 0 if self.local_key is None else self.local_key.shape[2] - self.method.n_local
+        if leavers <= 0:
+            return
+        self.check_window(self.middle + leavers)
+        for name, side in self.sides.items():
+            held = getattr(self, f"local_{name}")
+            x = flatten_heads(held[:, :, :leavers])
+            setattr(self, f"local_{name}", held[:, :, leavers:].clone())
+            setattr(self, f"raw_{name}", concat(getattr(self, f"raw_{name}"), x[..., side.raw], dim=1))
+            coefficients = getattr(self, f"coefficients_{name}")
+            x = x[..., side.compressed].to(coefficients.dtype)
+            update = fourier.basis(
+                self.middle, self.middle + leavers, self.method.frequencies, self.window, x.dtype, x.device
+            )
+            setattr(self, f"coefficients_{name}", coefficients + update @ x)
+        self.middle += leavers
+
+    def check_window(self, middle: int) -> None:
+        if middle > self.window:
+            raise ValueError(
+                f"FourierAttention: {middle} middle tokens do not fit the window of {self.window}; set window=(longest "
+                f"text − {self.method.n_sink + self.method.n_local}) before the prompt, or a larger headroom"
+            )
+
+    def weight(self, like: Tensor) -> Tensor:
+        method = self.method
+        return fourier.weights(method.reconstruction, method.frequencies, self.window, like.dtype, like.device)
+
+    # -- attention
+
+    def full(self) -> tuple[Tensor, Tensor]:
+        """Sinks and local tokens, keys and values [B,G,·,D]."""
+        pairs = [(getattr(self, f"sink_{name}"), getattr(self, f"local_{name}")) for name in ("key", "value")]
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+        return keys, values
+
+    def rebuilt(self, name: str, start: int, stop: int) -> Tensor:
+        """Keys or values of middle tokens start … stop − 1, [B,G,·,D] in the model's dtype."""
+        side, coefficients = self.sides[name], getattr(self, f"coefficients_{name}")
+        x = fourier.rebuild(coefficients, self.weight(coefficients), start, stop, self.window)
+        if self.method.reconstruction == "affine":
+            x = x * getattr(self, f"scale_{name}") + getattr(self, f"shift_{name}")
+        raw, local = getattr(self, f"raw_{name}"), getattr(self, f"local_{name}")
+        out = raw.new_empty(x.shape[0], stop - start, local.shape[1] * local.shape[3])
+        out[..., side.compressed] = x.to(raw.dtype)
+        out[..., side.raw] = raw[:, start:stop]
+        return out.unflatten(2, (local.shape[1], local.shape[3])).transpose(1, 2)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, self.middle, TOKENS_AT_ONCE):
+            stop = min(start + TOKENS_AT_ONCE, self.middle)
+            yield self.rebuilt("key", start, stop), self.rebuilt("value", start, stop)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """The reference: every key and value of [sinks; middle rebuilt; local]."""
+        sides = []
+        for name in ("key", "value"):
+            parts = getattr(self, f"sink_{name}"), self.rebuilt(name, 0, self.middle), getattr(self, f"local_{name}")
+            sides.append(torch.cat(parts, dim=2))
+        return sides[0], sides[1]
+
+    def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
+        """One query over coefficients: project q on them, one inverse FFT gives all scores; outputs the other way.
+
+        scores_t = Σ_n w_n [cos·(C_k[n]·q s) + sin·(C_k[N+n]·q s)] + q·shift + q_raw·k_raw,t
+        output_c = s_c Σ_n w_n (C_v[n,c] Σ_t p_t cos + C_v[N+n,c] Σ_t p_t sin) + shift_c Σ_t p_t
+        """
+        batch, heads, _, width = query.shape
+        keys, values = self.full()
+        groups = keys.shape[1]
+        wide = self.coefficients_key.dtype  # type: ignore[attr-defined]
+        # every query head as a column over the flat channels of its own key head, zero elsewhere
+        own = query.new_zeros(batch, heads, groups, width)
+        group_of = torch.arange(heads, device=query.device) // (heads // groups)
+        own[:, torch.arange(heads, device=query.device), group_of] = query[:, :, 0]
+        own = own.flatten(2)
+
+        side = self.sides["key"]
+        coefficients, raw = self.coefficients_key, self.raw_key  # type: ignore[attr-defined]
+        weight = self.weight(coefficients)
+        q = own[..., side.compressed].to(wide)
+        bias = 0.0
+        if self.method.reconstruction == "affine":
+            bias = q @ self.shift_key.transpose(1, 2)  # type: ignore[attr-defined]
+            q = q * self.scale_key  # type: ignore[attr-defined]
+        amplitude = q @ coefficients.transpose(1, 2) * weight
+        middle = fourier.evaluate(amplitude, self.middle, self.window) + bias
+        middle = middle + (own[..., side.raw] @ raw.transpose(1, 2)).to(wide)
+        grouped = query.reshape(batch, groups, heads // groups, width)
+        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(wide)
+        weights = (torch.cat((middle, exact), dim=-1) * scaling).softmax(-1)
+        p, p_exact = weights[..., : self.middle], weights[..., self.middle :]
+
+        side = self.sides["value"]
+        coefficients, raw = self.coefficients_value, self.raw_value  # type: ignore[attr-defined]
+        mixed = fourier.project(p, self.method.frequencies, self.window) * weight @ coefficients
+        if self.method.reconstruction == "affine":
+            mixed = mixed * self.scale_value + self.shift_value * p.sum(-1, keepdim=True)  # type: ignore[attr-defined]
+        flat = mixed.new_zeros(batch, heads, groups * width)
+        flat[..., side.compressed] = mixed
+        flat[..., side.raw] = (p.to(raw.dtype) @ raw).to(wide)
+        of_group = flat.unflatten(2, (groups, width))[:, torch.arange(heads, device=query.device), group_of]
+        from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
+        return (of_group.to(values.dtype) + from_exact.reshape(batch, heads, width)).unsqueeze(2)

@@ -1,0 +1,72 @@
+"""Calibration needs to see keys and values: run a model on text and read them, rotated or not, layer by layer.
+
+A calibration file names the model it was made on by a fingerprint of shapes and a few weights, so that it cannot be
+used with another one unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fathom.caches import versions
+from fathom.caches.base import LayerContext
+from fathom.caches.compress import cache_shape, compress
+from fathom.caches.full import Full, FullState
+from fathom.caches.rope import SlotRope
+from fathom.ops.cached_attention import causal_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unrotated(Full):
+    """The full cache with unrotated keys: same outputs, and the cache holds what the projections gave."""
+
+    @property
+    def pre_rope(self) -> bool:
+        return True
+
+    def new_state(self, context: LayerContext) -> _UnrotatedState:
+        assert context.rope is not None
+        return _UnrotatedState(context.rope)
+
+
+class _UnrotatedState(FullState):
+    def __init__(self, rope: SlotRope):
+        super().__init__()
+        self.rope = rope
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        start = self.seen
+        keys, values = self.append(key, value)
+        return causal_attention(self.rope(query, start), self.rope(keys), values, scaling, dropout)
+
+
+@torch.no_grad()
+def record(
+    model: nn.Module, input_ids: Tensor, pre_rope: bool, chunk_size: int = 2048
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [B,G,T,D] of every full-attention layer for these tokens [B,T], in layer order."""
+    with compress(model, _Unrotated() if pre_rope else Full()):
+        cache = None
+        for part in input_ids.split(chunk_size, dim=1):
+            out = model(input_ids=part, use_cache=True, logits_to_keep=1, **{versions.CACHE_NAME: cache})
+            cache = out[versions.CACHE_NAME]
+    assert cache is not None
+    for layer in cache.compressed_layers():
+        yield layer.states[0].key, layer.states[0].value
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits from the shape of the cache and the first weights (as bf16) of the first and last attention."""
+    shape = cache_shape(model)
+    digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())
+    modules = versions.attention_modules(model)
+    for module in (modules[0], modules[-1]):
+        weights = next(module.parameters()).detach().flatten()[:256].to("cpu", torch.bfloat16)
+        digest.update(weights.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]

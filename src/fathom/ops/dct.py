@@ -1,0 +1,82 @@
+"""Orthonormal DCT-II / DCT-III along the last axis, and the low-pass resampler of FreqKV built from them.
+
+    C_n[k,j] = a_k cos(π(2j+1)k / 2n),  a_0 = √(1/n), a_{k>0} = √(2/n)
+    M = √(L/N) · C_Lᵀ · [I_L 0] · C_N :  N samples → their L lowest frequencies → L samples of the same amplitude
+
+Rows of M sum to 1 and M Mᵀ = (L/N) I. All in fp32 or wider (torch.fft has no bf16; twiddles need exact angles).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def dct(x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n"]:
+    """Orthonormal DCT-II by one complex FFT of the even/odd reordering."""
+    n = x.shape[-1]
+    spectrum = torch.fft.fft(torch.cat((x[..., ::2], x[..., 1::2].flip(-1)), dim=-1))
+    out = 2 * (spectrum * _twiddle(n, -1, x)).real
+    return out * _scale(n, x)
+
+
+def idct(x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n"]:
+    """Orthonormal DCT-III, the inverse of `dct`."""
+    n = x.shape[-1]
+    x = x / _scale(n, x)
+    mirrored = torch.cat((torch.zeros_like(x[..., :1]), x[..., 1:].flip(-1)), dim=-1)
+    half = torch.fft.ifft(torch.complex(x, -mirrored) * _twiddle(n, 1, x) / 2).real
+    even = (n + 1) // 2
+    out = torch.empty_like(x)
+    out[..., ::2], out[..., 1::2] = half[..., :even], half[..., even:].flip(-1)
+    return out
+
+
+def _scale(n: int, like: Tensor) -> Tensor:
+    scale = torch.full((n,), math.sqrt(1 / (2 * n)), dtype=like.dtype, device=like.device)
+    scale[0] = math.sqrt(1 / (4 * n))
+    return scale
+
+
+def _twiddle(n: int, sign: int, like: Tensor) -> Tensor:
+    angle = torch.arange(n, dtype=torch.float64, device=like.device) * (sign * math.pi / (2 * n))
+    return torch.polar(torch.ones_like(angle), angle).to(
+        torch.complex128 if like.dtype == torch.float64 else torch.complex64
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def resampler(n: int, length: int, band: str, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "length n"]:
+    """M for `band` "low"; "high" keeps the L highest frequencies, "mean" averages (the DC-only relative)."""
+    if band == "mean":
+        start = torch.arange(length) * n // length
+        stop = -(-(torch.arange(length) + 1) * n // length)
+        token = torch.arange(n)
+        inside = (token >= start[:, None]) & (token < stop[:, None])
+        return (inside / inside.sum(-1, keepdim=True)).to(device, dtype)
+    forward, backward = _dct_matrix(n), _dct_matrix(length)
+    rows = forward[:length] if band == "low" else forward[n - length :]
+    return (math.sqrt(length / n) * backward.T @ rows).to(device, dtype)
+
+
+def _dct_matrix(n: int) -> Float[Tensor, "n n"]:
+    k, j = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    matrix = math.sqrt(2 / n) * torch.cos(math.pi * (2 * j + 1) * k / (2 * n))
+    matrix[0] = math.sqrt(1 / n)
+    return matrix
+
+
+def resample(
+    x: Float[Tensor, "*rows n D"], length: int, band: str = "low", transform: str = "gemm"
+) -> Float[Tensor, "*rows length D"]:
+    """y = M x along the token axis (second to last), in the dtype of x. `transform`: "gemm" or "fft" (low only)."""
+    n = x.shape[-2]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if transform == "fft":
+        spectrum = dct(wide.transpose(-1, -2))[..., :length]
+        return (math.sqrt(length / n) * idct(spectrum)).transpose(-1, -2).to(x.dtype)
+    return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)
