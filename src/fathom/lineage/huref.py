@@ -37,7 +37,7 @@ class HuRefOptions:
     """How terms are built.
 
     glu_term:    which matrix of a gated feed-forward is W_up: "up", or "hadamard" (gate ∘ up; breaks under sign flips).
-    gqa:         "per_head" pairs each query head with the KV head that serves it; "tile" repeats the KV block end to end.
+    gqa:         "per_head": a query head meets the KV head that serves it; "tile": the KV block repeated end to end.
     fold_norms:  use canonical weights; False reads them as stored.
     selection:   which shared tokens: "rarest" (highest id, i.e. last merges), "random", "all".
     tokens:      K.
