@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,8 @@ def command(
     except KeyboardInterrupt:
         typer.echo("Interrupted. The same command goes on from the last complete checkpoint.", err=True)
         raise typer.Exit(130) from None
+    if os.environ.get("RANK", "0") != "0":
+        return
     for trial in sweep.trials:
         typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}")
     if sweep.at_edge:

@@ -265,6 +265,7 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
         eval_strategy="steps" if evaluate else "no",
         eval_steps=training.eval_every or steps,
         prediction_loss_only=True,
+        ddp_find_unused_parameters=False,  # every parameter takes part in every step
         label_names=["labels"],  # not every argument of forward that has "label" in its name
         save_strategy="steps",
         save_steps=training.save_every or steps,
