@@ -142,12 +142,15 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             hf_versions.check_cache_layers(cache, self.config, self.depth.options.passes, self.depth.name)
             seen = cache.get_seq_length()
+        given = position_ids
         if position_ids is None:
             if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
             else:
                 position_ids = (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
-        mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
+        # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
+        # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
+        mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
         rotary = self.model.rotary_emb
         return Stack(
             self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs

@@ -27,9 +27,12 @@ def causal_mask(
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> Any:
-    """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …)."""
+    """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …).
+
+    `position_ids` that restart are read as packed documents; None says that there are none.
+    """
     if isinstance(attention_mask, dict):  # prepared by generate() for compileable caches
         return attention_mask["full_attention"]
     return create_causal_mask(
