@@ -28,7 +28,7 @@ def depth_weights(
     return (scores.to(wide) * query.shape[-1] ** -0.5).softmax(dim=-1)
 
 
-def depth_mix(weights: Float[Tensor, "B G T M"], states: list[Float[Tensor, "B G T D"]]) -> Float[Tensor, "B G T D"]:
+def depth_mix(weights: Float[Tensor, "#B #G #T M"], states: list[Float[Tensor, "B G T D"]]) -> Float[Tensor, "B G T D"]:
     """Σ_j α_j · state_j, one source after another, in the states' dtype."""
     weights = weights.to(states[0].dtype)
     mixed = weights[..., 0, None] * states[0]
