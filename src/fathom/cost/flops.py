@@ -82,15 +82,16 @@ def forward_flops_per_token(config: FathomConfig, sequence_length: int, causal: 
     passes, layers = depth.passes, config.num_hidden_layers
     norms = passes if depth.final_norms is None else depth.final_norms
     scores = config.num_attention_heads * keys  # per layer
-    per_pass = layers * (block_elementwise(config) + 5 * scores) + mixer.elementwise + residual.elementwise
+    per_pass = layers * (block_elementwise(config) + 5 * scores)
+    methods = mixer.elementwise + residual.elementwise + depth.elementwise
     embedding = 0 if config.embed_scale == 1.0 else config.hidden_size
     per_norm = norm_elementwise(config, config.hidden_size) + config.hidden_size * (config.positions == "learned")
     return FlopTerms(
         linear=passes * layers * 2 * block_weights(config),
         attention=passes * layers * 4 * config.head_dim * scores,
         head=depth.heads * 2 * config.hidden_size * config.vocab_size,
-        method=depth.matmul + passes * (mixer.matmul + residual.matmul),
-        elementwise=passes * per_pass + norms * per_norm + embedding + depth.elementwise,
+        method=depth.matmul + mixer.matmul + residual.matmul,
+        elementwise=passes * per_pass + norms * per_norm + embedding + methods,
     )
 
 
@@ -101,18 +102,18 @@ def training_flops_per_token(
 
     The backward of a matrix product is two of the same size. What a method computes again in the backward pass counts
     too; with `gradient_checkpointing` (torch's non-reentrant form, one region a layer) so do the layers, but for their
-    last product, which no gradient reads unless a dropout follows it. Elementwise work is not in it: its backward
-    depends on the kernel. Raises ValueError for sequence_length below 1.
+    last product, which no gradient reads unless a dropout follows it or the residual topology's `write` multiplies it.
+    Elementwise work is not in it: its backward depends on the kernel. Raises ValueError for sequence_length below 1.
     """
     forward = forward_flops_per_token(config, sequence_length, causal)
     counts = method_counts(config)
     passes = counts["depth"].passes
-    recomputed: float = counts["depth"].recomputed
-    recomputed += passes * (counts["mixer"].recomputed + counts["residual"].recomputed)
+    recomputed: float = sum(method.recomputed for method in counts.values())
     if gradient_checkpointing:
-        recomputed += forward.linear + forward.attention + passes * (counts["mixer"].matmul + counts["residual"].matmul)
+        recomputed += forward.linear + forward.attention + counts["mixer"].matmul + counts["residual"].matmul
         if not config.residual_dropout:
-            recomputed -= passes * config.num_hidden_layers * 2 * config.hidden_size * config.intermediate_size
+            skipped = passes * config.num_hidden_layers - counts["residual"].recomputed_outputs
+            recomputed -= skipped * 2 * config.hidden_size * config.intermediate_size
     return 3 * forward.matmul + recomputed
 
 

@@ -34,6 +34,25 @@ def parameter_counts(config: FathomConfig) -> ParameterCounts:
     return ParameterCounts(total=non_embedding + d * (tables + positions), non_embedding=non_embedding)
 
 
+@dataclasses.dataclass(frozen=True)
+class MixingCost:
+    """What cross-layer mixing costs per token beside an ordinary decoder, as the methods' papers count it.
+
+    Attributes:
+        flops: of scores, projections and weighted sums alone, a multiply-add as 2.
+        bytes: read from and written to memory, every operand once.
+    """
+
+    flops: int
+    bytes: int
+
+
+def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> MixingCost:
+    """Cost of the config's mixer and residual topology (closed forms: `counts` of the methods)."""
+    counts = method_counts(config).values()
+    return MixingCost(sum(c.mixing for c in counts), dtype.itemsize * sum(c.traffic for c in counts))
+
+
 def kv_bytes_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that one token keeps in the cache: passes · L · 2 (keys, values) · G·D · bytes of `dtype`."""
     passes = method_counts(config)["depth"].passes

@@ -47,6 +47,12 @@ class Counts:
         matmul: further matrix-product FLOPs per token.
         elementwise: further elementwise FLOPs per token, by the rule in cost/flops.py.
         recomputed: matmul FLOPs per token that the training backward pass computes again.
+        recomputed_outputs: layers whose last product activation checkpointing computes again because the gradient of
+            the topology's `write` reads it (plain addition does not).
+        mixing: of a cross-layer method, the FLOPs per token of its scores, projections and weighted sums alone, as the
+            methods' papers count them: every product with its addition 2.
+        traffic: of a cross-layer method, the tensor elements per token that it reads from and writes to memory, every
+            operand once (a fused kernel's floor).
         parameters: parameters that the method adds to the model.
     """
 
@@ -56,6 +62,9 @@ class Counts:
     matmul: int = 0
     elementwise: int = 0
     recomputed: int = 0
+    recomputed_outputs: int = 0
+    mixing: int = 0
+    traffic: int = 0
     parameters: int = 0
 
 
@@ -98,8 +107,13 @@ class Method(nn.Module):
     @classmethod
     def counts(cls, config: FathomConfig, options: Any) -> Counts:
         """Closed-form cost of one token at inference; mixers and topologies leave `passes` and `heads` at 1, and count
-        their work for one pass."""
+        their work in all passes."""
         return Counts()
+
+    def initialize_parameters(self) -> None:
+        """Fill the parameters that this module owns itself with their initial values; the modules inside it have this
+        hook too, or (Linear, Embedding, norms) follow the model's rule. Use the functions of
+        `transformers.initialization`: they leave alone what a checkpoint has filled."""
 
 
 class DepthMethod(Method):

@@ -153,10 +153,20 @@ class DepthAttention(Mixer):
     @classmethod
     def counts(cls, config, options) -> Counts:
         table = source_table(options, config.num_hidden_layers, config.passes)
-        candidates = sum(len(sources) + 1 for sources in table if sources)  # ΣM_ℓ, layers without sources count 0
+        mixing = [len(sources) + 1 for sources in table if sources]  # M_ℓ, layers without sources count 0
+        candidates, targets = sum(mixing), len(options.mix_target)
         width = config.num_key_value_heads * config.head_dim
-        # 2 for each score's products and sums, 2 for the mix
-        return Counts(elementwise=4 * width * candidates)
+        work = targets * (2 * candidates - len(mixing)) * width
+        if options.mix_rule == "softmax":
+            # scores: products and sums, 1/√D, softmax; before them the mean query of every key/value head
+            work += 2 * candidates * width + 5 * candidates * config.num_key_value_heads
+            if config.num_attention_heads > config.num_key_value_heads:
+                work += len(mixing) * (config.num_attention_heads * config.head_dim + width)
+        return Counts(
+            elementwise=work,
+            mixing=4 * width * candidates,
+            traffic=width * (2 * candidates + len(table)),
+        )
 
 
 def source_table(options: DepthAttention.Options, layers: int, passes: int) -> list[tuple[int, ...]]:

@@ -25,5 +25,5 @@ class StandardResidual(ResidualTopology):
 
     @classmethod
     def counts(cls, config, options) -> Counts:
-        writes = config.num_hidden_layers * (1 if config.parallel_residual else 2)
+        writes = config.passes * config.num_hidden_layers * (1 if config.parallel_residual else 2)
         return Counts(elementwise=writes * config.hidden_size)

@@ -7,6 +7,7 @@
 | o_proj, down_proj (write to the residual stream) | TN(√(2/(5d)) / √(2·L·passes)) | N(initializer_range) |
 | biases | 0 | 0 |
 | norm gains / shifts | 1 / 0 | 1 / 0 |
+| other parameters of a method | the method's `initialize_parameters` | the same |
 | embed_scale (config) | √d | 1 |
 
 N(σ) is the normal distribution of mean 0 and standard deviation σ, TN(σ) the same cut at ±3σ. d = hidden size, L =
@@ -30,6 +31,8 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
         init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
+    elif hasattr(module, "initialize_parameters"):
+        module.initialize_parameters()
     elif isinstance(module, nn.Linear | nn.Embedding):
         if config.init == "hf":
             init.normal_(module.weight, mean=0.0, std=config.initializer_range)
