@@ -63,7 +63,7 @@ def test_a_negative_result_is_the_headline_at_equal_training_flops():
     found = tables(results([*results().runs, *runs]))
     said = overall(found)
     assert said.headline.startswith("At equal training FLOPs, nothing beats vanilla")
-    assert said.details[0].startswith("Equal tokens: ")
+    assert said.details[0].startswith("At equal tokens, pondering is best")
 
 
 def test_si_prefixes():

@@ -20,7 +20,7 @@ from fathom.report.wording import MEANINGS, TITLES, duration, in_sentence, overa
 PLOTS = {
     "loss_tokens": "Training loss against tokens",
     "loss_flops": "Training loss against training FLOPs",
-    "pareto": "Quality against the cost of a generated token",
+    "pareto": "Quality against inference cost",
 }
 
 
@@ -50,7 +50,7 @@ def _quantity(name: str, heading: str, title: str, unit: str = "", compared: boo
     def cell(row: Row, table: Table) -> Cell:
         value = row.mean(name)
         note = ratio(value, table.baseline.mean(name)) if compared else ""
-        return Cell(f"{si(value)}{unit}" if value else "not measured", value, note if value else "")
+        return Cell(si(value, unit) if value else "not measured", value, note if value else "")
 
     return Column(name, heading, title, cell)
 
@@ -68,10 +68,6 @@ def _against(row: Row, table: Table) -> Cell:
     return Cell(f"{gap.percent:+.1f} %".replace("-", "−"), gap.percent, note)
 
 
-def _loss(name: str, heading: str, title: str) -> Column:
-    return Column(name, heading, title, lambda row, table: Cell(f"{row.mean(name):.3f}", row.mean(name)))
-
-
 COLUMNS = (
     Column("bits_per_byte", "bits per byte", "Of held-out text, lower is better; ± is the deviation over seeds", _bits),
     Column("against", "against baseline", "Difference of bits per byte from the baseline", _against),
@@ -82,9 +78,12 @@ COLUMNS = (
     _quantity("tokens_per_second", "tokens per s", "Measured in training on this device"),
     _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
     _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
-    _loss("validation_loss", "held-out loss", "Nats per token of held-out text"),
-    _loss("train_loss", "training loss", "Nats per token, the last tenth of training"),
-    Column("lr", "learning rate", "The best of the sweep", lambda row, table: Cell(f"{row.first.lr:g}", row.first.lr)),
+    Column(
+        "validation_loss",
+        "held-out loss",
+        "Nats per token of held-out text",
+        lambda row, table: Cell(f"{row.mean('validation_loss'):.3f}", row.mean("validation_loss")),
+    ),
 )
 _RESIDUAL = Column(
     "residual_percent",

@@ -41,17 +41,16 @@ class Verdict:
     details: list[str] = field(default_factory=list)
 
 
-def si(value: float, digits: int = 3) -> str:
-    """4.12e13 as '41.2 T': `digits` significant digits and an SI prefix."""
+def si(value: float, unit: str = "", digits: int = 3) -> str:
+    """4.12e13 as '41.2 T', or '41.2 TB' with a unit: `digits` significant digits and an SI prefix."""
     if value == 0:
-        return "0"
+        return f"0 {unit}".rstrip()
     exponent = min(max(math.floor(math.log10(abs(value)) / 3), 0), len(_PREFIXES) - 1)
     scaled = value / 1000**exponent
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(scaled))))
     if exponent == 0 and float(value).is_integer():
         decimals = 0
-    text = f"{scaled:.{decimals}f}"
-    return f"{text} {_PREFIXES[exponent]}".rstrip()
+    return f"{scaled:.{decimals}f} {_PREFIXES[exponent]}{unit}".rstrip()
 
 
 def in_sentence(budget: str) -> str:
@@ -88,7 +87,7 @@ def overall(found: list[Table]) -> Verdict:
     by_budget = {table.budget: table for table in found}
     chosen = [by_budget[b] for b in ("train_flops", "inference_flops", "tokens") if b in by_budget]
     headline = verdict(chosen[0]).headline
-    details = [f"{TITLES[table.budget]}: {verdict(table).headline}" for table in chosen[1:]]
+    details = [verdict(table).headline for table in chosen[1:]]
     if "train_flops" not in by_budget and "inference_flops" not in by_budget:
         details.append(
             "Only equal tokens were measured. Whether a dearer method is worth its compute needs the budgets "
@@ -143,7 +142,7 @@ def _same_compute_on_curve(row: Row, base: Row) -> str | None:
     if row.mean("train_flops") < 1.05 * flops or (loss := loss_at(row, flops)) is None:
         return None
     return (
-        f"When {row.method} had spent {base.method}'s whole training compute ({si(flops)}FLOPs), its training loss "
+        f"When {row.method} had spent {base.method}'s whole training compute ({si(flops, 'FLOPs')}), its training loss "
         f"was {loss:.2f}; {base.method} ended at {base.mean('train_loss'):.2f}. The learning rate of {row.method} was "
         "still high there: a run planned for that compute would do better."
     )

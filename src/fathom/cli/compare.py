@@ -1,0 +1,45 @@
+"""`fathom compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
+    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    jobs: Annotated[int, typer.Option(help="Runs side by side, at most one a GPU.")] = 1,
+) -> None:
+    """Train every method of a recipe under its budgets and write one report. The same command again goes on.
+
+    \b
+    Example:
+      fathom compare recipes/demo.yaml
+    \b
+    On a machine with 8 GPUs, one run on each:
+      fathom compare recipes/compare_gpu.yaml --jobs 8
+    """
+    from fathom.report.compare import compare
+    from fathom.report.results import tables
+    from fathom.report.wording import TITLES, overall, verdict
+
+    try:
+        results = compare(recipe, output, jobs, say=typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        raise typer.Exit(130) from None
+    found = tables(results)
+    for table in found:
+        typer.echo(f"\n{TITLES[table.budget]}\n  {verdict(table).headline}")
+        for row in table.rows:
+            typer.echo(f"  {row.method:<20} {row.mean('bits_per_byte'):.3f} bits per byte")
+        typer.echo(f"  {'unigram model':<20} {results.unigram_bits_per_byte:.3f} bits per byte")
+    typer.echo("\n" + "\n".join([overall(found).headline, *overall(found).details]))
+    typer.echo(f"Report: {output / results.name / 'report.html'}")
+    if results.failures:
+        typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results.failures), err=True)
+        typer.echo("Run the command again to repeat the failed runs.", err=True)
+        raise typer.Exit(1)

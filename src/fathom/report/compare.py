@@ -1,0 +1,194 @@
+"""A recipe to `results.json` and `report.html`: sweep, train and measure every model of it, one process a device.
+
+    runs/<name>/results.json, report.html, plots/
+    runs/<name>/<method>/sweep/lr-…               candidates of the learning-rate sweep
+    runs/<name>/<method>/tokens-…-seed-…          one run; train/trainer.py says what is in it
+
+Every run can be killed at any moment: the same command skips what is finished and resumes what is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from fathom.data import PreparedData, prepare
+from fathom.report.measure import measure, unigram_bits_per_byte
+from fathom.report.page import write_report
+from fathom.report.plan import Planned, plan
+from fathom.report.results import Results, Run, Trial
+from fathom.train import LearningRateSweep, Recipe, load_recipe, sweep_lr
+
+
+def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] = print) -> Results:
+    """Run the comparison that the recipe at `path` describes and write `output/<name>/`.
+
+    Args:
+        jobs: runs side by side, each in a process of its own; on a GPU machine at most one a GPU.
+        say: receives one line of progress at a time.
+
+    A run that fails is noted in the results and does not stop the others.
+
+    Raises:
+        OSError, ValueError: a recipe or text that cannot be used, or not one run that finished.
+    """
+    recipe = load_recipe(path)
+    if recipe.data.validation is None:
+        raise ValueError(f"{path}: data.validation is null; a comparison needs held-out text")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("fathom compare starts its own processes: run it without torchrun and give --jobs")
+    devices = _devices(jobs)
+    disable_progress_bar()  # of transformers: a bar for every model read back
+    data = prepare(recipe.data, output / ".data")
+    planned = plan(recipe, data.tokenizer)
+    folder = output / recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
+    assert data.validation is not None
+    results = Results(
+        name=recipe.name,
+        recipe=path.read_text(encoding="utf-8"),
+        command=f"fathom compare {path}",
+        block_size=recipe.data.block_size,
+        validation=f"{recipe.data.validation}, {data.validation_bytes:,} bytes",
+        unigram_bits_per_byte=unigram_bits_per_byte(data, recipe.training.tokens // recipe.data.block_size),
+    )
+    say(f"Unigram baseline: {results.unigram_bits_per_byte:.3f} bits per byte")
+
+    with _workers(devices) as pool:
+        models = {model.model_folder: model for model in planned}
+        tasks: dict[str, tuple[Any, ...]]
+        tasks = {name: (_sweep, model, recipe, data, folder) for name, model in models.items()}
+        sweeps: dict[str, LearningRateSweep] = {}
+        failures: list[str] = []
+        for name, sweep in _run(tasks, pool, folder):
+            if isinstance(sweep, Exception):
+                failures.append(f"{name}, learning-rate sweep: {sweep}")
+            else:
+                sweeps[name] = sweep
+        results = replace(
+            results, failures=failures, trials=[t for m in models if m in sweeps for t in _trials(models[m], sweeps[m])]
+        )
+
+        tasks = {  # by folder: budgets that ask for the same run share it
+            run.folder: (measure, run, sweeps[run.model_folder].best, recipe, data, folder)
+            for run in planned
+            if run.model_folder in sweeps
+        }
+        finished: dict[str, Run] = {}
+        for name, run in _run(tasks, pool, folder):
+            if isinstance(run, Exception):
+                failures.append(f"{name}: {run}")
+                say(f"{name} failed: {run}")
+                continue
+            finished[name] = run
+            runs = [
+                replace(finished[p.folder], budget=p.budget, residual_percent=p.residual_percent)
+                for p in planned
+                if p.folder in finished
+            ]
+            results = replace(results, failures=failures, runs=runs)
+            results.save(folder / "results.json")
+            say(f"{name}: {run.bits_per_byte:.3f} bits per byte ({len(finished)} of {len(tasks)})")
+    if not finished:
+        raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")
+    results = replace(results, failures=failures)
+    results.save(folder / "results.json")
+    write_report(results, folder)
+    return results
+
+
+def _sweep(model: Planned, recipe: Recipe, data: PreparedData, folder: Path) -> LearningRateSweep:
+    return sweep_lr(recipe, model.method, seed=recipe.seeds[0], folder=folder / model.model_folder / "sweep", data=data)
+
+
+def _trials(model: Planned, sweep: LearningRateSweep) -> list[Trial]:
+    return [
+        Trial(model.method.name, model.layers, trial.lr, trial.tokens, trial.validation_loss, trial.lr == sweep.best)
+        for trial in sweep.trials
+    ]
+
+
+def _devices(jobs: int) -> list[str | None]:
+    """What CUDA_VISIBLE_DEVICES is for each process; None on a machine without GPUs."""
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs}: must be at least 1")
+    count = torch.cuda.device_count()
+    if not count:
+        return [None] * jobs
+    if jobs > count:
+        raise ValueError(f"--jobs {jobs}: only {count} GPUs are visible, and every run needs one of its own")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return list(visible.split(",")[:jobs])
+
+
+@contextlib.contextmanager
+def _workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
+    """A process a device; None where there is one device and this process may use it whole."""
+    if len(devices) == 1 and torch.cuda.device_count() <= 1:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    free = context.Queue()
+    for device in devices:
+        free.put(device)
+    pool = ProcessPoolExecutor(len(devices), context, _start_worker, (free, len(devices)))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run(
+    tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, folder: Path
+) -> Iterator[tuple[str, Any]]:
+    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here."""
+    if pool is None:
+        for name, (function, *arguments) in tasks.items():
+            try:
+                yield name, function(*arguments)
+            except Exception as error:
+                yield name, _described(error)
+        return
+    futures = {pool.submit(_logged, folder, name, *task): name for name, task in tasks.items()}
+    for future in as_completed(futures):
+        failed = future.exception()
+        yield futures[future], future.result() if failed is None else _described(failed)
+
+
+def _described(error: BaseException) -> Exception:
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _start_worker(free: Any, jobs: int) -> None:
+    """Take a device before CUDA starts, share the cores, and end with the parent, however that ends."""
+    device = free.get()
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    disable_progress_bar()
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _logged(folder: Path, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The task with its output in a file: the displays of several processes cannot share a terminal."""
+    log = folder / "logs" / f"{name.replace('/', '-')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):
+        return function(*arguments)

@@ -1,0 +1,145 @@
+"""One run of a comparison: train it, or find it trained, and note everything that the report says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fathom.cost import kv_bytes_per_token, parameter_counts
+from fathom.data import PreparedData
+from fathom.models.causal_lm import FathomForCausalLM
+from fathom.report import provenance
+from fathom.report.plan import Planned, inference_flops
+from fathom.report.results import Run
+from fathom.train import Recipe, TrainResult, model_config, train_run
+
+MEASURED = "measured.json"
+SAMPLE_TOKENS = 60
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOP_K = 40
+
+
+def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, folder: Path) -> Run:
+    """The run of `planned` in `folder` (the comparison's): finished ones are read, broken ones resumed.
+
+    Raises ValueError where the loss diverged, and whatever `train_run` raises.
+    """
+    where = folder / planned.folder
+    result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
+    try:
+        run = Run(**json.loads((where / MEASURED).read_text(encoding="utf-8")))
+    except (FileNotFoundError, TypeError):  # not yet measured, or by another version of this file
+        run = _describe(planned, result, recipe, data)
+        _write(where / MEASURED, dataclasses.asdict(run))
+    return dataclasses.replace(run, budget=planned.budget, residual_percent=planned.residual_percent)
+
+
+def prompts(data: PreparedData) -> list[str]:
+    """The first words of the held-out text, and some from its middle."""
+    blocks = data.validation
+    assert blocks is not None  # compare() has refused recipes without held-out text
+    tokenizer, found = data.tokenizer, []
+    for index in dict.fromkeys((0, len(blocks) // 2)):
+        ids = blocks[index]["input_ids"]
+        text = tokenizer.decode(ids[: min(16, len(ids) // 2)], skip_special_tokens=True)
+        words = str(text).split(" ")[1 if index else 0 :]  # a block may begin inside a word
+        found.append(" ".join(words).strip())
+    return [prompt for prompt in found if prompt]
+
+
+def write_samples(
+    model: FathomForCausalLM, tokenizer: PreTrainedTokenizerBase, beginnings: list[str], room: int
+) -> Any:
+    """`[{"prompt", "text"}]`: one sampled continuation each, of at most `room` tokens with the prompt."""
+    samples = []
+    for prompt in beginnings:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
+        length = inputs["input_ids"].shape[1]
+        torch.manual_seed(0)
+        ids = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=True,
+            temperature=SAMPLE_TEMPERATURE,
+            top_k=SAMPLE_TOP_K,
+            max_new_tokens=max(1, min(SAMPLE_TOKENS, room - length)),
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        samples.append({"prompt": prompt, "text": tokenizer.decode(ids[0, length:], skip_special_tokens=True)})
+    return samples
+
+
+def unigram_bits_per_byte(data: PreparedData, blocks: int) -> float:
+    """Held-out bits per byte of a model that knows only how often each token occurs in the first training blocks.
+
+    Counts are smoothed by one, so that a token unseen in training has a probability.
+    """
+    assert data.validation is not None
+    size = max(data.tokenizer.get_vocab().values()) + 1
+    counts = torch.ones(size, dtype=torch.float64)
+    for seen, block in enumerate(data.train):
+        if seen == blocks:
+            break
+        counts += torch.bincount(block["input_ids"], minlength=size)
+    nats = -(counts / counts.sum()).log()
+    total = 0.0
+    for block in data.validation:
+        targets = block.get("labels", block["input_ids"])[1:]
+        total += float(nats[targets[targets >= 0]].sum())
+    return total / (math.log(2) * data.validation_bytes)
+
+
+def _describe(planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData) -> Run:
+    if result.bits_per_byte is None or result.validation_loss is None:
+        raise ValueError(f"the held-out loss is not finite at lr {result.lr:g}; try a smaller training.lr")
+    config = model_config(recipe, planned.method, data.tokenizer)
+    history = [
+        {key: line[key] for key in ("tokens", "train_flops", "loss")}
+        for line in result.history
+        if line.get("loss") is not None
+    ]
+    model = FathomForCausalLM.from_pretrained(result.model).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    counts = parameter_counts(config)
+    dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
+    tail = history[-max(1, len(history) // 10) :]
+    return Run(
+        method=planned.method.name,
+        options={"depth": config.depth, "mixer": config.mixer, "residual": config.residual},
+        budget=planned.budget,
+        seed=planned.seed,
+        lr=result.lr,
+        layers=planned.layers,
+        bits_per_byte=result.bits_per_byte,
+        validation_loss=result.validation_loss,
+        train_loss=statistics.fmean(point["loss"] for point in tail),
+        params=counts.total,
+        non_embedding_params=counts.non_embedding,
+        train_tokens=result.tokens,
+        train_flops=result.train_flops,
+        inference_flops_per_token=inference_flops(config, recipe),
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
+        tokens_per_second=result.tokens_per_second,
+        peak_memory_bytes=result.peak_memory_bytes,
+        seconds=result.seconds,
+        history=history,
+        samples=write_samples(model, data.tokenizer, prompts(data), recipe.data.block_size),
+        device=provenance.device(),
+        versions=provenance.versions(),
+        commit=provenance.commit(),
+        folder=planned.folder,
+    )
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,95 @@
+"""Which models a comparison trains: every method × seed under every budget of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from fathom.cost import forward_flops_per_token, training_flops_per_token
+from fathom.models.configuration import FathomConfig
+from fathom.train import Budget, MethodConfig, Recipe, model_config
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run to be made."""
+
+    budget: str
+    method: MethodConfig
+    layers: int
+    deepened: bool  # layers were added to match inference FLOPs
+    seed: int
+    tokens: int
+    residual_percent: float = 0.0
+
+    @property
+    def model_folder(self) -> str:
+        """Of the method at this depth. Budgets that ask for the same run share it."""
+        return f"{self.method.name}-{self.layers}-layers" if self.deepened else self.method.name
+
+    @property
+    def folder(self) -> str:
+        return f"{self.model_folder}/tokens-{self.tokens}-seed-{self.seed}"
+
+
+def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
+    """All runs, budget by budget, in the recipe's order.
+
+    Raises ValueError for a method that does not fit the model, and for inference_flops with `model.checkpoint`, whose
+    layers are fixed.
+    """
+    planned: list[Planned] = []
+    for budget in recipe.budgets:
+        for method in _models(recipe, budget, tokenizer):
+            planned += [replace(method, seed=seed) for seed in recipe.seeds]
+    return planned
+
+
+def inference_flops(config: FathomConfig, recipe: Recipe) -> float:
+    """Matrix-product FLOPs of one generated token, the mean over a context of `data.block_size`."""
+    return forward_flops_per_token(config, recipe.data.block_size).matmul
+
+
+def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
+    configs = [model_config(recipe, method, tokenizer) for method in recipe.methods]
+    tokens = recipe.training.tokens if budget.kind != "tokens" or budget.amount is None else int(budget.amount)
+    models = [
+        Planned(budget.kind, method, config.num_hidden_layers, False, recipe.seeds[0], tokens)
+        for method, config in zip(recipe.methods, configs, strict=True)
+    ]
+    if budget.kind == "train_flops":
+        costs = [
+            training_flops_per_token(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
+            for config in configs
+        ]
+        flops = costs[0] * recipe.training.tokens if budget.amount is None else budget.amount
+        return [replace(model, tokens=int(flops / cost)) for model, cost in zip(models, costs, strict=True)]
+    if budget.kind == "inference_flops":
+        if "checkpoint" in recipe.model:
+            raise ValueError(
+                "budgets: inference_flops adds layers to the cheaper methods, but model.checkpoint fixes them; "
+                "drop this budget or train from scratch"
+            )
+        target = max(inference_flops(config, recipe) for config in configs)
+        return [_deepen(model, recipe, tokenizer, target) for model in models]
+    return models
+
+
+def _deepen(model: Planned, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, target: float) -> Planned:
+    """Add the whole layers that bring the method's inference FLOPs nearest to `target`."""
+
+    def at(layers: int) -> tuple[MethodConfig, float]:
+        method = replace(model.method, fields={**model.method.fields, "num_hidden_layers": layers})
+        return method, inference_flops(model_config(recipe, method, tokenizer), recipe)
+
+    layers = model.layers
+    while at(layers)[1] < target:
+        layers += 1
+    if layers > model.layers and target - at(layers - 1)[1] < at(layers)[1] - target:
+        layers -= 1
+    method, cost = at(layers)
+    residual = 100 * (cost / target - 1)
+    if layers == model.layers:  # nothing to add: the run of the other budgets
+        return replace(model, residual_percent=residual)
+    return replace(model, method=method, layers=layers, deepened=True, residual_percent=residual)

@@ -1,0 +1,43 @@
+"""What a number was measured with: versions, commit, device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import fathom
+
+
+def versions() -> dict[str, str]:
+    """Of everything that can move a number."""
+    packages = {name: metadata.version(name) for name in ("transformers", "accelerate", "tokenizers")}
+    return {"fathom": fathom.__version__, "torch": torch.__version__, **packages, "python": platform.python_version()}
+
+
+def commit() -> str:
+    """The commit of Fathom's source, '+changes' behind it where files differ from it, or 'not a checkout'."""
+    package = Path(fathom.__file__).parent
+    try:
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # installed inside another project's checkout?
+        changed = _git(package, "status", "--porcelain", "--", ".")
+        return _git(package, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "not a checkout"
+
+
+def device() -> str:
+    """The name of the GPU, or the number of usable cores and the processor."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} CPU cores ({platform.machine()})"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,172 @@
+"""The comparison itself, on models of a few thousand parameters."""
+
+import json
+import random
+
+import pytest
+
+from fathom.data import prepare
+from fathom.report import compare as engine
+from fathom.report import measure
+from fathom.report.compare import compare
+from fathom.report.plan import inference_flops, plan
+from fathom.report.results import Results
+from fathom.train import load_recipe, model_config
+
+WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
+RECIPE = """
+name: tiny
+model: {backbone: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
+methods:
+  - {name: vanilla, lr: [1.0e-3, 1.0e-2]}
+  - {name: loop, depth: {name: loop, passes: 2}}
+data: {train: FOLDER/train.txt, validation: FOLDER/held-out.txt, tokenizer: {bpe: 300}, block_size: 32, num_proc: 1}
+training: {tokens: 1024, sequences: 4, lr: 1.0e-2, log_every: 1}
+seeds: [0, 1]
+budgets: [tokens, train_flops, inference_flops]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A comparison that was interrupted after its first run, and then run to its end."""
+    folder = tmp_path_factory.mktemp("compare")
+    words = random.Random(0).choices(WORDS, k=3000)
+    (folder / "train.txt").write_text(" ".join(words[:2500]))
+    (folder / "held-out.txt").write_text(" ".join(words[2500:]))
+    path = folder / "tiny.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)))
+    said = []
+
+    def interrupt(line):
+        said.append(line)
+        if line.startswith("vanilla/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(path, folder, say=interrupt)
+    first = next(folder.glob("tiny/vanilla/tokens-*/result.json"))
+    written = first.stat().st_mtime_ns
+    assert len({run.folder for run in Results.load(folder / "tiny" / "results.json").runs}) == 1
+    results = compare(path, folder, say=said.append)
+    assert first.stat().st_mtime_ns == written  # skipped
+    return folder, path, results, said
+
+
+def recipe_and_plan(finished):
+    folder, path, _, _ = finished
+    recipe = load_recipe(path)
+    tokenizer = prepare(recipe.data, folder / ".data").tokenizer
+    return recipe, tokenizer, plan(recipe, tokenizer)
+
+
+def test_every_method_and_seed_under_every_budget(finished):
+    folder, _, results, said = finished
+    wanted = [
+        (b, m, s) for b in ("tokens", "train_flops", "inference_flops") for m in ("vanilla", "loop") for s in (0, 1)
+    ]
+    assert [(run.budget, run.method, run.seed) for run in results.runs] == wanted
+    assert Results.load(folder / "tiny" / "results.json") == results
+    assert (folder / "tiny" / "report.html").stat().st_size > 100_000
+    assert not results.failures
+    assert said[0].startswith("Unigram baseline: ")
+
+
+def test_runs_hold_what_was_measured(finished):
+    for run in finished[2].runs:
+        assert 0 < run.bits_per_byte < 8
+        assert run.train_flops > 0 and run.tokens_per_second > 0 and run.peak_memory_bytes > 0
+        assert [point["tokens"] for point in run.history] == sorted(point["tokens"] for point in run.history)
+        assert [set(sample) for sample in run.samples] == [{"prompt", "text"}] * 2
+        assert run.versions["torch"] and run.commit and run.device
+
+
+def test_the_same_run_is_trained_once(finished):
+    runs = finished[2].runs
+    first = {run.budget: run.folder for run in runs if run.method == "vanilla" and run.seed == 0}
+    assert first["tokens"] == first["train_flops"] != first["inference_flops"]
+    dearest = {run.budget: run.folder for run in runs if run.method == "loop" and run.seed == 0}
+    assert dearest["tokens"] == dearest["inference_flops"] != dearest["train_flops"]
+
+
+def test_train_flops_are_equal_to_a_step(finished):
+    runs = [run for run in finished[2].runs if run.budget == "train_flops" and run.seed == 0]
+    assert len({run.train_tokens for run in runs}) == 2
+    step = max(run.train_flops / run.train_tokens * 4 * 32 for run in runs)
+    assert abs(runs[0].train_flops - runs[1].train_flops) <= step
+
+
+def test_inference_flops_are_matched_by_whole_layers(finished):
+    recipe, tokenizer, planned = recipe_and_plan(finished)
+    matched = {p.method.name: p for p in planned if p.budget == "inference_flops"}
+    assert (matched["vanilla"].layers, matched["loop"].layers) == (4, 2)
+    costs = {n: inference_flops(model_config(recipe, p.method, tokenizer), recipe) for n, p in matched.items()}
+    assert matched["loop"].residual_percent == 0
+    assert matched["vanilla"].residual_percent == pytest.approx(100 * (costs["vanilla"] / costs["loop"] - 1))
+    assert abs(matched["vanilla"].residual_percent) <= 3
+
+
+def test_the_sweep_is_kept_and_its_best_rate_used(finished):
+    results = finished[2]
+    for layers in (2, 4):
+        trials = [trial for trial in results.trials if (trial.method, trial.layers) == ("vanilla", layers)]
+        best = min(trials, key=lambda trial: trial.validation_loss)
+        assert len(trials) == 2 and best.chosen
+        assert {run.lr for run in results.runs if (run.method, run.layers) == ("vanilla", layers)} == {best.lr}
+    assert not [trial for trial in results.trials if trial.method == "loop"]
+
+
+def test_several_processes_give_the_same_results(finished):
+    folder, path, results, _ = finished
+    lost = folder / "tiny" / results.runs[0].folder / "result.json"
+    before = json.loads(lost.read_text())
+    lost.unlink()  # as if killed before the run was reported
+    again = compare(path, folder, jobs=2, say=lambda line: None)
+    assert json.loads(lost.read_text())["bits_per_byte"] == before["bits_per_byte"]
+    assert again == results
+    assert list((folder / "tiny" / "logs").glob("*.log"))
+
+
+def test_a_failed_run_is_reported_and_stops_no_other(finished, monkeypatch):
+    folder, path, results, _ = finished
+    train_run = measure.train_run
+
+    def fail_loop(recipe, method, **arguments):
+        if method.name == "loop":
+            raise OSError("no space left on device")
+        return train_run(recipe, method, **arguments)
+
+    monkeypatch.setattr(measure, "train_run", fail_loop)
+    partly = compare(path, folder, say=lambda line: None)
+    assert {run.method for run in partly.runs} == {"vanilla"}
+    assert len(partly.failures) == 4 and "no space left on device" in partly.failures[0]
+    monkeypatch.undo()
+    assert compare(path, folder, say=lambda line: None) == results
+
+
+def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("validation: FOLDER/held-out.txt", "validation: null"))
+    with pytest.raises(ValueError, match=r"data\.validation is null; a comparison needs held-out text"):
+        compare(path, tmp_path)
+    with pytest.raises(ValueError, match="--jobs 0: must be at least 1"):
+        compare(finished[1], tmp_path, jobs=0)
+    monkeypatch.setattr(engine.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="--jobs 3: only 2 GPUs are visible"):
+        compare(finished[1], tmp_path, jobs=3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="run it without torchrun and give --jobs"):
+        compare(finished[1], tmp_path)
+
+
+def test_layers_of_a_checkpoint_cannot_be_matched(finished):
+    folder, path, results, _ = finished
+    _, tokenizer, _ = recipe_and_plan(finished)
+    model = folder / "tiny" / results.runs[0].folder / "model"
+    fixed = path.with_name("fixed.yaml")
+    text = RECIPE.replace(
+        RECIPE[RECIPE.index("model:") : RECIPE.index("methods:")], f"model: {{checkpoint: {model}}}\n"
+    )
+    fixed.write_text(text)
+    with pytest.raises(ValueError, match=r"inference_flops adds layers .* model\.checkpoint fixes them"):
+        plan(load_recipe(fixed), tokenizer)
