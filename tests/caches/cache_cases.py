@@ -92,6 +92,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "pyramidkv": {"budget": 256},
     "kivi": {"group": 8, "residual": 256},
     "freqkv": {"budget": 256},
+    "scored": {"budget": 256},
     "vqkv": {"n_local": 256},
     "fourier_attention": {"n_local": 256, "frequencies": 8},
 }
@@ -107,6 +108,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pyramidkv": {"budget": 16, "n_recent": 4, "beta": 4},
     "kivi": {"group": 8, "residual": 16},
     "freqkv": {"budget": 16, "n_sink": 2, "n_recent": 1, "ratio": 0.4},
+    "scored": {"budget": 16, "n_recent": 2, "scorer": "keydiff"},  # knorm ties where a token repeats
     "vqkv": {"n_sink": 2, "n_local": 8, "flush_every": 3},
     "fourier_attention": {"n_sink": 2, "n_local": 4, "frequencies": 4, "headroom": 64},
 }

@@ -13,6 +13,7 @@ from fathom.caches.full import Full
 from fathom.caches.h2o import H2O
 from fathom.caches.kivi import KIVI
 from fathom.caches.report import compression_report
+from fathom.caches.scorer import Scored, register_scorer
 from fathom.caches.snapkv import PyramidKV, SnapKV
 from fathom.caches.streaming_llm import StreamingLLM
 from fathom.caches.tova import TOVA
@@ -22,7 +23,7 @@ from fathom.caches.weightedkv import WeightedKV
 from fathom.models.registry import nearest
 
 OURS = (TreeKV, WeightedKV, FreqKV, VQKV, FourierAttention)
-BASELINES = (Full, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI)
+BASELINES = (Full, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI, Scored)
 METHODS: dict[str, type[CacheMethod]] = {cls.name: cls for cls in OURS + BASELINES}
 
 
@@ -66,6 +67,7 @@ __all__ = [
     "FreqKV",
     "Full",
     "PyramidKV",
+    "Scored",
     "SnapKV",
     "StreamingLLM",
     "TreeKV",
@@ -78,6 +80,7 @@ __all__ = [
     "load_channels",
     "load_codebooks",
     "prefill",
+    "register_scorer",
     "search_channels",
     "train_codebooks",
 ]

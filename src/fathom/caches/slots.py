@@ -174,13 +174,12 @@ class SlotState(State):
         """Drop slots until `wanted` remain, and store."""
         self.seen += length
         excess = keys.shape[2] - self.wanted(length, keys.shape[2])
-        fresh = {"key": keys, "value": values, **self.grown}
         if excess > 0:
-            index, fresh["value"] = self.keep(values, excess, length)
-            for name, tensor in fresh.items():
+            index, values = self.keep(values, excess, length)
+            for name, tensor in {"key": keys, "value": values, **self.grown}.items():
                 self.keep_taken(name, tensor, index)
         else:
-            for name, tensor in fresh.items():
+            for name, tensor in {"key": keys, "value": values, **self.grown}.items():
                 setattr(self, name, tensor)
         self.grown = {}
 

@@ -92,7 +92,9 @@ class SnapState(SlotState):
         return self.method.n_recent if self.compresses(length) else 0
 
     def wanted(self, length: int, slots: int) -> int:
-        return self.method.kept_of_prompt(slots, self.context) if self.compresses(length) else slots
+        if not self.compresses(length):
+            return slots
+        return min(slots, self.method.kept_of_prompt(self.seen, self.context))  # T: all tokens so far
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
         self.score = received  # of this call only

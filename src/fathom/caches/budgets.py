@@ -1,0 +1,109 @@
+"""Equal real bytes: the options of a method that keep a fraction of the full cache's bytes at a given length.
+
+Budgets are matched on the closed forms (statistics, scales and indices included), never on nominal ratios. A method
+that cannot go that low without changing its definition says so and names its minimum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fathom.caches.base import CacheMethod, CacheShape
+from fathom.caches.fourier_attention import FourierAttention
+from fathom.caches.freqkv import FreqKV
+from fathom.caches.full import Full
+from fathom.caches.h2o import H2O
+from fathom.caches.kivi import KIVI
+from fathom.caches.snapkv import PyramidKV, SnapKV
+from fathom.caches.streaming_llm import StreamingLLM
+from fathom.caches.tova import TOVA
+from fathom.caches.treekv import TreeKV
+from fathom.caches.weightedkv import WeightedKV
+
+
+@dataclasses.dataclass(frozen=True)
+class NotReachable:
+    """`minimum`: the smallest fraction of the full cache that the method reaches at this length."""
+
+    minimum: float
+
+    def __str__(self) -> str:
+        return f"not reachable (minimum {self.minimum:.3f})"
+
+
+def _half(budget: int) -> int:
+    """The papers' split: half of what the sinks leave is recent (4 + 512 + 508 of 1024)."""
+    return max(0, (budget - 4) // 2)
+
+
+# name → (options at a given number of slots, fewest slots at which the method is itself)
+SLOTTED: dict[str, tuple[Callable[[int], CacheMethod], int]] = {
+    "treekv": (lambda m: TreeKV(budget=m, n_recent=_half(m), block=max(1, min(32, (m - 4 - _half(m)) // 3))), 16),
+    "weightedkv": (lambda m: WeightedKV(budget=m, n_recent=_half(m)), 16),
+    "streaming_llm": (lambda m: StreamingLLM(budget=m), 8),
+    "h2o": (lambda m: H2O(budget=m, n_recent=m // 2), 8),
+    "tova": (lambda m: TOVA(budget=m), 8),
+    "snapkv": (lambda m: SnapKV(budget=m, n_recent=min(32, m // 2)), 16),
+    "pyramidkv": (lambda m: PyramidKV(budget=m, n_recent=min(32, m // 2)), 16),
+    "freqkv": (lambda m: FreqKV(budget=m), 16),
+}
+
+
+def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **files: Any) -> CacheMethod | NotReachable:
+    """The method `name` with the most it can hold within `fraction` of the full cache's bytes after `tokens` tokens.
+
+    `files`: codebooks=… for vqkv (whose sizes fix its bytes), channels=… for fourier_attention.
+
+    Raises:
+        ValueError: unknown name, or vqkv without codebooks.
+    """
+    if name in SLOTTED:
+        make, fewest = SLOTTED[name]
+        return _largest(make, fewest, fraction, shape, tokens)
+    if name == "full":
+        return Full() if fraction >= 1 else NotReachable(1.0)
+    candidates: list[CacheMethod]
+    if name == "kivi":
+        candidates = [KIVI(bits=bits, residual=r) for bits in (8, 4, 2) for r in (128, 64, 32)]
+    elif name == "fourier_attention":
+        sizes = [(n, local) for n in (512, 256, 128, 64, 32) for local in (1024, 512, 256, 128, 64)]
+        common = {"window": tokens, **{key: value for key, value in files.items() if key == "channels"}}
+        candidates = [FourierAttention(frequencies=n, n_local=local, **common) for n, local in sizes if 2 * n < tokens]
+    elif name == "vqkv":
+        from fathom.caches.vqkv import VQKV
+
+        path = files.get("codebooks", "")
+        candidates = [
+            VQKV(codebooks=path, n_local=n, flush_every=min(n, 64), pack="bits") for n in (1024, 512, 256, 128, 64)
+        ]
+    else:
+        raise ValueError(
+            f"method {name!r}: known are {', '.join([*SLOTTED, 'full', 'kivi', 'vqkv', 'fourier_attention'])}"
+        )
+    full = Full().cache_bytes(shape, tokens)
+    ratios = [(method.cache_bytes(shape, tokens) / full, method) for method in candidates]
+    fitting = [pair for pair in ratios if pair[0] <= fraction]
+    if not fitting:
+        return NotReachable(min(ratio for ratio, _ in ratios))
+    return max(fitting, key=lambda pair: pair[0])[1]
+
+
+def _largest(
+    make: Callable[[int], CacheMethod], fewest: int, fraction: float, shape: CacheShape, tokens: int
+) -> CacheMethod | NotReachable:
+    """Bisection on the bytes at capacity, the most that the method holds between calls."""
+    full = Full().cache_bytes(shape, tokens)
+
+    def ratio(slots: int) -> float:
+        method = make(slots)
+        return method.cache_bytes(shape, tokens if method.name == "pyramidkv" else min(tokens, slots)) / full
+
+    if ratio(fewest) > fraction:
+        return NotReachable(ratio(fewest))
+    low, high = fewest, max(fewest + 1, tokens)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if ratio(middle) <= fraction else (low, middle)
+    return make(low)

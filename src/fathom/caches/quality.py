@@ -1,0 +1,109 @@
+"""Quality under a cache: perplexity by position (teacher forced through the cache), passkey and needle grids.
+
+Text is fed `chunk` tokens at a time: a chunk attends to the cache and to itself, then the cache is compressed. Nothing
+is ever scored under full attention unless the method is `Full`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fathom.caches.base import CacheMethod
+from fathom.caches.compress import compress, prefill
+from fathom.caches.report import compression_report
+from fathom.caches.versions import CACHE_NAME
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module, input_ids: Tensor, method: CacheMethod, chunk: int = 64, bins: int = 8
+) -> dict[str, Any]:
+    """Teacher-forced negative log-likelihood (nats a token) of rows [B,T] of equal length, but for the first token.
+
+    Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_std_rows (spread over
+    rows), and bytes and real_ratio after the last chunk.
+    """
+    if chunk < 1 or input_ids.shape[1] < 2:
+        raise ValueError(f"perplexity needs chunk ≥ 1 and at least 2 tokens, got {chunk} and {input_ids.shape[1]}")
+    losses, cache = [], None
+    with compress(model, method):
+        for start in range(0, input_ids.shape[1], chunk):
+            part = input_ids[:, start : start + chunk]
+            out = model(input_ids=part, use_cache=True, **{CACHE_NAME: cache})
+            cache = out[CACHE_NAME]
+            targets = input_ids[:, start + 1 : start + 1 + part.shape[1]]
+            logits = out.logits[:, : targets.shape[1]].float()
+            losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+    loss = torch.cat(losses, dim=1).cpu()
+    report = compression_report(cache)  # type: ignore[arg-type]
+    nll = loss.mean().item()
+    return {
+        "tokens": loss.numel(),
+        "nll": nll,
+        "perplexity": math.exp(nll),
+        "nll_by_position": [part.mean().item() for part in loss.chunk(bins, dim=1)],
+        "nll_std_rows": loss.mean(1).std().item() if len(loss) > 1 else None,
+        "bytes": report.compressed_bytes,
+        "real_ratio": report.real_ratio,
+    }
+
+
+@torch.no_grad()
+def retrieval(
+    model: nn.Module, tokenizer: Any, prompts: list[tuple[str, str, str]], method: CacheMethod, chunk: int = 512
+) -> list[bool]:
+    """(context, question, answer) → whether the greedy continuation of the question begins with the answer.
+
+    The context is read alone, `chunk` tokens at a time (the method does not see the question), then the question.
+    """
+    found = []
+    with compress(model, method):
+        for context, question, answer in prompts:
+            ids = tokenizer(context, return_tensors="pt").input_ids.to(next(model.parameters()).device)
+            cache = prefill(model, ids, chunk_size=chunk)[CACHE_NAME]
+            wanted = tokenizer(answer, add_special_tokens=False).input_ids
+            asked = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids.to(ids.device)
+            produced = []
+            for _ in wanted:
+                out = model(input_ids=asked, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+                asked = out.logits[:, -1:].argmax(-1)
+                produced.append(int(asked))
+            found.append(tokenizer.decode(produced).strip().startswith(answer.strip()))
+    return found
+
+
+def passkey_prompt(tokenizer: Any, filler: str, tokens: int, depth: float, key: int) -> tuple[str, str, str]:
+    """A pass key at `depth` (0 … 1) of `tokens` tokens of filler text."""
+    needle = f" The pass key is {key}. Remember it. {key} is the pass key. "
+    ids = tokenizer(filler, add_special_tokens=False).input_ids
+    room = tokens - len(tokenizer(needle, add_special_tokens=False).input_ids)
+    ids = (ids * (room // max(1, len(ids)) + 1))[:room]
+    cut = int(depth * room)
+    context = tokenizer.decode(ids[:cut]) + needle + tokenizer.decode(ids[cut:])
+    return context, "\nWhat is the pass key? The pass key is", f" {key}"
+
+
+def grid(
+    model: nn.Module,
+    tokenizer: Any,
+    filler: str,
+    lengths: list[int],
+    depths: list[float],
+    method_at: Any,
+    chunk: int = 512,
+) -> dict[str, Any]:
+    """Recall over lengths × depths; `method_at(length)` gives the method (its budget may depend on the length)."""
+    cells = {}
+    for length in lengths:
+        prompts = [
+            passkey_prompt(tokenizer, filler, length, d, 10000 + 7919 * (i + 1) % 89999) for i, d in enumerate(depths)
+        ]
+        hits = retrieval(model, tokenizer, prompts, method_at(length), chunk)
+        cells[str(length)] = dict(zip((str(depth) for depth in depths), hits))
+    values = [hit for row in cells.values() for hit in row.values()]
+    return {"cells": cells, "recall": sum(values) / len(values)}
