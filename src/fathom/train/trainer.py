@@ -54,7 +54,7 @@ _FREE = (
     "num_workers",
     "tensorboard",
 )
-# The argument's name since transformers 5.20; before, gradient_checkpointing
+# transformers 5.24 has both names and deprecates the second, 5.15 has only the second
 _fields = {field.name for field in dataclasses.fields(TrainingArguments)}
 _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _fields else "gradient_checkpointing"
 
@@ -188,6 +188,7 @@ def train_run(
     flops_per_token = training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing)
     set_seed(seed)
     model = _make_model(recipe, method, config)
+    parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     trainer = FathomTrainer(
         flops_per_token=flops_per_token,
         targets_per_block=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
@@ -210,7 +211,7 @@ def train_run(
     found = checkpoints.checkpoints(folder)
     if not found or checkpoints.step_of(found[-1]) < steps:  # else killed after the last checkpoint: only report
         _train(trainer, folder, str(found[-1]) if found else None, display)
-    result = _report(folder, method.name, seed, lr, sum(p.numel() for p in model.parameters()), data)
+    result = _report(folder, method.name, seed, lr, parameters, data)
     if arguments.should_save:
         result.save()
     trainer.accelerator.wait_for_everyone()
