@@ -109,9 +109,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
         else:
             targets = shift_labels
-            if (
-                targets is None
-            ):  # token t+1 is the target of position t; shifting the labels copies less than the states
+            if targets is None:
+                # token t+1 is the target of position t; shifting the labels copies less than shifting the states
                 targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # type: ignore[index]
             if self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
                 total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets)
