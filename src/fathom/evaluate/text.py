@@ -1,0 +1,173 @@
+"""Loss of a text under any causal language model: perplexity and bits per byte with a sliding window.
+
+    perplexity = exp(nats / tokens)        bits per byte = nats / (ln 2 · bytes)
+
+Windows of W tokens slide by S ≤ W over the sequence. The first window scores its W targets, every later one only the
+targets that no window before it has scored, at most S of them; so each token is scored once, and beyond the first
+window with at least W − S tokens of context. The last window is moved back to end with the text: it too is full.
+
+The text is preceded by the tokenizer's BOS token, or by its EOS token if it has no BOS (lm_eval's convention and, for
+models trained on documents separated by EOS, what they have seen), so that the first token of the text is scored too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fathom.data import token_byte_lengths
+from fathom.data.packing import encode
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScore:
+    """The loss of one text.
+
+    Attributes:
+        nats: −Σ log p over the scored tokens.
+        tokens: scored tokens: all of the text's.
+        bytes: UTF-8 bytes of the text.
+        window, stride: W and S.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int
+    window: int
+    stride: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats / self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.nats, self.bytes)
+
+
+def bits_per_byte(nats: float, bytes: int) -> float:
+    """nats / (ln 2 · bytes): comparable between tokenizers, unlike perplexity."""
+    return nats / (math.log(2) * bytes)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file, without a byte-order mark.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: it is empty, or not UTF-8 (the message says at which byte and line).
+    """
+    raw = Path(path).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path}: not UTF-8 at byte {error.start} (0x{raw[error.start]:02x}, line {line}): "
+            "convert the file to UTF-8"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{path}: holds no text")
+    return text
+
+
+def evaluate_text(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    window: int = 1024,
+    stride: int | None = None,
+    batch_size: int = 8,
+) -> TextScore:
+    """Score `text` with a sliding window (this module's docstring says how, and what precedes the text).
+
+    Special tokens written out in the text ("<|endoftext|>") are read as ordinary characters.
+
+    Args:
+        window: W; longer than the model's positions, it is cut to them.
+        stride: S; None is W // 2.
+
+    Raises:
+        ValueError: no text; a tokenizer with neither BOS nor EOS, or one that loses bytes (an unknown token); window,
+            stride or batch_size out of range.
+    """
+    if not text:
+        raise ValueError("text is empty: give at least one character")
+    token_byte_lengths(tokenizer)  # type: ignore[arg-type]  # refuses a tokenizer that can lose bytes
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if prefix is None:
+        raise ValueError("the tokenizer has neither a BOS nor an EOS token to put before the text; set one of them")
+    window = min(window, _positions(model) or window)
+    stride = max(1, window // 2) if stride is None else stride
+    nats, tokens = text_loss(model, [prefix, *encode([text], tokenizer)[0]], window, stride, batch_size)  # type: ignore[arg-type]
+    return TextScore(nats, tokens, len(text.encode()), window, stride)
+
+
+@torch.no_grad()
+def text_loss(
+    model: Any, token_ids: Sequence[int] | Int[Tensor, " n"], window: int, stride: int, batch_size: int = 8
+) -> tuple[float, int]:
+    """(−Σ log p in nats, number of scored tokens) of a token sequence under a causal language model of transformers.
+
+    The first token is context only; every other one is scored once, as this module's docstring says. Log-probabilities
+    in fp32 or wider, their sum in float64. The model is put in eval mode meanwhile.
+
+    Args:
+        window: W, tokens that the model reads at once.
+        stride: S, tokens by which the window moves.
+        batch_size: windows in a batch.
+
+    Raises:
+        ValueError: fewer than two tokens; not 1 ≤ stride ≤ window ≤ the model's positions; batch_size below 1.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.int64)
+    if len(ids) < 2:
+        raise ValueError(f"token_ids has {len(ids)} tokens: at least 2 are needed, the first is context only")
+    limit = _positions(model)
+    if window < 1 or (limit is not None and window > limit):
+        raise ValueError(f"window={window}: must be at least 1 and at most the model's {limit} positions")
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride={stride}: must be at least 1 and at most window={window}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: must be at least 1")
+
+    inputs, targets = ids[:-1].to(model.device), ids[1:].to(model.device)
+    window = min(window, len(inputs))
+    spans = list(scored_spans(len(inputs), window, stride))
+    keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+    nats, training = 0.0, model.training
+    model.eval()
+    try:
+        for at in range(0, len(spans), batch_size):
+            batch = spans[at : at + batch_size]
+            keep = max(stop - start for start, stop in batch)
+            rows = torch.stack([inputs[stop - window : stop] for _, stop in batch])
+            logits = model(rows, use_cache=False, **({"logits_to_keep": keep} if keeps_logits else {})).logits
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            for row, (start, stop) in zip(logits, batch, strict=True):
+                scored = row[-(stop - start) :].to(wide)
+                nats += float(F.cross_entropy(scored, targets[start:stop], reduction="none").double().sum())
+    finally:
+        model.train(training)
+    return nats, len(targets)
+
+
+def scored_spans(length: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the positions that each window scores; the window itself is [stop − window, stop)."""
+    yield 0, window
+    for start in range(window, length, stride):
+        yield start, min(start + stride, length)
+
+
+def _positions(model: Any) -> int | None:
+    return getattr(model.config, "max_position_embeddings", None)
