@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from fathom.models import depth_attention_checkpoints
 from fathom.models.configuration import FAMILIES, FathomConfig
 
 State = dict[str, Tensor]
@@ -232,6 +233,7 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
 
     Raises ValueError for an unsupported family or field.
     """
+    stock, changes = depth_attention_checkpoints.translate(stock, changes)
     if stock.model_type not in STOCK:
         raise ValueError(f"family {stock.model_type!r} is not supported; supported families: {', '.join(STOCK)}")
     refuse_unimplemented(stock)
@@ -265,6 +267,7 @@ def load_stock(
     stock_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
     if stock_config.model_type == FathomConfig.model_type:
         return None
+    stock_config, changes = depth_attention_checkpoints.translate(stock_config, changes)
     placement = {name: kwargs.pop(name) for name in PLACEMENT if name in kwargs}
     dtype = placement.get("dtype", placement.pop("torch_dtype", "auto"))
     if "gguf_file" in hub:  # dequantised on reading
