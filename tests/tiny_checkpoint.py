@@ -39,6 +39,7 @@ def save_stock(folder: Path) -> Path:
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of `fathom …`."""
+    capsys.readouterr()  # what came before
     monkeypatch.setattr(sys, "argv", ["fathom", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         cli.main()

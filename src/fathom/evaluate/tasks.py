@@ -47,7 +47,7 @@ def evaluate_tasks(
     for task in tasks:
         if task not in manager.all_tasks:
             raise ValueError(f"task {task!r} does not exist{nearest(task, manager.all_tasks)}; task_dir adds your own")
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
     found = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, log_samples=False, bootstrap_iters=0)
     assert found is not None  # None only on ranks other than 0
     return {task: _metrics(row) for task, row in found["results"].items()}

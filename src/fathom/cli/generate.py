@@ -1,0 +1,63 @@
+"""`fathom generate`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+
+def command(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    stream: Annotated[bool, typer.Option("--stream", help="Print each word as it comes.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the continuation.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.", min=1)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
+) -> None:
+    """Continue a text.
+
+    \b
+    Example:
+      fathom generate runs/demo/vanilla-seed0/model --prompt "The old man" --stream
+    """
+    if not prompt.strip():
+        raise ValueError("--prompt is empty: give the text to continue")
+
+    import torch
+    from transformers import TextStreamer
+    from transformers.utils import logging
+
+    from fathom.evaluate import load_checkpoint
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    model, tokenizer = load_checkpoint(checkpoint, device)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    length = inputs["input_ids"].shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length + max_new_tokens > limit:
+        raise ValueError(
+            f"--max-new-tokens={max_new_tokens}: with the prompt's {length} tokens that is more than the model's "
+            f"{limit} positions; at most {max(0, limit - length)} are possible"
+        )
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:  # 0 and None are transformers' "off" for top_k and top_p
+        options.update(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
+    torch.manual_seed(seed)
+    ids = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,  # type: ignore[arg-type]
+        **options,
+    )
+    if not stream:
+        typer.echo(tokenizer.decode(ids[0], skip_special_tokens=True))

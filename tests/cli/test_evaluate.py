@@ -1,0 +1,121 @@
+"""`fathom evaluate`."""
+
+import json
+
+import pytest
+
+from fathom.evaluate import evaluate_text, load_checkpoint
+from tiny_checkpoint import TEXT, run_cli, save_fathom, save_stock
+
+TASK = """
+task: local_likelihood
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{context}}}}"
+doc_to_target: "{{{{continuation}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture(scope="module", params=[save_fathom, save_stock], ids=["fathom", "stock"])
+def folder(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return lambda *arguments: run_cli(monkeypatch, capsys, "evaluate", *arguments)
+
+
+def test_text(run, folder, text):
+    code, out, _ = run(folder, "--text", text, "--window", 32, "--stride", 8, "--json")
+    found = json.loads(out)
+    expected = evaluate_text(*load_checkpoint(str(folder), "cpu"), TEXT, 32, 8)
+    assert code == 0
+    assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte)
+    assert found["perplexity"] == pytest.approx(expected.perplexity)
+    assert (found["tokens"], found["bytes"]) == (expected.tokens, len(TEXT.encode()))
+    assert (found["window"], found["stride"]) == (32, 8)
+
+
+def test_text_in_words(run, folder, text):
+    out = run(folder, "--text", text)[1]
+    assert "perplexity" in out and "bits per byte" in out and "window 64, stride 32" in out and "\x1b" not in out
+
+
+def test_tasks(run, folder, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
+    (tmp_path / "documents.jsonl").write_text('{"context": "The sea was", "continuation": " calm"}\n' * 3)
+    (tmp_path / "task.yaml").write_text(TASK.format(file=tmp_path / "documents.jsonl"))
+    options = (folder, "--tasks", "local_likelihood", "--task-dir", tmp_path, "--limit", 2)
+    code, out, _ = run(*options, "--json")
+    assert code == 0
+    assert json.loads(out)["tasks"]["local_likelihood"]["acc"] in (0.0, 1.0)
+    assert "local_likelihood  acc  " in run(*options)[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "book.txt: holds no text"),
+        (b"\n \n", "book.txt: holds no text"),
+        (b"one\ntwo \xff", "book.txt: not UTF-8 at byte 8 (0xff, line 2): convert the file to UTF-8"),
+    ],
+)
+def test_bad_text(run, folder, text, content, message):
+    text.write_bytes(content)
+    code, _, err = run(folder, "--text", text)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_missing_text(run, folder, tmp_path):
+    code, _, err = run(folder, "--text", tmp_path / "absent.txt")
+    assert (code, err) == (2, f"fathom: {tmp_path / 'absent.txt'}: No such file or directory\n")
+
+
+def test_unreadable_text(run, folder, tmp_path):
+    code, _, err = run(folder, "--text", tmp_path)
+    assert (code, err) == (2, f"fathom: {tmp_path}: Is a directory\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give either --text FILE or --tasks NAME,NAME"),
+        (("--text", "a", "--tasks", "b"), "give either --text FILE or --tasks NAME,NAME"),
+        (("--text", "a", "--limit", 1), "--task-dir and --limit go with --tasks"),
+        (("--tasks", ","), "--tasks=',': names no task"),
+    ],
+)
+def test_options_that_do_not_go_together(run, folder, options, message):
+    assert run(folder, *options)[::2] == (2, f"fathom: {message}\n")
+
+
+def test_stride_beyond_window(run, folder, text):
+    code, _, err = run(folder, "--text", text, "--window", 16, "--stride", 17)
+    assert code == 2 and "stride=17: must be at least 1 and at most window=16" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model_type": "t5"}, "family 't5' is not supported"), ({"vocab_size": 299}, "300 token ids")],
+)
+def test_bad_checkpoint(run, tmp_path, text, change, message):
+    folder = save_fathom(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    code, _, err = run(folder, "--text", text)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_help_has_an_example(run):
+    assert "fathom evaluate runs/" in run("--help")[1]
