@@ -1,8 +1,8 @@
 """Run an attack and prove, on logits, what it did to the model's function."""
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,28 +11,30 @@ from fathom.lineage.transforms import EXACT
 from fathom.lineage.weights import Weights
 
 
-@dataclass(frozen=True)
-class Attack:
-    """A changed model and how far its logits are from the original's: max |Δ| / max |logit| on the probe tokens."""
+def stock_model(path: Path, dtype: torch.dtype) -> Any:
+    """The transformers model of a local folder, eager kernels, without its progress bars."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
-    name: str
-    weights: Weights
-    logit_error: float
+    # eager experts: the grouped kernel has no float64
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if experts else {})
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **eager).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def logits(weights: Weights, tokens: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Logits [batch, T, vocab] of the model as transformers computes them, from a checkpoint written and read back."""
-    from transformers import AutoModelForCausalLM
-
     with tempfile.TemporaryDirectory(prefix="fathom-attack-") as folder:
-        path = weights.save(Path(folder) / "model", dtype)
-        # eager experts: the grouped kernel has no float64
-        eager = {"attn_implementation": "eager"} | (
-            {"experts_implementation": "eager"} if weights.geometry.experts else {}
-        )
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **eager)
+        model = stock_model(weights.save(Path(folder) / "model", dtype), dtype)
         with torch.no_grad():
-            return model.eval()(tokens).logits
+            return model(tokens).logits
 
 
 def logit_error(original: Weights, changed: Weights, tokens: Tensor, dtype: torch.dtype = torch.float64) -> float:

@@ -124,6 +124,23 @@ class Checkpoint:
         """Raw roles stored for a layer (fused ones under their fused name)."""
         return {role for l, role in self._layer_names if l == layer}
 
+    def unfused_roles(self, layer: int) -> list[str]:
+        """Roles of a layer as `read` takes them: fused matrices and stacked experts by their parts, sorted."""
+        found: list[str] = []
+        for stored in self.layer_roles(layer):
+            base, bias = stored.removesuffix(".bias"), ".bias" if stored.endswith(".bias") else ""
+            if parts := [role for role, fused in _FUSED.items() if fused == base]:
+                found += [role + bias for role in parts]
+            elif base.startswith("experts.") and base.count(".") == 1:
+                found += [f"experts.{e}.{base.split('.')[1]}{bias}" for e in range(self.geometry.experts)]
+            else:
+                found.append(stored)
+        return sorted(found)
+
+    def outer_roles(self) -> list[str]:
+        """Roles outside the layers that `outer` takes."""
+        return sorted(set(self._names) - {"embed", "head"})
+
     def has(self, layer: int, role: str) -> bool:
         """Whether `read(layer, role)` would succeed."""
         if role.removesuffix(".bias") in _FUSED and (layer, _fused(role)) in self._layer_names:

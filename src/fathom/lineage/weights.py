@@ -51,20 +51,13 @@ class Weights:
         tensors = {"embed": model.embedding()}
         if not model.tied:
             tensors["head"] = model.head()
-        for role in ("final_norm", "final_norm.bias", "positions", "head.bias"):
+        for role in model.outer_roles():
             if (tensor := model.outer(role)) is not None:
                 tensors[role] = tensor
         fused = set()
         for layer in range(model.geometry.layers):
-            for stored in sorted(model.layer_roles(layer)):
-                base, bias = stored.removesuffix(".bias"), ".bias" if stored.endswith(".bias") else ""
-                names = [stored]
-                if base in _FUSED:
-                    fused.add(base)
-                    names = [role + bias for role in _FUSED[base]]
-                elif base.startswith("experts.") and base.count(".") == 1:
-                    names = [f"experts.{e}.{base.split('.')[1]}{bias}" for e in range(model.geometry.experts)]
-                tensors |= {f"layers.{layer}.{role}": model.read(layer, role) for role in names}
+            fused |= {"qkv", "gate_up"} & {role.removesuffix(".bias") for role in model.layer_roles(layer)}
+            tensors |= {f"layers.{layer}.{role}": model.read(layer, role) for role in model.unfused_roles(layer)}
         path = Path(model.source)
         source = path if path.is_dir() else path.parent
         return cls(config, family, tensors, model.vocabulary, source, None, fused)

@@ -1,0 +1,300 @@
+"""`fathom lineage`: which model does this one come from?"""
+
+import base64
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+app = typer.Typer(
+    help="Say which model another one comes from: compare, fingerprint, verify, matrix, merge, attack.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+Model = Annotated[str, typer.Argument(help="Folder, .gguf file, LoRA adapter folder, or hub name.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Progress bars on a terminal, nothing elsewhere. Yields: title → callback(done, total)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=_err, transient=True, disable=quiet or not _err.is_terminal) as progress:
+
+        def start(title: str) -> Callable[[int, int], None]:
+            task = progress.add_task(title, total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
+
+        yield start
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and value != value:
+            return None  # JSON has no NaN
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    typer.echo(json.dumps(plain(record), indent=2))
+
+
+@app.command()
+def compare(
+    a: Model,
+    b: Model,
+    method: Annotated[Literal["awm", "huref", "all"], typer.Option(help="What to compare by.")] = "all",
+    alignment: Annotated[
+        Literal["auto", "lap", "procrustes"], typer.Option(help="How AWM matches residual axes.")
+    ] = "auto",
+    paper: Annotated[bool, typer.Option("--paper", help="AWM as published: stored weights, LAP.")] = False,
+    parts: Annotated[bool, typer.Option("--parts", help="Also score gate, up, v, o and down.")] = False,
+    base: Annotated[str | None, typer.Option(help="Base model, when A or B is a LoRA adapter.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained page here.")] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated."""
+    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.compare import abstain
+    from fathom.lineage.compare import compare as run
+    from fathom.lineage.errors import NoAnchorError, PackedWeightsError
+    from fathom.lineage.page import write_page
+
+    try:
+        models = [open_checkpoint(m, base=base, device=device) for m in (a, b)]
+        with _bars(as_json) as bars:
+            result = run(models[0], models[1], method, alignment, paper=paper, parts=parts, progress=bars)
+    except (PackedWeightsError, NoAnchorError) as error:
+        result = abstain(a, b, str(error))
+    if html is not None:
+        write_page(result, html)
+    if as_json:
+        _print_json(result.as_dict())
+    else:
+        _show(result)
+    raise typer.Exit(result.exit_code)
+
+
+def _show(result: Any) -> None:
+    _out.print(
+        f"{result.verdict.upper()}",
+        style={"related": "bold green", "unrelated": "bold"}.get(result.verdict, "bold yellow"),
+    )
+    for reason in result.reasons:
+        _out.print(f"  {reason}", soft_wrap=True, markup=False)
+    if not result.details:
+        return
+    table = Table("method", "score", "z", "p", "independent pairs", "verdict", box=None)
+    for name, r in result.details.items():
+        null = r["null"]
+        about = "not measured" if null is None else f"{null['mean']:.4f} ± {null['std']:.4f}, n = {null['n']}"
+        numbers = ["–" if v is None else format(v, f) for v, f in ((r["z"], ".1f"), (r["p"], ".1e"))]
+        table.add_row(name, f"{r['score']:.4f}", *numbers, about, r["verdict"])
+    _out.print(table)
+    if result.layers:
+        cells = " ▁▂▃▄▅▆▇█"
+        for role in ("q", "k"):
+            line = "".join(cells[round(8 * min(max(layer[role], 0), 1))] for layer in result.layers)
+            _out.print(f"{role} by layer |{line}|", markup=False, soft_wrap=True)
+
+
+@app.command()
+def fingerprint(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="New folder for the fingerprint.")],
+    key: Annotated[Path | None, typer.Option(help="Ed25519 private key (PEM) to sign with.")] = None,
+    generator: Annotated[Path | None, typer.Option(help="StyleGAN2 generator (safetensors) for the picture.")] = None,
+    opening: Annotated[
+        bool, typer.Option("--opening", help="Also write opening/, for an auditor (shows weights!).")
+    ] = False,
+    device: Device = "cpu",
+) -> None:
+    """Write a model's vector, picture and commitment. Keep secret.key: it opens the commitment."""
+    from fathom import __version__
+    from fathom.lineage import commitment
+    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.huref import fingerprint as compute
+    from fathom.lineage.picture import Renderer, creature, save_picture
+    from fathom.lineage.stylegan2 import StyleGAN2
+
+    if output.exists() and any(output.iterdir()):
+        raise FileExistsError(f"{output}: exists and is not empty; name a new folder")
+    signer = None if key is None else commitment.load_key(key)
+    opened = open_checkpoint(model, device=device)
+    mark = compute(opened)
+    secret = secrets.token_bytes(32)
+    record = commitment.statement(opened, mark, secret, __version__)
+    render: Renderer = creature if generator is None else StyleGAN2.load(generator)
+    output.mkdir(parents=True, exist_ok=True)
+    save_picture(render(mark.vector.numpy()), output / "picture.png")
+    document = {"statement": record, "signature": None if signer is None else commitment.sign(record, signer)}
+    (output / "fingerprint.json").write_text(json.dumps(document, indent=1))
+    handle = os.open(output / "secret.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(base64.b64encode(secret).decode())
+    if opening:
+        part = commitment.open_selected(opened, record, secret)
+        (output / "opening").mkdir()
+        (output / "opening" / "opened.safetensors").write_bytes(part.tensors)
+        (output / "opening" / "proof.json").write_text(json.dumps(part.proof))
+    _out.print(f"root {record['root']}", markup=False)
+    _out.print(f"written: {output} (keep secret.key private)", markup=False, soft_wrap=True)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Fingerprint folder or its fingerprint.json.")],
+    model: Annotated[str | None, typer.Argument(help="The model, to recompute everything (tier 0).")] = None,
+    trust: Annotated[Path | None, typer.Option(help="Public key (PEM) the signature must be by.")] = None,
+    secret: Annotated[Path | None, typer.Option(help="secret.key of the owner, to recompute the root.")] = None,
+) -> None:
+    """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). Exit code 1:
+    mismatch."""
+    from fathom.lineage import commitment
+    from fathom.lineage.checkpoint import open_checkpoint
+
+    file = folder / "fingerprint.json" if folder.is_dir() else folder
+    document = json.loads(file.read_text())
+    record, signature = document["statement"], document["signature"]
+    try:
+        if signature is not None:
+            trusted = None if trust is None else commitment.load_public_key(trust)
+            signer = commitment.check_signature(record, signature, trusted)
+            _out.print(f"signature valid, by {'the trusted key' if trust else 'key ' + signer}", markup=False)
+        elif trust is not None:
+            raise commitment.CommitmentError("signature: there is none, but --trust asks for one")
+        else:
+            _out.print("unsigned: nothing says who made this fingerprint")
+        if model is not None:
+            salt = None if secret is None else base64.b64decode(secret.read_text())
+            found = commitment.check_model(record, open_checkpoint(model), salt)
+            _out.print(f"vector recomputed from the weights: cosine {found['cosine']:.6f}")
+            _out.print("root recomputed: equal" if "root" in found else "root not checked: it needs --secret")
+        part = file.parent / "opening"
+        if part.is_dir():
+            proof = json.loads((part / "proof.json").read_text())
+            opened = commitment.Opening((part / "opened.safetensors").read_bytes(), proof)
+            _out.print(
+                f"opening belongs to the root; vector from it: cosine {commitment.check_opening(record, opened):.6f}"
+            )
+    except commitment.CommitmentError as error:
+        _err.print(f"MISMATCH {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def matrix(
+    models: Annotated[list[str], typer.Argument(help="Two or more models.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="PNG of the clustered heat map and tree.")
+    ] = None,
+    alignment: Annotated[Literal["lap", "procrustes"], typer.Option(help="How AWM matches residual axes.")] = "lap",
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Hardened AWM of all pairs, clustered."""
+    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.compare import matrix as run
+
+    opened = [open_checkpoint(m, device=device) for m in models]
+    with _bars(as_json) as bars:
+        result = run(opened, alignment, bars("pairs"))
+    if output is not None:
+        from fathom.lineage.heatmap import save_matrix
+
+        save_matrix(result, output)
+    if as_json:
+        tree, scores = result.tree.tolist(), result.scores.tolist()
+        _print_json({"models": result.names, "scores": scores, "order": result.order, "tree": tree})
+        return
+    table = Table("", *(f"[{i}]" for i in range(len(models))), box=None)
+    for i in result.order:
+        table.add_row(
+            f"[{i}] {result.names[i]}".replace("[", "\\["), *(f"{result.scores[i, j]:.3f}" for j in range(len(models)))
+        )
+    _out.print(table)
+
+
+@app.command()
+def merge(
+    suspect: Model,
+    parents: Annotated[list[str], typer.Argument(help="Two or more candidate parents.")],
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Estimate of which parents a model is a merge, and in what proportion."""
+    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.merge import merge_weights
+
+    opened = [open_checkpoint(m, device=device) for m in (suspect, *parents)]
+    with _bars(as_json) as bars:
+        found = merge_weights(opened[0], opened[1:], bars("layers"))
+    if as_json:
+        record = {"parents": parents, "weights": found.weights, "errors": found.errors}
+        _print_json(record | {"explained": found.explained, "unexplained": found.unexplained, "layers": found.layers})
+        return
+    for name, weight, error in zip(parents, found.weights, found.errors):
+        _out.print(f"{weight:8.4f} ± {error:.4f}  {name}", markup=False, soft_wrap=True)
+    _out.print(f"left over: {found.unexplained:.1%} of the distance to the nearest parent")
+
+
+@app.command()
+def attack(
+    model: Model,
+    transform: Annotated[str, typer.Option(help="Name of a transform; see --list.")] = "all",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="New folder for the changed model.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the transform.")] = 0,
+    show: Annotated[bool, typer.Option("--list", help="List transforms and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Disguise a model. Exact transforms are checked on logits: exit code 1 if the function changed."""
+    import torch
+
+    from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
+    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.perturb import INEXACT
+    from fathom.lineage.transforms import EXACT
+    from fathom.lineage.weights import Weights
+
+    if show:
+        for name, entry in EXACT.items():
+            _out.print(f"{name:18} exact {entry.code:5} {entry.summary}", markup=False)
+        for name in INEXACT:
+            _out.print(f"{name:18} inexact", markup=False)
+        return
+    if transform not in EXACT and transform not in INEXACT:
+        raise ValueError(f"transform: {transform!r} is unknown; see fathom lineage attack MODEL --list")
+    original = Weights.load(open_checkpoint(model))
+    if transform in EXACT:
+        changed = apply_exact(original, transform, seed)
+    else:
+        changed = INEXACT[transform](original, torch.Generator().manual_seed(seed))
+    same_tokens = (
+        changed.tensors["embed"].shape[0] == original.tensors["embed"].shape[0] or changed.renumbering is not None
+    )
+    error = logit_error(original, changed, probe_tokens(original), torch.float32) if same_tokens else None
+    if output is not None:
+        changed.save(output)
+    record = {"model": model, "transform": transform, "seed": seed, "exact": transform in EXACT, "logit_error": error}
+    if as_json:
+        _print_json(record)
+    elif error is not None:
+        _out.print(f"{transform}: logits differ by {error:.1e} of the largest", markup=False)
+    # float32 rounding through a whole model stays below 1e-3; rounding to bfloat16 is exact only for bfloat16 models
+    if transform in EXACT and transform != "half_precision" and error is not None and error > 1e-3:
+        raise typer.Exit(1)

@@ -1,0 +1,168 @@
+"""Two models, or many: run the methods, judge the scores, keep the evidence in one record."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage, optimal_leaf_ordering
+from scipy.spatial.distance import squareform
+
+from fathom.lineage.awm import Anchor, AWMResult, Progress, awm
+from fathom.lineage.checkpoint import Checkpoint
+from fathom.lineage.errors import NoAnchorError
+from fathom.lineage.huref import ics
+from fathom.lineage.verdict import EXIT_CODES, Verdict, Word, combine, judge
+
+Method = Literal["awm", "huref", "all"]
+Alignment = Literal["auto", "lap", "procrustes"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome for a pair. `score`, `z` and `method` are those of the deciding method; `details` holds all."""
+
+    a: str
+    b: str
+    verdict: Word
+    score: float
+    z: float | None
+    p: float | None
+    method: str
+    coverage: float
+    reasons: list[str]
+    details: dict[str, dict[str, Any]]
+    layers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def abstain(a: str, b: str, reason: str) -> Comparison:
+    """The comparison could not be made: inconclusive, with the reason."""
+    return Comparison(a, b, "inconclusive", float("nan"), None, None, "none", 0.0, [reason], {})
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    method: Method = "all",
+    alignment: Alignment = "auto",
+    *,
+    paper: bool = False,
+    anchor: Anchor = "auto",
+    power: float = 1.0,
+    parts: bool = False,
+    progress: Callable[[str], Progress] | None = None,
+) -> Comparison:
+    """Is b's origin in a's weights, or the reverse, or a common one?
+
+    method:    "awm", "huref" or "all".
+    alignment: "lap", "procrustes", or "auto": LAP, and Procrustes too unless LAP already says related.
+    paper:     the published AWM (stored weights, LAP) instead of the hardened one.
+
+    Raises NoAnchorError when nothing ties the models together, CheckpointError when a weight cannot be read.
+    """
+    width = min(a.geometry.hidden, b.geometry.hidden)
+    details: dict[str, dict[str, Any]] = {}
+    judged: list[tuple[str, Verdict, float]] = []
+    layers: list[dict[str, Any]] = []
+    failures: list[str] = []
+    if method in {"awm", "all"}:
+        modes: list[Literal["lap", "procrustes"]] = ["lap"] if alignment == "auto" or paper else [alignment]
+        while modes:
+            mode = modes.pop()
+            report = progress(f"AWM, {mode}") if progress else None
+            try:
+                result = awm(
+                    a, b, hardened=not paper, alignment=mode, anchor=anchor, power=power, parts=parts, progress=report
+                )
+            except NoAnchorError as error:
+                failures.append(str(error))
+                break
+            verdict = judge(result.mode, width, result.score, result.coverage, result.anchors_tried)
+            judged.append((f"awm {result.mode}", verdict, result.coverage))
+            details[f"awm {result.mode}"] = _awm_record(result, verdict)
+            if not layers or verdict.verdict == "related":
+                layers = [asdict(s) for s in result.layers]
+            if alignment == "auto" and not paper and mode == "lap" and verdict.verdict != "related":
+                modes = ["procrustes"]
+    if method in {"huref", "all"}:
+        try:
+            outcome = ics(a, b)
+        except NoAnchorError as error:
+            failures.append(str(error))
+        else:
+            verdict = judge("huref-ics", width, outcome.score)
+            judged.append(("huref", verdict, 1.0))
+            details["huref"] = {**asdict(outcome), **verdict.as_dict(), "notes": outcome.notes}
+    if not judged:
+        raise NoAnchorError("; ".join(dict.fromkeys(failures)))
+    word = combine([v for _, v, _ in judged])
+    # AWM decides where it agrees with the outcome: z of different methods are no common scale.
+    agreeing = [j for j in judged if j[1].verdict == word] or judged
+    agreeing = [j for j in agreeing if j[0].startswith("awm")] or agreeing
+    name, best, coverage = max(agreeing, key=lambda j: -1e9 if j[1].z is None else j[1].z)
+    reasons = [*best.reasons, *failures]
+    for record in details.values():
+        reasons += [note for note in record.get("notes", ()) if note not in reasons]
+    return Comparison(
+        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers
+    )  # fmt: skip
+
+
+def _awm_record(result: AWMResult, verdict: Verdict) -> dict[str, Any]:
+    found = result.alignment
+    return {
+        **verdict.as_dict(),
+        "score_q": result.score_q,
+        "score_k": result.score_k,
+        "coverage": result.coverage,
+        "layer_order_kendall_tau": result.order,
+        "alignment": {
+            "mode": found.mode,
+            "anchor": found.anchor,
+            "shared_tokens": found.tokens,
+            "confidence": found.confidence,
+            "margin": found.margin,
+            "anchors_tried": result.anchors_tried,
+        },
+        "notes": result.notes,
+    }
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Scores of all pairs, and a tree by average linkage on 1 − score."""
+
+    names: list[str]
+    scores: np.ndarray
+    tree: np.ndarray
+    order: list[int]
+
+
+def matrix(
+    models: Sequence[Checkpoint],
+    alignment: Literal["lap", "procrustes"] = "lap",
+    progress: Callable[[int, int], None] | None = None,
+) -> Matrix:
+    """Hardened AWM of every pair. Pairs without an anchor score 0. Raises ValueError for fewer than two models."""
+    n = len(models)
+    if n < 2:
+        raise ValueError(f"models: {n} given; a matrix needs at least two")
+    scores = np.eye(n)
+    pairs = [(i, j) for i in range(n) for j in range(i)]
+    for done, (i, j) in enumerate(pairs, 1):
+        try:
+            scores[i, j] = scores[j, i] = awm(models[i], models[j], alignment=alignment).score
+        except NoAnchorError:
+            scores[i, j] = scores[j, i] = 0.0
+        if progress:
+            progress(done, len(pairs))
+    distances = squareform(np.clip(1 - scores, 0, 2), checks=False)
+    tree = optimal_leaf_ordering(linkage(distances, "average"), distances)
+    return Matrix([m.source for m in models], scores, tree, leaves_list(tree).tolist())
