@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from fathom import FathomConfig
 from fathom.cost import kv_bytes_per_token, mixing_per_token, parameter_counts
 from fathom.depth.depth_attention import DepthAttention
 from fathom.ops.depth_mix import depth_mix, depth_weights
+from fathom.train.recipe import load_recipe, model_config
 from tiny import assert_close, tiny_model, tokens
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 LOOP, PONDERING = {"name": "loop", "passes": 3}, {"name": "pondering", "steps": 1}
 
 
@@ -312,6 +315,35 @@ def test_cost_at_3b_is_the_papers():
     assert cost.bytes / 1024 == 282
     assert parameter_counts(config) == parameter_counts(vanilla)
     assert kv_bytes_per_token(config) == kv_bytes_per_token(vanilla)
+
+
+@pytest.mark.parametrize(
+    "size,parameters,candidates,key_width",
+    [
+        ("360m", 960 * (2 * 50304 + 1) + 24 * (960 * (4 * 960 + 3 * 2540 + 2) + 128), 57, 960),
+        ("500m", 1152 * (2 * 50304 + 1) + 24 * (1152 * (4 * 1152 + 3 * 3072 + 2) + 128), 57, 1152),
+        ("710m", 1280 * (2 * 50304 + 1) + 32 * (1280 * (4 * 1280 + 3 * 3072 + 2) + 128), 77, 1280),
+        ("1.5b", 1536 * (2 * 50304 + 1) + 48 * (1536 * (2 * 1536 + 2 * 384 + 3 * 4096 + 2) + 128), 117, 384),
+        ("3b", 2048 * (2 * 50304 + 1) + 48 * (2048 * (2 * 2048 + 2 * 512 + 3 * 6912 + 2) + 128), 117, 512),
+    ],
+)
+def test_recipes_of_the_papers_rows_cost_what_their_sizes_say(size, parameters, candidates, key_width):
+    recipe = load_recipe(RECIPES / f"depth_attention_{size}.yaml")
+    config = model_config(recipe, recipe.method("depth_attention"))
+    assert parameter_counts(config).total == parameters
+    layers = config.num_hidden_layers
+    assert mixing_per_token(config).flops == 4 * key_width * candidates
+    assert mixing_per_token(config).bytes == 2 * key_width * (2 * candidates + layers)
+    step = recipe.training.sequences * recipe.training.gradient_accumulation * 32 * recipe.data.block_size
+    assert recipe.training.tokens == 15_625 * 1024 * 2048 == 15_625 * step
+
+
+def test_the_small_recipe_compares_what_it_says():
+    recipe = load_recipe(RECIPES / "depth_attention_small.yaml")
+    configs = [model_config(recipe, method) for method in recipe.methods]
+    sizes = [parameter_counts(config).non_embedding for config in configs]
+    assert min(sizes) > 30e6 and max(sizes) < 60e6 and max(sizes) < 1.04 * min(sizes)
+    assert recipe.training.tokens >= 90e6 and recipe.data.block_size == 1024
 
 
 def test_cost_counts_every_pass_once():

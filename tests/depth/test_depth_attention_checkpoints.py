@@ -1,4 +1,4 @@
-"""Folders in the layout of Depth-Attention's authors, made here: their config fields, Qwen3's names, k_norm after RoPE."""
+"""Folders as Depth-Attention's authors write them, made here: their fields, Qwen3's names, k_norm after RoPE."""
 
 import json
 import warnings

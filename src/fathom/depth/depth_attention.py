@@ -156,16 +156,17 @@ class DepthAttention(Mixer):
         mixing = [len(sources) + 1 for sources in table if sources]  # M_ℓ, layers without sources count 0
         candidates, targets = sum(mixing), len(options.mix_target)
         width = config.num_key_value_heads * config.head_dim
+        scored = options.mix_rule == "softmax"
         work = targets * (2 * candidates - len(mixing)) * width
-        if options.mix_rule == "softmax":
+        if scored:
             # scores: products and sums, 1/√D, softmax; before them the mean query of every key/value head
             work += 2 * candidates * width + 5 * candidates * config.num_key_value_heads
             if config.num_attention_heads > config.num_key_value_heads:
                 work += len(mixing) * (config.num_attention_heads * config.head_dim + width)
         return Counts(
             elementwise=work,
-            mixing=4 * width * candidates,
-            traffic=width * (2 * candidates + len(table)),
+            mixing=2 * (scored + targets) * width * candidates,
+            traffic=width * ((scored + targets) * candidates + targets * len(table)),
         )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of Depth-Attention's authors (arXiv 2606.05014): a Llama config with their fields, Qwen3's tensor names.
 
-Their `config.json` says `model_type: llama`, but the model has QK-norm weights (`q_norm`, `k_norm`) and applies `k_norm`
-*after* the rotation. What was trained stands in these fields:
+Their `config.json` says `model_type: llama`, but the model has QK-norm weights (`q_norm`, `k_norm`) and applies the
+latter *after* the rotation. What was trained stands in these fields:
 
 | field | meaning |
 |---|---|

@@ -32,7 +32,7 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
     elif hasattr(module, "initialize_parameters"):
-        module.initialize_parameters()
+        module.initialize_parameters()  # type: ignore[operator]
     elif isinstance(module, nn.Linear | nn.Embedding):
         if config.init == "hf":
             init.normal_(module.weight, mean=0.0, std=config.initializer_range)
