@@ -147,6 +147,14 @@ def test_spellings_of_tokens_meet():
     assert shared_rows(byte_level, pieces, 10, 6)[0] == [0], "ids beyond a padded or cut table are left out"
 
 
+def test_any_vocabulary_survives_a_save(weights, tmp_path):
+    """Tokens that are no UTF-8 (single bytes of a GGUF or SentencePiece vocabulary) come back as they were."""
+    odd = weights("llama").clone()
+    odd.source = None
+    odd.vocabulary = {b" the": 0, b"\xff\xfe": 1, b"<|x|>": 2, "é▁Ġ".encode(): 3, b"\n": 4, b" ": 5}
+    assert open_checkpoint(odd.save(tmp_path / "odd")).vocabulary == odd.vocabulary
+
+
 def test_errors_name_the_culprit(folders, tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         open_checkpoint("./nowhere")

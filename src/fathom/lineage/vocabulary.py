@@ -24,6 +24,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_STAND_IN = {b: c for c, b in _ALPHABET.items()}
 
 
 def token_bytes(piece: str, byte_level: bool) -> bytes:
@@ -32,10 +33,15 @@ def token_bytes(piece: str, byte_level: bool) -> bytes:
         # Added tokens (<|im_end|>) are plain text inside a byte-level vocabulary; so is what holds any other character.
         if all(c in _ALPHABET for c in piece):
             return bytes(_ALPHABET[c] for c in piece)
-        return piece.encode()
+        return piece.encode("utf-8", "surrogatepass")
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     return piece.replace("▁", " ").encode("utf-8", "surrogatepass")
+
+
+def spelled(token: bytes) -> str:
+    """The byte-level spelling of any token: the inverse of `token_bytes(…, byte_level=True)`."""
+    return "".join(_STAND_IN[b] for b in token)
 
 
 def normalise(pieces: Mapping[str, int]) -> dict[bytes, int]:

@@ -19,6 +19,7 @@ from fathom.lineage.checkpoint import Checkpoint, join_fused, pairs_from_halves
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.families import FAMILIES, Family, Geometry, geometry
 from fathom.lineage.store import GGUFStore
+from fathom.lineage.vocabulary import spelled
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -211,9 +212,8 @@ class Weights:
             vocab = json.loads(file.read_text(encoding="utf-8"))
             file.write_text(json.dumps({t: new[i] for t, i in vocab.items()}, ensure_ascii=False), encoding="utf-8")
         if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file() and self.vocabulary:
-            # GGUF carries its tokenizer inside; the pieces are all that lineage needs. Latin-1 stands for raw bytes.
-            pieces = {t.decode("utf-8", "surrogateescape"): i for t, i in self.vocabulary.items()}
-            text = json.dumps({t.replace(" ", "▁"): i for t, i in pieces.items()})
+            # GGUF carries its tokenizer inside; which bytes each id stands for is all that lineage needs.
+            text = json.dumps({spelled(token): i for token, i in self.vocabulary.items()}, ensure_ascii=False)
             (folder / "vocab.json").write_text(text, encoding="utf-8")
 
 
