@@ -29,7 +29,7 @@ def basis(
 def transform(x: Float[Tensor, "B t M"], frequencies: int, window: int, start: int = 0) -> Float[Tensor, "B 2N M"]:
     """Coefficients of x, the signal's values at start, start + 1, …; from 0 by FFT of the zero-padded signal."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if start == 0 and x.shape[1] > 1 and frequencies <= window:
+    if start == 0 and x.numel() and frequencies <= window:  # FFTs refuse empty input
         spectrum = torch.fft.fft(wide, n=window, dim=1)[:, :frequencies]
         return torch.cat((spectrum.real, -spectrum.imag), dim=1)
     return basis(start, start + x.shape[1], frequencies, window, wide.dtype, x.device) @ wide

@@ -1,0 +1,118 @@
+"""Peak memory of a long prompt read in chunks, compressed between chunks, at Llama-3.1-8B shapes, random weights.
+
+    python benchmarks/cache_memory.py OUT.json [--prompts 32768 131072] [--chunk 2048]     one GPU
+    python benchmarks/cache_memory.py OUT.json --tiny                                      CPU: bytes of the caches only
+
+For each method: peak minus weights, bytes of the cache at the end (measured and closed form). Token-budgeted methods
+and FreqKV should stay flat in the prompt's length; the others may grow no faster than their closed form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from cache_speed import LLAMA_8B, TINY, build, random_codebooks
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    VQKV,
+    FourierAttention,
+    FreqKV,
+    Full,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    cache_shape,
+    compress,
+    prefill,
+)
+from fathom.caches.versions import CACHE_NAME
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
+    small = args.tiny
+    if small:
+        args.prompts, args.chunk, args.budget = [256, 512], 64, 64
+    model = build(TINY if small else LLAMA_8B, device)
+    shape = cache_shape(model)
+    results: dict[str, Any] = {
+        "about": {
+            "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "chunk": args.chunk,
+            "shapes": "tiny" if small else "Llama-3.1-8B, random weights, bf16",
+        },
+        "rows": [],
+    }
+    m, recent = args.budget, (args.budget - 4) // 2
+    with tempfile.TemporaryDirectory() as folder:
+        codebooks = random_codebooks(model, folder)
+        fourier = {"n_local": 32, "frequencies": 16} if small else {}
+        methods: dict[str, Any] = {
+            "full": lambda _: Full(),
+            "treekv": lambda _: TreeKV(budget=m, n_recent=recent, block=4 if small else 32),
+            "weightedkv": lambda _: WeightedKV(budget=m, n_recent=recent),
+            "streaming_llm": lambda _: StreamingLLM(budget=m),
+            "h2o": lambda _: H2O(budget=m, n_recent=m // 2),
+            "tova": lambda _: TOVA(budget=m),
+            "snapkv": lambda _: SnapKV(budget=m),
+            "pyramidkv": lambda _: PyramidKV(budget=m),
+            "freqkv": lambda _: FreqKV(budget=m),
+            "kivi2": lambda _: KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
+            "vqkv": lambda _: VQKV(codebooks=codebooks, n_local=32 if small else 1024),
+            "fourier_attention": lambda tokens: FourierAttention(window=tokens, **fourier),
+        }
+        for tokens in args.prompts:
+            ids = torch.randint(1, 100, (1, tokens), device=device)
+            for name, make in methods.items():
+                if args.methods and name not in args.methods:
+                    continue
+                method, row = make(tokens), {"method": name, "prompt": tokens}
+                try:
+                    if device == "cuda":
+                        gc.collect()
+                        torch.cuda.empty_cache()
+                        weights = torch.cuda.memory_allocated()
+                        torch.cuda.reset_peak_memory_stats()
+                    with compress(model, method):
+                        cache = prefill(model, ids, chunk_size=args.chunk)[CACHE_NAME]
+                    if device == "cuda":
+                        row["peak_minus_weights"] = torch.cuda.max_memory_allocated() - weights
+                    row |= {"cache_bytes": cache.nbytes(), "closed_form": method.cache_bytes(shape, tokens)}
+                    del cache
+                except torch.cuda.OutOfMemoryError:
+                    row["failed"] = "does not fit the card"
+                except Exception as error:  # one failure must not lose the table
+                    row["failed"] = f"{type(error).__name__}: {error}"[:300]
+                results["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                temporary = args.output.with_suffix(".part")
+                temporary.write_text(json.dumps(results, indent=1))
+                os.replace(temporary, args.output)
+
+
+if __name__ == "__main__":
+    main()

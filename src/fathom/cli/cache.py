@@ -1,0 +1,228 @@
+"""`fathom cache`: generate or score under a compressed cache, compare methods at equal bytes, show what was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+
+class DefaultRun(typer.core.TyperGroup):
+    """`fathom cache MODEL …` is `fathom cache run MODEL …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=DefaultRun,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Keep fewer bytes of keys and values. `fathom cache MODEL …` generates or scores; see also bench and show.",
+)
+
+Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")]
+Method = Annotated[str, typer.Option(help="treekv, weightedkv, freqkv, vqkv, fourier_attention, or a baseline.")]
+Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
+Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
+Text = Annotated[Path | None, typer.Option(help="A text file.")]
+Chunk = Annotated[int, typer.Option(help="Tokens read at a time; the cache is compressed in between.")]
+Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")]
+DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+
+
+def parse_method(name: str, budget: int | None, options: list[str] | None) -> Any:
+    """The method from `--method`, `--budget` and `--option name=value` (values are JSON, or plain words)."""
+    from fathom.caches import from_dict
+
+    chosen: dict[str, Any] = {"name": name}
+    if budget is not None:
+        chosen["budget"] = budget
+    for option in options or []:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--option {option!r}: write it as name=value, for example n_sink=4")
+        try:
+            chosen[key] = json.loads(value)
+        except json.JSONDecodeError:
+            chosen[key] = value
+    if budget is not None and name in ("treekv", "weightedkv", "h2o") and "n_recent" not in chosen:
+        chosen["n_recent"] = max(0, (budget - 4) // 2)  # the papers' split, at every budget
+        if name == "treekv":
+            chosen.setdefault("block", max(1, min(32, (budget - 4 - chosen["n_recent"]) // 3)))
+    return from_dict(chosen)
+
+
+def load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises ValueError or OSError with what to do."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {dtype!r}: use bfloat16, float16 or float32")
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    return loaded.to(place).eval(), tokenizer
+
+
+def read_text(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"--text {path}: no such file")
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"--text {path} is empty")
+    return text
+
+
+@app.command("run")
+def run(
+    model: Model,
+    method: Method = "treekv",
+    budget: Budget = None,
+    option: Options = None,
+    text: Text = None,
+    prompt: Annotated[str | None, typer.Option(help="Generate from this prompt; without it, TEXT is scored.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Score at most this many tokens of TEXT.")] = 8192,
+    chunk: Chunk = 64,
+    device: Device = None,
+    dtype: DType = "bfloat16",
+) -> None:
+    """Generate from a prompt, or score a text, under a compressed cache.
+
+    \b
+    Examples:
+      fathom cache MODEL --method treekv --budget 1024 --prompt "Once upon a time"
+      fathom cache MODEL --method weightedkv --budget 256 --text book.txt
+    """
+    from fathom.caches import compress, compression_report
+    from fathom.caches.quality import perplexity
+    from fathom.caches.versions import CACHE_NAME
+
+    if (text is None) == (prompt is None):
+        raise ValueError("give --prompt TEXT to generate, or --text FILE to score it (one of the two)")
+    chosen = parse_method(method, budget, option)
+    content = read_text(text) if text is not None else None
+    loaded, tokenizer = load(model, device, dtype)
+    if content is not None:
+        ids = tokenizer(content, return_tensors="pt").input_ids[:, :max_tokens].to(loaded.device)
+        result = perplexity(loaded, ids, chosen, chunk)
+        typer.echo(f"{chosen.name}: {result['tokens']:,} tokens, perplexity {result['perplexity']:.3f}")
+        typer.echo("by position: " + " ".join(f"{nll:.3f}" for nll in result["nll_by_position"]) + " nats/token")
+        typer.echo(f"cache: {result['bytes']:,} bytes, {result['real_ratio']:.4f} of the full cache")
+        return
+    inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    with compress(loaded, chosen):
+        out = loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True)
+        typer.echo(tokenizer.decode(out.sequences[0], skip_special_tokens=True))
+        typer.echo(str(compression_report(out[CACHE_NAME])), err=True)
+
+
+@app.command("bench")
+def bench(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="Held-out text; it must be longer than --tokens.")],
+    tokens: Annotated[int, typer.Option(min=64)] = 2048,
+    methods: Annotated[str, typer.Option(help="Comma-separated; default: all that need no calibration file.")] = "",
+    fractions: Annotated[
+        str, typer.Option(help="Real bytes as fractions of the full cache.")
+    ] = "0.5,0.25,0.125,0.0625",
+    codebooks: Annotated[str, typer.Option(help="Codebooks of vqkv.")] = "",
+    channels: Annotated[str, typer.Option(help="Channel sets of fourier_attention.")] = "",
+    speed: Annotated[bool, typer.Option(help="Also time single-token steps at --tokens tokens (eager).")] = False,
+    chunk: Chunk = 64,
+    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+    device: Device = None,
+    dtype: DType = "bfloat16",
+) -> None:
+    """Perplexity of every method at equal real bytes, and its speed.
+
+    \b
+    Example:
+      fathom cache bench MODEL --text book.txt --tokens 4096 --output bench.json
+    """
+    from fathom.caches import cache_shape
+    from fathom.caches.budgets import SLOTTED, NotReachable, at_fraction
+    from fathom.caches.quality import perplexity
+    from fathom.caches.speed import decode_speed
+
+    try:
+        levels = [float(part) for part in fractions.split(",")]
+    except ValueError:
+        raise ValueError(f"--fractions {fractions!r}: write numbers between 0 and 1, separated by commas") from None
+    names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
+    content = read_text(text)
+    loaded, tokenizer = load(model, device, dtype)
+    ids = tokenizer(content, return_tensors="pt").input_ids[:, :tokens].to(loaded.device)
+    if ids.shape[1] < tokens:
+        raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text or --tokens {ids.shape[1]}")
+    shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
+    rows: list[dict[str, Any]] = []
+    for name in ["full", *(name for name in names if name != "full")]:
+        for fraction in [1.0] if name == "full" else levels:
+            chosen = at_fraction(name, fraction, shape, tokens, **files)
+            row: dict[str, Any] = {"method": name, "fraction": fraction}
+            if isinstance(chosen, NotReachable):
+                row["not_reachable"] = chosen.minimum
+                typer.echo(f"{name:20} {fraction:<8g} {chosen}")
+            else:
+                row |= {"options": chosen.to_dict(), **perplexity(loaded, ids, chosen, chunk)}
+                line = (
+                    f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
+                )
+                if speed:
+                    row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
+                    line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
+                typer.echo(line)
+            rows.append(row)
+    if output is not None:
+        temporary = output.with_suffix(f".{os.getpid()}.part")
+        temporary.write_text(json.dumps({"model": model, "tokens": tokens, "chunk": chunk, "rows": rows}, indent=1))
+        temporary.replace(output)
+
+
+@app.command("show")
+def show(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="The text to read.")],
+    method: Method = "treekv",
+    budget: Budget = 64,
+    option: Options = None,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 512,
+    chunk: Chunk = 64,
+    output: Annotated[Path, typer.Option(help="Picture to write: .png, .svg or .pdf.")] = Path("cache.png"),
+    device: Device = None,
+    dtype: DType = "bfloat16",
+) -> None:
+    """Picture: which tokens each layer and head kept, over the text.
+
+    \b
+    Example:
+      fathom cache show MODEL --text page.txt --method treekv --budget 64 --output kept.png
+    """
+    from fathom.caches.show import as_text, draw, kept_tokens
+
+    if output.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--output {output}: use a name that ends in .png, .svg or .pdf")
+    chosen = parse_method(method, budget, option)
+    content = read_text(text)
+    loaded, tokenizer = load(model, device, dtype)
+    ids = tokenizer(content, return_tensors="pt").input_ids[:, :max_tokens].to(loaded.device)
+    kept = kept_tokens(loaded, ids, chosen, chunk)
+    words = [tokenizer.decode([token]) for token in ids[0].tolist()]
+    draw(kept, words, chosen.name, output)
+    if sys.stdout.isatty() and len(words) <= 400:
+        typer.echo(as_text(kept, words))
+    typer.echo(
+        f"{chosen.name}: {kept.float().sum(-1).mean():.0f} of {ids.shape[1]} tokens kept per head; picture: {output}"
+    )

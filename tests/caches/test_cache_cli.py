@@ -1,0 +1,89 @@
+"""The verb `fathom cache` on a saved tiny model with a real tokenizer file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cache_cases import get_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from fathom.caches import TreeKV
+from fathom.caches.show import as_text, kept_tokens
+from fathom.cli.cache import app
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    core = Tokenizer(models.WordLevel({"<unk>": 0, **{word: i + 1 for i, word in enumerate(WORDS)}}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<unk>").save_pretrained(path)
+    get_model("llama").save_pretrained(path)
+    (path / "text.txt").write_text(" ".join(WORDS * 10))
+    return path
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_generate_and_score(folder):
+    done = invoke(folder, "--method", "treekv", "--budget", 32, "--prompt", "one two", "--max-new-tokens", 5)
+    assert done.exit_code == 0, done.exception
+    assert "one two" in done.output and "slots per head    6" in done.output
+    done = invoke(
+        folder, "--method", "h2o", "--budget", 16, "--text", folder / "text.txt", "-o", "n_sink=2", "--chunk", 8
+    )
+    assert done.exit_code == 0, done.exception
+    assert "h2o: 99 tokens, perplexity" in done.output and "of the full cache" in done.output
+
+
+def test_bench_and_show(folder, tmp_path):
+    out = tmp_path / "bench.json"
+    done = invoke("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.01",
+                  "--methods", "treekv,tova,kivi", "--output", out, "--chunk", 16)  # fmt: skip
+    assert isinstance(done.exception, ValueError) and "head dim" in str(done.exception)
+    done = invoke("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.01",
+                  "--methods", "treekv,tova", "--output", out, "--chunk", 16, "--speed")  # fmt: skip
+    assert done.exit_code == 0, done.exception
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["full", "treekv", "treekv", "tova", "tova"]
+    assert all(row["real_ratio"] <= 0.5 for row in rows if row["fraction"] == 0.5)
+    assert all(0.01 < row["not_reachable"] < 0.5 for row in rows if row["fraction"] == 0.01)
+    done = invoke("show", folder, "--text", folder / "text.txt", "--budget", 16, "--output", tmp_path / "kept.png")
+    assert done.exit_code == 0, done.exception
+    assert (tmp_path / "kept.png").read_bytes()[:4] == b"\x89PNG" and "16 of 100 tokens" in done.output
+
+
+def test_what_is_shown_is_what_is_kept():
+    """Sinks and recents of every head, and exactly budget tokens."""
+    ids = torch.randint(1, 97, (1, 60), generator=torch.Generator().manual_seed(0))
+    kept = kept_tokens(get_model("llama"), ids, TreeKV(budget=20, n_sink=3, n_recent=8, block=2), chunk=10)
+    assert kept.shape == (3, 2, 60) and (kept.sum(-1) == 20).all()
+    assert kept[..., :3].all() and kept[..., -8:].all()
+    assert "w0·9" in as_text(kept, [f"w{i}" for i in range(60)])
+
+
+def test_errors_name_the_remedy(folder, tmp_path):
+    for args, words in (
+        ((folder,), "--prompt"),
+        ((folder, "--text", tmp_path / "none"), "no such file"),
+        ((folder, "--prompt", "x", "--method", "treekvv"), "treekv"),
+        ((folder, "--prompt", "x", "-o", "n_sink"), "name=value"),
+        ((folder, "--prompt", "x", "-o", "n_sinks=3"), "n_sink"),
+        ((folder, "--prompt", "x", "--dtype", "fp8"), "bfloat16"),
+        (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
+        (("show", folder, "--text", folder / "text.txt", "--method", "freqkv"), "no kept tokens"),
+        (("bench", folder, "--text", folder / "text.txt", "--tokens", 5000), "longer text"),
+    ):
+        done = invoke(*args)
+        assert isinstance(done.exception, (ValueError, OSError)) and words in str(done.exception), (
+            args,
+            done.exception,
+        )

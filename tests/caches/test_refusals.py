@@ -1,0 +1,184 @@
+"""What cannot work is refused before the first forward, with the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_cases import SIZES, get_model
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache, pipeline
+
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    FreqKV,
+    Scored,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    build_cache,
+    compress,
+    from_dict,
+    prefill,
+)
+from fathom.caches.versions import CACHE_NAME
+from fathom.ops.tree_sweep import tree_sweep
+
+
+@pytest.mark.parametrize(
+    "make,words",
+    [
+        (lambda: TreeKV(budget=10, n_sink=4, n_recent=8), "n_sink"),
+        (lambda: TreeKV(budget=0), "integer ≥ 1"),
+        (lambda: TreeKV(budget=64, n_recent=8, block=40), "smaller block"),
+        (lambda: TreeKV(scope=3), "pairs"),
+        (lambda: TreeKV(score="best"), "avg, sum, last, none"),
+        (lambda: WeightedKV(merge_stats="mean"), "keep, sum"),
+        (lambda: StreamingLLM(budget=64, n_recent=10), "budget − n_sink = 60"),
+        (lambda: TOVA(budget=64, n_recent=3), "no recent window"),
+        (lambda: SnapKV(kernel=4), "odd"),
+        (lambda: FreqKV(ratio=1.0), "ratio < 1"),
+        (lambda: FreqKV(budget=4), "more than"),
+        (lambda: KIVI(bits=3), "2, 4 or 8"),
+        (lambda: KIVI(residual=100), "multiple of group"),
+        (lambda: Scored(scorer="none"), "knorm"),
+        (lambda: Scored(compression_ratio=0.5), "acts_on='prompt'"),
+        (lambda: from_dict({"name": "tree"}), "treekv"),
+        (lambda: from_dict({"name": "treekv", "bugdet": 3}), "budget"),
+    ],
+)
+def test_options(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_equality_of_budget_and_protected_is_streaming_llm():
+    ids = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(0))
+    model, logits = get_model("llama"), []
+    for method in (TreeKV(budget=16, n_sink=3, n_recent=13), StreamingLLM(budget=16, n_sink=3)):
+        with compress(model, method):
+            cache = prefill(model, ids[:, :30])[CACHE_NAME]
+            logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)], 1))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+def test_models():
+    sliding = MistralForCausalLM(MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES))
+    with pytest.raises(ValueError, match="no full-attention layer"), compress(sliding, TreeKV()):
+        pass
+    model = get_model("llama")
+    model.config.num_kv_shared_layers = 1
+    try:
+        with pytest.raises(ValueError, match="shares keys"), compress(model, TreeKV()):
+            pass
+    finally:
+        del model.config.num_kv_shared_layers
+    with pytest.raises(ValueError, match="PreTrainedModel"), compress(torch.nn.Linear(2, 2), TreeKV()):
+        pass
+    with compress(model, TreeKV()), pytest.raises(ValueError, match="under compress already"), compress(model, TOVA()):
+        pass
+
+
+def test_caches_and_masks():
+    model = get_model("llama")
+    ids = torch.randint(1, 97, (2, 12))
+    method = TreeKV(budget=16, n_recent=4, block=2)
+    full = model(ids, use_cache=True)[CACHE_NAME]
+    with compress(model, method):
+        with pytest.raises(ValueError, match="under compress, pass none"):
+            model(ids, **{CACHE_NAME: full})
+        with pytest.raises(ValueError, match="StaticCache"):
+            model(ids, **{CACHE_NAME: StaticCache(config=model.config, max_cache_len=20)})
+        with pytest.raises(ValueError, match="2-D padding mask"):
+            model(ids, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool))
+        with pytest.raises(ValueError, match="not its decoder"):
+            model.model.layers[0].self_attn(
+                hidden_states=torch.zeros(1, 3, 32),
+                position_embeddings=model.model.rotary_emb(torch.zeros(1, 3, 32), torch.arange(3)[None]),
+                attention_mask=None,
+            )
+        ours = prefill(model, ids)[CACHE_NAME]
+        assert torch.isfinite(model(ids).logits).all()  # and the model still works after the refusals
+    with pytest.raises(ValueError, match="inside"):
+        model(ids, **{CACHE_NAME: ours})
+    with compress(model, TOVA(budget=16)), pytest.raises(ValueError, match="compress was entered with"):
+        model(ids, **{CACHE_NAME: ours})
+    with compress(get_model("qwen3"), method), pytest.raises(ValueError, match="another model"):
+        get_model("qwen3")(ids, **{CACHE_NAME: ours})
+
+
+@pytest.mark.parametrize(
+    "method", [StreamingLLM(budget=16, positions="original"), Scored(budget=16, scorer="keydiff"), KIVI(2, 8, 16)]
+)
+def test_plain_cache_objects(method):
+    """Passed to generate without `compress`: the same tokens as under it; a batch must be declared free of padding."""
+    model = get_model("llama")
+    ids = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(4))
+    options = {"do_sample": False, "max_new_tokens": 8}
+    with compress(model, method):
+        expected = model.generate(ids, **options)
+    got = model.generate(ids, **{CACHE_NAME: build_cache(model, method, equal_rows=True)}, **options)
+    assert torch.equal(got, expected)
+    one = model.generate(ids[:1], **{CACHE_NAME: build_cache(model, method)}, **options)
+    assert torch.equal(one, expected[:1])
+    with pytest.raises(ValueError, match="equal_rows=True"):
+        model.generate(ids, **{CACHE_NAME: build_cache(model, method)}, **options)
+    with pytest.raises(ValueError, match="inside"):
+        model.generate(ids[:1], **{CACHE_NAME: build_cache(model, H2O(budget=16, n_recent=4))}, **options)
+
+
+def test_pipeline():
+    """A text-generation pipeline under compress gives what generate gives."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", padding_side="left")
+    model = get_model("llama")
+    texts = [" ".join(f"w{i}" for i in range(1, 40)), " ".join(f"w{i}" for i in range(5, 30))]
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with compress(model, TreeKV(budget=16, n_recent=4, block=2)):
+        both = generate(texts, batch_size=2, max_new_tokens=6, do_sample=False, return_full_text=False)
+        for text, result in zip(texts, both):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            alone = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+            assert tokenizer.decode(alone) == result[0]["generated_text"].strip()
+
+
+def test_dynamic_cache_stays_stock_outside():
+    model = get_model("llama")
+    ids = torch.randint(1, 97, (1, 12))
+    with compress(model, TOVA(budget=8)):
+        model(ids)
+    assert type(model(ids, use_cache=True)[CACHE_NAME]) is DynamicCache
+
+
+def test_tree_counts_are_dyadic_for_any_scores():
+    """T = 512, c = 128: 8, 8, 8, 8, 16, 16, 32, 32 tokens of each 64 stay, whatever the scores."""
+    score = torch.rand(2, 3, 512, generator=torch.Generator().manual_seed(0))
+    index, pointer = tree_sweep(score, 128, 0)
+    counts = torch.stack([((index >= 64 * i) & (index < 64 * (i + 1))).sum(-1) for i in range(8)], -1)
+    assert (counts == torch.tensor([8, 8, 8, 8, 16, 16, 32, 32])).all() and pointer == 0
+    index, _ = tree_sweep(torch.rand(1, 1, 4608 - 4 - 508), 512, 0)
+    counts = [int(((index + 4 >= 4 + 512 * i) & (index + 4 < 4 + 512 * (i + 1))).sum()) for i in range(8)]
+    assert counts == [4, 4, 8, 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_tree_sweep_equals_the_rule_one_by_one(stride):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        capacity = int(torch.randint(1, 12, (), generator=generator))
+        excess, pointer = int(torch.randint(0, 30, (), generator=generator)), 0
+        pointer = start = int(torch.randint(0, capacity, (), generator=generator))
+        score = torch.randint(0, 6, (capacity + excess,), generator=generator).float()
+        slots = list(range(capacity))
+        for token in range(capacity, capacity + excess):
+            slots.append(token)
+            older, newer = slots[pointer], slots[pointer + 1]
+            slots.remove(newer if score[older] > score[newer] else older)
+            pointer = (pointer + stride) % capacity
+        index, end = tree_sweep(score.view(1, 1, -1), capacity, start, stride)
+        assert index.flatten().tolist() == slots and end == pointer

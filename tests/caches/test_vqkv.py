@@ -1,0 +1,188 @@
+"""VQKV: codes, packing, the three attention paths, bookkeeping, codebook training and files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cache_cases import VOCABULARY, codebooks, get_model, relative
+
+from fathom.caches import (
+    VQKV,
+    Codebooks,
+    CodebookTraining,
+    cache_shape,
+    compress,
+    load_codebooks,
+    prefill,
+    train_codebooks,
+)
+from fathom.caches.codebooks import learn, residual_energy, simvq_loss
+from fathom.caches.record import fingerprint, record
+from fathom.caches.versions import CACHE_NAME
+from fathom.ops.bitpack import pack, packed_bytes, unpack
+from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
+
+SIZE = {"n_sink": 2, "n_local": 6, "flush_every": 4}
+
+
+def long_ids(length=50, rows=2):
+    return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("entries", [2, 512, 1024, 65536])
+def test_pack_round_trip(entries):
+    bits = max(1, (entries - 1).bit_length())
+    codes = torch.randint(0, entries, (3, 5, 7), dtype=torch.int32)
+    packed = pack(codes, bits)
+    assert packed.shape[-1] == packed_bytes(7, bits) and packed.dtype == torch.uint8
+    assert torch.equal(unpack(packed, bits, 7), codes)
+    with pytest.raises(ValueError, match="1 to 16 bits"):
+        pack(codes, 17)
+
+
+def test_encode_is_greedy_one_vector_at_a_time():
+    torch.manual_seed(0)
+    x, books = torch.randn(20, 6, dtype=torch.float64), torch.randn(4, 9, 6, dtype=torch.float64)
+    codes = encode(x, books)
+    for row in range(20):
+        residual = x[row].clone()
+        for stage in range(4):
+            distance = ((residual - books[stage]) ** 2).sum(-1)
+            assert codes[row, stage] == distance.argmin()
+            residual -= books[stage, codes[row, stage]]
+        torch.testing.assert_close(x[row] - residual, decode(codes[row], books))
+
+
+def test_lookup_attention_equals_rebuilding():
+    torch.manual_seed(0)
+    codes = torch.randint(0, 11, (2, 3, 37, 5))
+    books = torch.randn(1, 5, 11, 8, dtype=torch.float64)
+    query, weights = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.rand(2, 3, 4, 37, dtype=torch.float64)
+    dense = decode(codes, books[0])
+    torch.testing.assert_close(lookup_scores(query, codes, books), query @ dense.transpose(2, 3))
+    torch.testing.assert_close(histogram_mix(weights, codes, books), weights @ dense)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("share", ["layer", "head", "model"])
+def test_the_three_paths_agree(family, share):
+    model, ids = get_model(family), long_ids()
+    path = codebooks(family, share=share)
+    logits = {}
+    for attention in ("dense", "blocks", "lut"):
+        for packing in ("int16", "bits"):
+            method = VQKV(codebooks=path, attention=attention, pack=packing, **SIZE)
+            with compress(model, method):
+                cache = prefill(model, ids[:, :30])[CACHE_NAME]
+                parts = [
+                    model(ids[:, a:b], **{CACHE_NAME: cache}).logits
+                    for a, b in ((30, 31), (31, 45), (45, 46), (46, 50))
+                ]
+                assert cache.nbytes() <= cache_shape(model, 2).token_bytes() * 50 * cache_shape(model).layers
+            logits[attention, packing] = torch.cat(parts, 1)
+    for got in logits.values():
+        assert relative(got, logits["dense", "int16"]) < 1e-4
+
+
+def test_codebooks_that_hold_every_vector_change_nothing(tmp_path):
+    """N = 1, S ≥ M: the middle is exact, so are the logits."""
+    model, ids = get_model("llama"), long_ids(rows=1)
+    pairs = list(record(model, ids, pre_rope=False))
+    keys = tuple(k.flatten(0, 2).view(1, 1, -1, k.shape[-1]) for k, _ in pairs)
+    values = tuple(v.flatten(0, 2).view(1, 1, -1, v.shape[-1]) for _, v in pairs)
+    Codebooks(keys, values, "layer", "post", "", fingerprint(model)).save(tmp_path / "all.safetensors")
+    stock = model(ids).logits
+    for attention in ("dense", "blocks", "lut"):
+        with compress(model, VQKV(codebooks=str(tmp_path / "all.safetensors"), attention=attention, **SIZE)):
+            cache = prefill(model, ids[:, :40])[CACHE_NAME]
+            assert cache.layers[0].states[0].coded > 0
+            steps = torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(40, 50)], 1)
+        assert relative(steps, stock[:, 40:]) < 1e-5
+
+
+def test_keys_before_rotation():
+    """rope="pre" codebooks: with enough room the stock model; compressed, dense and blockwise agree."""
+    model, ids = get_model("llama"), long_ids()
+    path = codebooks("llama", rope="pre")
+    with compress(model, VQKV(codebooks=path, n_local=100)):
+        inside = model(ids).logits
+    assert relative(inside, model(ids).logits) < 1e-5
+    got = []
+    for attention in ("dense", "blocks"):
+        with compress(model, VQKV(codebooks=path, attention=attention, **SIZE)):
+            cache = prefill(model, ids[:, :40])[CACHE_NAME]
+            got.append(model(ids[:, 40:], **{CACHE_NAME: cache}).logits)
+    assert relative(got[0], got[1]) < 1e-4
+
+
+def test_tail_bookkeeping():
+    method = VQKV(codebooks=codebooks("llama"), n_sink=2, n_local=6)
+    model, ids = get_model("llama"), long_ids(60, 1)
+    with compress(model, method):
+        cache = prefill(model, ids[:, :5])[CACHE_NAME]
+        for t in range(5, 60):
+            model(ids[:, t : t + 1], **{CACHE_NAME: cache})
+            state = cache.layers[1].states[0]
+            tail = state.tail_key.shape[2]
+            assert 2 + state.coded + tail == t + 1 == state.seen
+            assert state.coded == method.coded(5, t - 4) and tail < 12 and (tail >= 6 or state.coded == 0)
+
+
+def test_training_lowers_the_loss_and_the_error():
+    torch.manual_seed(0)
+    centres = torch.randn(12, 8) * 3
+    x = centres[torch.randint(12, (2000,))] + 0.3 * torch.randn(2000, 8)
+    held_out = centres[torch.randint(12, (500,))] + 0.3 * torch.randn(500, 8)
+    short = CodebookTraining(steps=1, batch=512)
+    long = dataclasses.replace(short, steps=200, learning_rate=1e-2)
+    energies = {}
+    for name, options in (("untrained", short), ("simvq", long), ("kmeans", dataclasses.replace(short, init="kmeans"))):
+        books = learn(x, 3, 16, options)
+        energy = residual_energy(held_out, books)
+        energies[name] = energy[-1]
+        assert books.shape == (3, 16, 8)
+    assert energies["simvq"] < 0.7 * energies["untrained"]
+    assert energies["simvq"] < 1.5 * energies["kmeans"] < 0.05
+
+
+def test_loss_is_the_sheet():
+    torch.manual_seed(0)
+    x, table, projection = torch.randn(7, 4), torch.randn(2, 5, 4), torch.randn(2, 4, 4)
+    books = table @ projection.transpose(1, 2)
+    codes, residual, stage = encode(x, books), x.clone(), 0.0
+    for i in range(2):
+        word = books[i, codes[:, i].long()]
+        stage += ((residual - word) ** 2).mean()
+        residual = residual - word
+    expected = 2.0 * (residual**2).mean() + 0.5 * stage
+    torch.testing.assert_close(simvq_loss(x, table, projection, 2.0, 0.5), expected)
+
+
+def test_zero_codeword_makes_stages_harmless():
+    torch.manual_seed(0)
+    x = torch.randn(300, 8)
+    books = learn(x, 4, 8, CodebookTraining(steps=2, batch=128, zero_codeword=True))
+    energy = residual_energy(x, books)
+    assert all(b <= a + 1e-6 for a, b in zip([1.0, *energy], energy))
+
+
+def test_files(tmp_path):
+    model = get_model("llama")
+    books = train_codebooks(model, long_ids(20), CodebookTraining(2, 4, 1, 4, steps=1, batch=16))
+    books.save(tmp_path / "b.safetensors")
+    again = load_codebooks(tmp_path / "b.safetensors", model)
+    assert all(torch.equal(a, b) for a, b in zip(books.keys + books.values, again.keys + again.values))
+    with (
+        pytest.raises(ValueError, match="not on this model"),
+        compress(get_model("qwen3"), VQKV(codebooks=str(tmp_path / "b.safetensors"))),
+    ):
+        pass
+    with pytest.raises(FileNotFoundError, match="train_codebooks"):
+        load_codebooks(tmp_path / "none.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="not a readable safetensors"):
+        load_codebooks(tmp_path / "broken.safetensors")
+    with pytest.raises(ValueError, match="train_codebooks"):
+        VQKV()
