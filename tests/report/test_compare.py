@@ -21,7 +21,7 @@ methods:
   - {name: vanilla, lr: [1.0e-3, 1.0e-2]}
   - {name: loop, depth: {name: loop, passes: 2}}
 data: {train: FOLDER/train.txt, validation: FOLDER/held-out.txt, tokenizer: {bpe: 300}, block_size: 32, num_proc: 1}
-training: {tokens: 1024, sequences: 4, lr: 1.0e-2, log_every: 1}
+training: {tokens: 768, sequences: 4, lr: 1.0e-2, log_every: 1}
 seeds: [0, 1]
 budgets: [tokens, train_flops, inference_flops]
 """

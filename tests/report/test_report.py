@@ -115,6 +115,14 @@ def test_failed_runs_are_on_the_page(tmp_path):
     assert "Not everything ran" in page and "loop, seed 1: out of memory" in page
 
 
+def test_a_best_rate_at_the_edge_of_the_sweep_is_said(tmp_path):
+    one = results()
+    assert one.edges == ["loop"]
+    assert "best learning rate of loop is at the edge" in write_report(one, tmp_path).read_text()
+    wider = replace(one, trials=[*one.trials, replace(one.trials[0], lr=0.008)])
+    assert wider.edges == []
+
+
 def test_results_without_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no finished run"):
         write_report(results([]), tmp_path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 import os
 import statistics
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fathom.cost import kv_bytes_per_token, parameter_counts
 from fathom.data import PreparedData
+from fathom.evaluate import bits_per_byte, unigram_loss
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.report import provenance
 from fathom.report.plan import Planned, inference_flops
@@ -78,23 +79,12 @@ def write_samples(
 
 
 def unigram_bits_per_byte(data: PreparedData, blocks: int) -> float:
-    """Held-out bits per byte of a model that knows only how often each token occurs in the first training blocks.
-
-    Counts are smoothed by one, so that a token unseen in training has a probability.
-    """
+    """Held-out bits per byte of the unigram model of the first training blocks, on the targets of the runs."""
     assert data.validation is not None
-    size = max(data.tokenizer.get_vocab().values()) + 1
-    counts = torch.ones(size, dtype=torch.float64)
-    for seen, block in enumerate(data.train):
-        if seen == blocks:
-            break
-        counts += torch.bincount(block["input_ids"], minlength=size)
-    nats = -(counts / counts.sum()).log()
-    total = 0.0
-    for block in data.validation:
-        targets = block.get("labels", block["input_ids"])[1:]
-        total += float(nats[targets[targets >= 0]].sum())
-    return total / (math.log(2) * data.validation_bytes)
+    seen = torch.cat([block["input_ids"] for block in itertools.islice(data.train, blocks)])
+    targets = torch.cat([block.get("labels", block["input_ids"])[1:] for block in data.validation])
+    vocabulary = max(data.tokenizer.get_vocab().values()) + 1
+    return bits_per_byte(unigram_loss(seen, targets[targets >= 0], vocabulary), data.validation_bytes)
 
 
 def _describe(planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData) -> Run:

@@ -74,6 +74,16 @@ class Results:
     trials: list[Trial] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
+    @property
+    def edges(self) -> list[str]:
+        """Methods whose best learning rate is the smallest or largest candidate: a better one may lie outside."""
+        found = []
+        for chosen in (trial for trial in self.trials if trial.chosen):
+            rates = [t.lr for t in self.trials if (t.method, t.layers) == (chosen.method, chosen.layers)]
+            if chosen.lr in (min(rates), max(rates)):
+                found.append(chosen.method)
+        return list(dict.fromkeys(found))
+
     def save(self, path: Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
         partial = path.with_name(f"{path.name}.partial")
