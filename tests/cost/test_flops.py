@@ -89,7 +89,7 @@ ONE_PER_OUTPUT = {
 FREE = {
     "amax", "maximum", "neg", "where",  # comparisons, sign changes
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "t", "slice", "split", "alias", "detach",
-    "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select",
+    "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select", "split_with_sizes",
 }  # fmt: skip
 
 
