@@ -100,7 +100,8 @@ def test_self_score_and_symmetry(weights):
     a, b = weights("llama").checkpoint(), weights("llama", 1).checkpoint()
     for options in ({"hardened": False}, {}, {"alignment": "procrustes"}, {"power": 0.25}):
         assert awm(a, a, **options).score == pytest.approx(1, abs=1e-6)
-    assert awm(a, b).score == pytest.approx(awm(b, a).score, abs=1e-3)  # random width 64: unrelated
+    # Signs go to one side only and U-centring sees them: symmetric to O(1/d), about 1e-4 at real widths.
+    assert awm(a, b).score == pytest.approx(awm(b, a).score, abs=0.2 / WIDTH)
     assert abs(awm(a, b, hardened=False).score) < 0.15
 
 

@@ -10,7 +10,6 @@ stream.
 Hardened mode reads `canonical` weights and aligns by LAP or Procrustes, so every exact re-parameterisation scores 1.
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -162,7 +161,7 @@ def awm(
     hardened:  canonical weights (see `canonical`); False = the published method on stored weights.
     alignment: "lap" (signed permutation) or "procrustes" (rotation; undoes T5, has the higher null).
     anchor:    what axes are matched by. "auto": the embedding and, only if that does not settle it, the identity and
-               the output head; the best probe wins, `anchors_tried` says how many were tried. Paper mode: embedding.
+               the output head, where one of them does; `anchors_tried` says how many were tried. Paper mode: embedding.
     power:     spectral power p of every matrix (1 = off).
     parts:     also score gate, up, v and the writers o and down; never part of the score.
 
@@ -275,7 +274,7 @@ def _anchor(
         candidates.append("identity")
     if not (base.model.tied and target.model.tied):
         candidates.append("head")
-    best, best_score, tried = None, -math.inf, 0
+    best, tried = None, 0
     probes = _probe_layers(base.layers, target.layers)
     for name in candidates:
         tried += 1
@@ -285,8 +284,10 @@ def _anchor(
         frame = _Frame(base, target, found)
         scores = [frame.score(l, m) for l, m in probes]
         score = sum(s.q + s.k for s in scores) / (2 * len(scores))
-        if score > best_score:
-            best, best_score = found, score
+        # Another anchor replaces the embedding only where it settles the matter: unrelated heads agree more than
+        # unrelated embeddings do (0.21 against 0.03 for small trained models), and the null is that of the embedding.
+        if best is None or score > _CLEAR:
+            best = found
         if score > _CLEAR:
             break
     assert best is not None
