@@ -47,7 +47,6 @@ class Binding:
         }
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
         self.cache: CompressedCache | None = None
-        self.groups = RowGroups()
         self.length = 0
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
@@ -86,10 +85,10 @@ class Binding:
                 f"an empty DynamicCache, or one from build_cache(model, {self.method!r})"
             )
         self.cache, self.length = cache, tokens.shape[1]
-        self.groups = RowGroups() if cache is None else cache.groups
-        self.groups.begin(given.get("attention_mask"), self.length, stays=cache is not None)
-        for layer in cache.compressed_layers() if cache is not None else []:
-            layer.fused = True
+        if cache is not None:
+            cache.groups.begin(given.get("attention_mask"), self.length)
+            for layer in cache.compressed_layers():
+                layer.fused = True
         return kwargs
 
     def close(self) -> None:
@@ -105,11 +104,22 @@ class Binding:
         if cache.method != self.method:
             raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
 
-    def attend_without_cache(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        """A forward that keeps nothing (training, scoring) is a prompt on an empty cache."""
-        if self.depth == 0:
-            raise ValueError("compress: call the model itself, not its decoder or a single layer")
-        layer = CompressedLayer(self.method, self.contexts[module.layer_idx], self.groups)
+    def attend_without_cache(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """A forward that keeps nothing (training, scoring) is a prompt on an empty cache.
+
+        The padding comes with the call: activation checkpointing calls again in backward, outside any forward.
+        """
+        if key.shape[2] != query.shape[2]:
+            raise ValueError("compress: this cache was not made under compress; call the model itself, not its layers")
+        groups = getattr(mask, "_fathom_groups", None)
+        if groups is None:
+            groups = RowGroups()
+            groups.begin(mask, query.shape[2], stays=False)
+            if mask is not None:
+                mask._fathom_groups = groups  # type: ignore[attr-defined]  # one device sync a forward, not a layer
+        layer = CompressedLayer(self.method, self.contexts[module.layer_idx], groups)
         layer.pending = (key, value)
         return layer.attend(query, *rest)
 
@@ -278,9 +288,9 @@ def _without_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
-    """No mask for plain causal layers (states mask for themselves); SDPA's for sliding and other layers left alone."""
+    """For plain causal layers the 2-D padding mask (states are causal themselves); SDPA's mask for the others."""
     if kwargs.get("mask_function") is causal_mask_function:
-        return None
+        return kwargs.get("attention_mask")
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
 
 
@@ -299,7 +309,7 @@ def _attention(
     ours = isinstance(key, CompressedLayer)
     if not ours and (binding is None or module.layer_idx not in binding.contexts):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError("compress: custom attention masks and packed sequences need the full cache")
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
@@ -309,5 +319,5 @@ def _attention(
         output = key.attend(query, scaling, dropout)
     else:
         assert binding is not None
-        output = binding.attend_without_cache(module, query, key, value, scaling, dropout)
+        output = binding.attend_without_cache(module, query, key, value, attention_mask, scaling, dropout)
     return output.transpose(1, 2), None
