@@ -40,8 +40,9 @@ def test_forward_matmuls_equal_torchs_counter(family, sections):
     assert counter.get_total_flops() == BATCH * TOKENS * closed_form
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")  # the name that every supported version has
 @pytest.mark.parametrize("checkpointing", [False, True])
-@every_family
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a gated MLP and grouped heads; a parallel residual
 @every_variant
 def test_training_matmuls_equal_torchs_counter(family, sections, checkpointing):
     config = config_of(family, sections)
@@ -55,6 +56,7 @@ def test_training_matmuls_equal_torchs_counter(family, sections, checkpointing):
     assert counter.get_total_flops() == BATCH * TOKENS * closed_form
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @every_family
 def test_checkpointed_layers_that_end_in_dropout_recompute_their_last_product(family):
     config = tiny_config(family, residual_dropout=0.1)
@@ -156,7 +158,7 @@ def test_every_term_equals_the_operations_of_causal_decoding(family, sections):
         config.hidden_act = "gelu_pytorch_tanh"  # the same function as gelu_new, in one operation
     AttentionInterface.register("unmasked", eager_attention)  # a name without a mask function: no mask is made
     config._attn_implementation = "unmasked"
-    tokens = 5
+    tokens = 3
     counted = count_decoding(FathomForCausalLM(config).eval(), tokens)
     terms = forward_flops_per_token(config, tokens)
     assert counted.matmul == tokens * terms.matmul

@@ -19,12 +19,18 @@ PYTHIA = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @every_family
 @every_variant
-def test_parameters_equal_the_models(family, sections, tied):
-    config = config_of(family, sections)
-    config.tie_word_embeddings = tied
+def test_parameters_equal_the_models(family, sections):
+    check_parameters(config_of(family, sections))
+
+
+@every_family
+def test_a_tied_head_counts_once(family):
+    check_parameters(tiny_config(family, tie_word_embeddings=True))
+
+
+def check_parameters(config):
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     tables = {"model.embed_tokens.weight", "model.embed_positions.weight", "lm_head.weight"}
@@ -41,11 +47,18 @@ def test_non_embedding_parameters_are_those_pythia_publishes(layers, width, head
     assert parameter_counts(config).non_embedding == published
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_family
 @every_variant
-def test_kv_bytes_equal_the_cache_after_a_forward(family, sections, dtype):
-    config = config_of(family, sections)
+def test_kv_bytes_equal_the_cache_after_a_forward(family, sections):
+    check_kv_bytes(config_of(family, sections), torch.float32)
+
+
+@every_family
+def test_kv_bytes_in_half_the_bits(family):
+    check_kv_bytes(tiny_config(family), torch.bfloat16)
+
+
+def check_kv_bytes(config, dtype):
     model = FathomForCausalLM(config).to(dtype).eval()
     cache = DynamicCache()
     with torch.no_grad():
