@@ -255,3 +255,23 @@ def test_scale_embeds_sets_one_field_of_the_decoder():
 def test_wrong_options_are_refused_by_name(section, message):
     with pytest.raises(ValueError, match=message):
         FathomConfig(vocab_size=VOCABULARY, depth=section)
+
+
+@pytest.mark.parametrize(
+    "depth", [{"name": "vanilla"}, {"name": "loop", "passes": 2}, {"name": "pondering", "steps": 2}]
+)
+def test_learned_positions_count_attended_tokens(depth):
+    """Rotary models cannot tell: a row that starts at position 3 has the same logits. GPT-2 can."""
+    model = tiny_model("gpt2", depth=depth)
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        alone = model(ids[:1, 3:]).logits
+        assert_close(model(ids, attention_mask=mask).logits[:1, 3:], alone)
+        cache, pieces = None, []
+        for seen, chunk in ((5, ids[:, :5]), (8, ids[:, 5:8]), (9, ids[:, 8:])):
+            out = model(chunk, attention_mask=mask[:, :seen], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            pieces.append(out.logits)
+        assert_close(torch.cat(pieces, dim=1)[:1, 3:], alone)
+        assert (model(ids[:1, 3:], position_ids=torch.arange(3, 9)[None]).logits - alone).abs().max() > 1e-3
