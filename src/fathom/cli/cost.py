@@ -81,8 +81,7 @@ def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]
 
     stored = load_config(checkpoint)
     config = stored if isinstance(stored, FathomConfig) else config_from_stock(stored)
-    name = Path(checkpoint).name or checkpoint
-    return config.max_position_embeddings, config.dtype or torch.float32, False, [(name, config)]
+    return config.max_position_embeddings, config.dtype or torch.float32, False, [(checkpoint, config)]
 
 
 def _cost(config: Any, length: int, dtype: Any, checkpointing: bool) -> dict[str, Any]:
