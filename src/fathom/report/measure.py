@@ -24,7 +24,7 @@ from fathom.train import Recipe, TrainResult, model_config, train_run
 
 MEASURED = "measured.json"
 SAMPLE_TOKENS = 60
-SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TEMPERATURE = 0.7
 SAMPLE_TOP_K = 40
 
 
@@ -44,15 +44,14 @@ def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, fol
 
 
 def prompts(data: PreparedData) -> list[str]:
-    """The first words of the held-out text, and some from its middle."""
+    """Some words from a quarter and from three quarters into the held-out text."""
     blocks = data.validation
     assert blocks is not None  # compare() has refused recipes without held-out text
-    tokenizer, found = data.tokenizer, []
-    for index in dict.fromkeys((0, len(blocks) // 2)):
+    found = []
+    for index in dict.fromkeys((len(blocks) // 4, 3 * len(blocks) // 4)):
         ids = blocks[index]["input_ids"]
-        text = tokenizer.decode(ids[: min(16, len(ids) // 2)], skip_special_tokens=True)
-        words = str(text).split(" ")[1 if index else 0 :]  # a block may begin inside a word
-        found.append(" ".join(words).strip())
+        text = str(data.tokenizer.decode(ids[: min(24, len(ids) // 2)], skip_special_tokens=True))
+        found.append(" ".join(text.split()[1:-1]))  # a block may begin, and the cut end, inside a word
     return [prompt for prompt in found if prompt]
 
 

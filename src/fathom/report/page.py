@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from fathom.models.registry import resolve_section
+from fathom.report.measure import SAMPLE_TEMPERATURE, SAMPLE_TOP_K
 from fathom.report.plots import draw
 from fathom.report.results import Results, Row, Run, Table, tables
 from fathom.report.style import styles
@@ -75,7 +76,7 @@ COLUMNS = (
     _quantity("inference_flops_per_token", "FLOPs per token", "One generated token, averaged over the context"),
     _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
     _quantity("train_tokens", "training tokens", "Tokens read in training"),
-    _quantity("tokens_per_second", "tokens per s", "Measured in training on this device"),
+    _quantity("tokens_per_second", "tokens/s", "Measured in training on this device"),
     _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
     _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
     Column(
@@ -132,6 +133,8 @@ def write_report(results: Results, folder: Path) -> Path:
         number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
         methods=_methods(results.runs),
         samples=_samples(found[0]),
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
         bars=_bars(found[0], results.unigram_bits_per_byte),
         seeds=len({run.seed for run in results.runs}),
         total_seconds=sum({run.folder: run.seconds for run in results.runs}.values()),
