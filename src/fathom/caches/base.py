@@ -46,6 +46,7 @@ class CacheMethod(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    summary: ClassVar[str]  # one line for `fathom methods`
 
     @property
     def pre_rope(self) -> bool:

@@ -45,6 +45,7 @@ class FourierAttention(CacheMethod):
 
     name = "fourier_attention"
     paper = "Beyond Homogeneous Attention: Memory-Efficient LLMs via Fourier-Approximated KV Cache, arXiv 2506.11886"
+    summary = "Keep most channels of the middle as a few Fourier coefficients over time."
 
     def __post_init__(self) -> None:
         self.check_at_least("n_sink", 0)

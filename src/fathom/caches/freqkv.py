@@ -37,6 +37,7 @@ class FreqKV(CacheMethod):
 
     name = "freqkv"
     paper = "FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension, arXiv 2505.00570"
+    summary = "Keep the low frequencies (over time) of the middle of the cache; can be fine-tuned."
 
     def __post_init__(self) -> None:
         self.check_at_least("budget", 1)

@@ -17,6 +17,7 @@ class Full(CacheMethod):
 
     name = "full"
     paper = "Attention Is All You Need, arXiv 1706.03762"
+    summary = "Keep everything: the reference of every comparison."
 
     @property
     def plain(self) -> bool:

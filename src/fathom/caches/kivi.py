@@ -33,6 +33,7 @@ class KIVI(CacheMethod):
 
     name = "kivi"
     paper = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750"
+    summary = "Keep every token in 2 or 4 bits: keys per channel, values per token."
 
     def __post_init__(self) -> None:
         self.check_at_least("group", 1)

@@ -69,7 +69,8 @@ class Scored(TokenBudget):
     acts_on: str = "always"
 
     name = "scored"
-    paper = "adapter for key/value scoring functions"
+    paper = ""
+    summary = "Adapter: keep the tokens that a kvpress-style scoring function ranks highest."
 
     def __post_init__(self) -> None:
         super().__post_init__()

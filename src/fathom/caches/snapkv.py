@@ -27,6 +27,7 @@ class SnapKV(TokenBudget):
 
     name = "snapkv"
     paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
+    summary = "Compress the prompt to what its last queries attend to."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +65,7 @@ class PyramidKV(SnapKV):
 
     name = "pyramidkv"
     paper = "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv 2406.02069"
+    summary = "SnapKV with budgets that fall with depth."
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,6 +23,7 @@ class TOVA(TokenBudget):
 
     name = "tova"
     paper = "Transformers are Multi-State RNNs, arXiv 2401.06104"
+    summary = "Keep the tokens that the newest query attends to most, one set for all heads of a layer."
 
     def __post_init__(self) -> None:
         super().__post_init__()

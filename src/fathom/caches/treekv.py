@@ -37,6 +37,7 @@ class TreeKV(TokenBudget):
 
     name = "treekv"
     paper = "TreeKV: Smooth Key-Value Cache Compression with Tree Structures, arXiv 2501.04987"
+    summary = "Thin the past like a tree: the further back, the sparser, by local comparisons of attention."
 
     def __post_init__(self) -> None:
         super().__post_init__()

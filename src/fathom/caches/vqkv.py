@@ -43,6 +43,7 @@ class VQKV(CacheMethod):
 
     name = "vqkv"
     paper = "VQKV: High-Fidelity and High-Ratio Cache Compression via Vector-Quantization, arXiv 2603.16435"
+    summary = "Keep every token of the middle as codes of a trained vector quantiser, read without decoding."
 
     def __post_init__(self) -> None:
         self.check_at_least("n_sink", 0)

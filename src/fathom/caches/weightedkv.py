@@ -35,6 +35,7 @@ class WeightedKV(TokenBudget):
 
     name = "weightedkv"
     paper = "WeightedKV: Attention Scores Weighted Key-Value Cache Merging for LLMs, arXiv 2503.01330"
+    summary = "Merge the value of an evicted token into its neighbour, weighted by received attention."
 
     def __post_init__(self) -> None:
         super().__post_init__()
