@@ -99,12 +99,14 @@ def _show(result: Any) -> None:
         _out.print(f"  {reason}", soft_wrap=True, markup=False)
     if not result.details:
         return
-    table = Table("method", "score", "z", "p", "independent pairs", "verdict", box=None)
+    table = Table("method", "score", "z", "p", "null (n)", "verdict", box=None)
+    for column in table.columns:
+        column.no_wrap = True
     for name, r in result.details.items():
         null = r["null"]
-        about = "not measured" if null is None else f"{null['mean']:.4f} ± {null['std']:.4f}, n = {null['n']}"
+        about = "none" if null is None else f"{null['mean']:.3f} ± {null['std']:.3f} ({null['n']})"
         numbers = ["–" if v is None else format(v, f) for v, f in ((r["z"], ".1f"), (r["p"], ".1e"))]
-        table.add_row(name, f"{r['score']:.4f}", *numbers, about, r["verdict"])
+        table.add_row(name.removeprefix("awm "), f"{r['score']:.4f}", *numbers, about, r["verdict"])
     _out.print(table)
     if result.layers:
         cells = " ▁▂▃▄▅▆▇█"
