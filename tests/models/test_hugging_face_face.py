@@ -128,6 +128,31 @@ def test_an_adapter_on_the_head_trains_through_the_plain_path():
     torch.testing.assert_close(out.loss, expected)
 
 
+@pytest.mark.parametrize(
+    ("fields", "adapted"),
+    [
+        ({"depth": {"name": "pondering", "steps": 2}}, ["lm_head"]),
+        ({"depth": {"name": "pondering", "steps": 2}}, ["embed_tokens"]),
+        ({"depth": {"name": "pondering", "steps": 2, "top_k": 5}}, ["lm_head", "embed_tokens"]),
+        ({"depth": {"name": "pondering", "steps": 2, "feedback": "hidden_linear"}}, "all-linear"),
+        ({"residual": {"name": "mhc"}}, "all-linear"),
+        ({"residual": {"name": "mhc"}}, ["projection"]),
+    ],
+    ids=["head", "table", "both", "feedback", "all", "topology"],
+)
+def test_merging_an_adapter_keeps_the_logits(fields, adapted):
+    """So whatever a method reads beside the layers' outputs has the adapter in it before the merge too."""
+    lora = LoraConfig(r=2, target_modules=adapted, init_lora_weights=False)
+    model, ids = get_peft_model(tiny_model("llama", **fields), lora).eval(), tokens(2, 7)
+    with torch.no_grad():
+        with model.disable_adapter():
+            plain = model(ids).logits
+        separate = model(ids).logits
+        merged = model.merge_and_unload()(ids).logits
+    assert (separate - plain).abs().max() > 1e-3
+    assert_close(merged, separate, 1e-4)
+
+
 @every_method
 def test_trainer_takes_the_step_that_plain_sgd_takes(fields, tmp_path):
     model, reference = tiny_model("llama", **fields), tiny_model("llama", **fields)

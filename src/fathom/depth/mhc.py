@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from fathom.depth.base import Counts, ResidualTopology, check_range
+from fathom.models.adapters import linear_matrix
 from fathom.models.registry import register
 
 SCALE = 0.01  # α at the start
@@ -83,7 +84,7 @@ class HyperConnection(nn.Module):
 
     def project(self, streams: tuple[Tensor, ...], wide: torch.dtype) -> Float[Tensor, "B T z"]:
         """z. γ goes into W and 1/rms behind it, so that the streams are neither normalised nor laid side by side."""
-        weight = self.projection.weight * self.gain
+        weight = linear_matrix(self.projection) * self.gain
         parts = weight.split(self.width, dim=1)
         z, mean_square = F.linear(streams[0], parts[0]).to(wide), streams[0].to(wide).square().mean(-1, keepdim=True)
         for stream, part in zip(streams[1:], parts[1:], strict=True):

@@ -157,7 +157,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     def vocabulary(self) -> Vocabulary:
         """Head and input table as depth methods see them."""
-        return Vocabulary(self.lm_head.weight, self.model.embed_tokens.weight, self.config.embed_scale)
+        return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
