@@ -81,6 +81,13 @@ def test_runs_hold_what_was_measured(finished):
         assert run.versions["torch"] and run.commit and run.device
 
 
+def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch):
+    folder, path, results, _ = finished
+    (folder / "tiny" / results.runs[0].folder / "measured.json").unlink()
+    monkeypatch.setattr(measure, "provenance", lambda: {"versions": {}, "commit": "later", "device": "other"})
+    assert compare(path, folder, say=lambda line: None) == results
+
+
 def test_the_same_run_is_trained_once(finished):
     runs = finished[2].runs
     first = {run.budget: run.folder for run in runs if run.method == "vanilla" and run.seed == 0}

@@ -17,12 +17,13 @@ from fathom.cost import kv_bytes_per_token, parameter_counts
 from fathom.data import PreparedData
 from fathom.evaluate import bits_per_byte, unigram_loss
 from fathom.models.causal_lm import FathomForCausalLM
-from fathom.report import provenance
 from fathom.report.plan import Planned, inference_flops
+from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
 
 MEASURED = "measured.json"
+PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
 SAMPLE_TOKENS = 60
 SAMPLE_TEMPERATURE = 0.7
 SAMPLE_TOP_K = 40
@@ -34,11 +35,15 @@ def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, fol
     Raises ValueError where the loss diverged, and whatever `train_run` raises.
     """
     where = folder / planned.folder
+    where.mkdir(parents=True, exist_ok=True)
+    if not (where / PROVENANCE).exists():  # before training: a later resume or report must not sign for it
+        _write(where / PROVENANCE, provenance())
     result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
     try:
         run = Run(**json.loads((where / MEASURED).read_text(encoding="utf-8")))
     except (FileNotFoundError, TypeError):  # not yet measured, or by another version of this file
-        run = _describe(planned, result, recipe, data)
+        began_with = json.loads((where / PROVENANCE).read_text(encoding="utf-8"))
+        run = _describe(planned, result, recipe, data, began_with)
         _write(where / MEASURED, dataclasses.asdict(run))
     return dataclasses.replace(run, budget=planned.budget, residual_percent=planned.residual_percent)
 
@@ -86,7 +91,9 @@ def unigram_bits_per_byte(data: PreparedData, blocks: int) -> float:
     return bits_per_byte(unigram_loss(seen, targets[targets >= 0], vocabulary), data.validation_bytes)
 
 
-def _describe(planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData) -> Run:
+def _describe(
+    planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData, began_with: dict[str, Any]
+) -> Run:
     if result.bits_per_byte is None or result.validation_loss is None:
         raise ValueError(f"the held-out loss is not finite at lr {result.lr:g}; try a smaller training.lr")
     config = model_config(recipe, planned.method, data.tokenizer)
@@ -121,10 +128,8 @@ def _describe(planned: Planned, result: TrainResult, recipe: Recipe, data: Prepa
         seconds=result.seconds,
         history=history,
         samples=write_samples(model, data.tokenizer, prompts(data), recipe.data.block_size),
-        device=provenance.device(),
-        versions=provenance.versions(),
-        commit=provenance.commit(),
         folder=planned.folder,
+        **began_with,
     )
 
 

@@ -7,10 +7,16 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import fathom
+
+
+def provenance() -> dict[str, Any]:
+    """`{"versions", "commit", "device"}` of this process."""
+    return {"versions": versions(), "commit": commit(), "device": device()}
 
 
 def versions() -> dict[str, str]:
