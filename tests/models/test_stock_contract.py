@@ -209,6 +209,39 @@ def test_exactly_one_input(pair):
 # ---------------------------------------------------------------- caches
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_empty_input_is_refused(shape):
+    with pytest.raises(ValueError, match=rf"the input is empty \({shape[0]} rows of {shape[1]} tokens\)"):
+        tiny_model()(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({}, False),
+        ({"depth": {"name": "pondering", "steps": 2}}, False),
+        ({"mixer": {"name": "depth_attention"}}, True),
+        ({"residual": {"name": "mhc"}}, True),
+    ],
+    ids=str,
+)
+def test_reentrant_checkpointing_gives_the_gradients_or_is_refused(fields, refused):
+    model, ids = tiny_model(**fields).train(), tokens(2, 7)
+    arguments = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    if refused:
+        with pytest.raises(ValueError, match="use_reentrant=True loses gradients with mixer="):
+            model.gradient_checkpointing_enable(**arguments)
+        return
+    model(ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(**arguments)
+    model.enable_input_require_grads()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name])
+
+
 def test_a_cache_with_another_number_of_layers_is_refused_by_name():
     model = tiny_model("llama", **LOOP)
     ids = tokens(1, 5)

@@ -22,6 +22,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
+from fathom.models.slots import SlotStack, hold_slots
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 
@@ -85,7 +86,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache with the wrong number of layers.
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
+                number of layers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -96,6 +98,9 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             cache = hf_versions.new_cache(self.config, self.depth.options.passes)
 
         embeddings = self.model.embed(input_ids) if inputs_embeds is None else self.model.scale(inputs_embeds)
+        if 0 in embeddings.shape[:2]:
+            rows, length = embeddings.shape[:2]
+            raise ValueError(f"the input is empty ({rows} rows of {length} tokens): give at least one token")
         stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, dict(kwargs, use_cache=use_cache))
         stack.hidden_states = [] if _wanted(output_hidden_states, self.config.output_hidden_states) else None
         stack.attentions = [] if _wanted(output_attentions, self.config.output_attentions) else None
@@ -137,9 +142,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         layer_kwargs: dict[str, Any],
     ) -> Stack:
         """The layer stack with this forward's positions, mask and cache."""
-        length, seen = embeddings.shape[1], 0
+        length, seen, slots = embeddings.shape[1], 0, self.depth.slots
         if cache is not None:
             hf_versions.check_cache_layers(cache, self.config, self.depth.options.passes, self.depth.name)
+            if slots > 1:
+                hold_slots(cache, self.config, slots, self.depth.name)
             seen = cache.get_seq_length()
         given = position_ids
         if position_ids is None:
@@ -147,6 +154,16 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
             else:
                 position_ids = (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
+        if slots > 1:
+            if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
+                raise ValueError(
+                    f"attention_mask of type {type(attention_mask).__name__} with depth={self.depth.name!r}: a token "
+                    f"has {slots} slots, so the mask must say [batch, tokens] which tokens are real"
+                )
+            return SlotStack(
+                self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
+                packed=given is not None,
+            )  # fmt: skip
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
         mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
@@ -158,6 +175,19 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     def vocabulary(self) -> Vocabulary:
         """Head and input table as depth methods see them."""
         return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Refuses reentrant checkpointing where more than one tensor passes from layer to layer: it would lose
+        gradients without a word."""
+        function = args[0] if args else kwargs.get("gradient_checkpointing_func")
+        reentrant = getattr(function, "keywords", {}).get("use_reentrant")
+        mixer, residual = self.config.mixer["name"], self.config.residual["name"]
+        if enable and reentrant and (mixer, residual) != ("none", "standard"):
+            raise ValueError(
+                f"use_reentrant=True loses gradients with mixer={mixer!r} and residual={residual!r}; "
+                "use False, which is the default"
+            )
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
