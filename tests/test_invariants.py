@@ -137,21 +137,22 @@ def test_tokens_cannot_change_earlier_outputs(case, model):
 
 
 @every_case
-def test_forward_runs_the_stack_as_often_as_the_config_says(case, model):
-    calls = [0] * len(model.model.layers)
+def test_forward_runs_as_many_slots_as_the_config_says(case, model):
+    slots = [0] * len(model.model.layers)  # that went through each layer
+    per_token = model.config.passes * model.depth.slots
 
     def count(layer):
-        def hook(*_):
-            calls[layer] += 1
+        def hook(module, arguments, output):
+            slots[layer] += arguments[0].shape[1]
 
         return hook
 
     hooks = [layer.register_forward_hook(count(i)) for i, layer in enumerate(model.model.layers)]
     with torch.no_grad():
         cache = model(tokens(2, 5), use_cache=True).past_key_values
-        assert calls == [model.config.passes] * len(calls)
+        assert slots == [5 * per_token] * len(slots)
         model(tokens(2, 1), past_key_values=cache)
-        assert calls == [2 * model.config.passes] * len(calls)
+        assert slots == [6 * per_token] * len(slots)
     assert len(cache.layers) == model.config.passes * model.config.num_hidden_layers
     assert cache.get_seq_length() == 6
     for hook in hooks:

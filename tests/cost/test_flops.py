@@ -33,10 +33,10 @@ def tokens_on_meta():
 @every_variant
 def test_forward_matmuls_equal_torchs_counter(family, sections):
     config = config_of(family, sections)
-    model = on_meta(config).eval()
+    model = on_meta(config).train()  # all tokens at once, whatever a method does at inference
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(**tokens_on_meta())
-    closed_form = forward_flops_per_token(config, TOKENS, causal=False).matmul  # the counter sees T keys
+    closed_form = forward_flops_per_token(config, TOKENS, causal=False, parallel=True).matmul  # it sees T keys
     assert counter.get_total_flops() == BATCH * TOKENS * closed_form
 
 
@@ -100,7 +100,7 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self, source: torch.Tensor):
         super().__init__()
-        self.matmul = self.elementwise = 0
+        self.matmul = self.elementwise = self.masked_pairs = 0
         self.dependent = {id(source): source}  # kept alive, so that ids stay unique
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -143,9 +143,16 @@ def count_decoding(model, tokens: int) -> OperationCounter:
     steps = [embeddings[:, t : t + 1].clone() for t in range(tokens)]
     cache = DynamicCache()
     with torch.no_grad(), OperationCounter(embeddings) as counter:
+
+        def count_masked(module, arguments, output):  # slots of a token that run together: query i needs keys ≤ i only
+            counter.masked_pairs += arguments[0].shape[1] * (arguments[0].shape[1] - 1) // 2
+
+        hooks = [layer.register_forward_hook(count_masked) for layer in model.model.layers]
         for step in steps:
             counter.dependent[id(step)] = step
             model(inputs_embeds=step, past_key_values=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
     return counter
 
 
@@ -161,8 +168,9 @@ def test_every_term_equals_the_operations_of_causal_decoding(family, sections):
     tokens = 3
     counted = count_decoding(FathomForCausalLM(config).eval(), tokens)
     terms = forward_flops_per_token(config, tokens)
-    assert counted.matmul == tokens * terms.matmul
-    assert counted.elementwise == tokens * terms.elementwise
+    scores = config.num_attention_heads * counted.masked_pairs
+    assert counted.matmul == tokens * terms.matmul + 4 * config.head_dim * scores
+    assert counted.elementwise == tokens * terms.elementwise + 5 * scores
 
 
 def test_causal_mean_by_counting_pairs():

@@ -5,6 +5,9 @@ One token's forward, a multiply-add counted as 2:
     F = passes · 2N_matmul  +  2dV · heads  +  passes · 4·L·H·D · keys  +  method      (matrix products)
         + elementwise                                                               (its own term)
 
+A method that gives a token S slots runs S times the linear maps a pass, and each slot reads up to S·T keys: S·(S·T+1)/2
+in all, S² growth.
+
 N_matmul: weights of the layers' linear maps. keys: mean number of keys a query reads, (T+1)/2 under a causal mask over
 T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads, D head dim.
 
@@ -66,53 +69,62 @@ def method_counts(config: FathomConfig) -> dict[str, Counts]:
     }
 
 
-def forward_flops_per_token(config: FathomConfig, sequence_length: int, causal: bool = True) -> FlopTerms:
+def forward_flops_per_token(
+    config: FathomConfig, sequence_length: int, causal: bool = True, parallel: bool = False
+) -> FlopTerms:
     """FLOPs of one token's forward, the mean over a sequence of T tokens (equation and rule: this module's docstring).
 
     Args:
         sequence_length: T, tokens of the sequence; counts decoding T tokens with a cache as well.
         causal: a query reads (T+1)/2 keys on average; False counts T, as FLOP counters do for masked kernels.
+        parallel: all tokens run at once, as in training: methods whose slots depend on each other need more forwards.
 
     Raises:
         ValueError: sequence_length below 1.
     """
-    keys = mean_keys(sequence_length, causal)
     counts = method_counts(config)
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
-    passes, layers = depth.passes, config.num_hidden_layers
-    norms = passes if depth.final_norms is None else depth.final_norms
+    if parallel and depth.parallel is not None:
+        depth = depth.parallel
+    slots, layers = sum(depth.forwards), config.num_hidden_layers
+    repeats = slots // depth.passes  # mixers and topologies count all passes of one slot
+    norms = slots if depth.final_norms is None else depth.final_norms
+    keys = sum(n * mean_keys(n * sequence_length, causal) for n in depth.forwards)
     scores = config.num_attention_heads * keys  # per layer
-    per_pass = layers * (block_elementwise(config) + 5 * scores)
-    methods = mixer.elementwise + residual.elementwise + depth.elementwise
+    layers_elementwise = layers * (slots * block_elementwise(config) + 5 * scores)
+    methods = repeats * (mixer.elementwise + residual.elementwise) + depth.elementwise
     embedding = 0 if config.embed_scale == 1.0 else config.hidden_size
     per_norm = norm_elementwise(config, config.hidden_size) + config.hidden_size * (config.positions == "learned")
     return FlopTerms(
-        linear=passes * layers * 2 * block_weights(config),
-        attention=passes * layers * 4 * config.head_dim * scores,
+        linear=slots * layers * 2 * block_weights(config),
+        attention=layers * 4 * config.head_dim * scores,
         head=depth.heads * 2 * config.hidden_size * config.vocab_size,
-        method=depth.matmul + mixer.matmul + residual.matmul,
-        elementwise=passes * per_pass + norms * per_norm + embedding + methods,
+        method=depth.matmul + repeats * (mixer.matmul + residual.matmul),
+        elementwise=layers_elementwise + norms * per_norm + embedding + methods,
     )
 
 
 def training_flops_per_token(
     config: FathomConfig, sequence_length: int, gradient_checkpointing: bool = False, causal: bool = True
 ) -> float:
-    """Matrix-product FLOPs of one token's forward and backward: 3 × `forward_flops_per_token(…).matmul` + recomputed.
+    """Matrix-product FLOPs of one token's forward and backward: 3 × the parallel forward's + recomputed.
 
     The backward of a matrix product is two of the same size. What a method computes again in the backward pass counts
     too; with `gradient_checkpointing` (torch's non-reentrant form, one region a layer) so do the layers, but for their
     last product, which no gradient reads unless a dropout follows it or the residual topology's `write` multiplies it.
     Elementwise work is not in it: its backward depends on the kernel. Raises ValueError for sequence_length below 1.
     """
-    forward = forward_flops_per_token(config, sequence_length, causal)
+    forward = forward_flops_per_token(config, sequence_length, causal, parallel=True)
     counts = method_counts(config)
-    passes = counts["depth"].passes
-    recomputed: float = sum(method.recomputed for method in counts.values())
+    depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
+    depth = depth if depth.parallel is None else depth.parallel
+    slots = sum(depth.forwards)
+    repeats = slots // depth.passes
+    recomputed: float = depth.recomputed + repeats * (mixer.recomputed + residual.recomputed)
     if gradient_checkpointing:
-        recomputed += forward.linear + forward.attention + counts["mixer"].matmul + counts["residual"].matmul
+        recomputed += forward.linear + forward.attention + repeats * (mixer.matmul + residual.matmul)
         if not config.residual_dropout:
-            skipped = passes * config.num_hidden_layers - counts["residual"].recomputed_outputs
+            skipped = slots * config.num_hidden_layers - repeats * residual.recomputed_outputs
             recomputed -= skipped * 2 * config.hidden_size * config.intermediate_size
     return 3 * forward.matmul + recomputed
 

@@ -54,7 +54,7 @@ def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) 
 
 
 def kv_bytes_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that one token keeps in the cache: passes · L · 2 (keys, values) · G·D · bytes of `dtype`."""
-    passes = method_counts(config)["depth"].passes
+    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`."""
+    depth = method_counts(config)["depth"]
     layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    return passes * config.num_hidden_layers * layer
+    return depth.passes * depth.slots * config.num_hidden_layers * layer

@@ -42,6 +42,10 @@ class Counts:
 
     Attributes:
         passes: forwards of the layer stack (each with its own keys and values).
+        slots: slots of the sequence that a token takes in every pass, with keys and values each.
+        sweeps: slots a token of every forward of the stack, where they differ; None is `slots` in each of `passes`.
+        parallel: counts where many tokens run at once (training, parallel prefill) if that costs more than decoding
+            them one by one; None if it does not.
         final_norms: applications of learned positions and the final norm; None is one a pass.
         heads: evaluations of the output head, 2·d·V each.
         matmul: further matrix-product FLOPs per token.
@@ -57,6 +61,9 @@ class Counts:
     """
 
     passes: int = 1
+    slots: int = 1
+    sweeps: tuple[int, ...] | None = None
+    parallel: Counts | None = None
     final_norms: int | None = None
     heads: int = 1
     matmul: int = 0
@@ -66,6 +73,11 @@ class Counts:
     mixing: int = 0
     traffic: int = 0
     parameters: int = 0
+
+    @property
+    def forwards(self) -> tuple[int, ...]:
+        """Slots a token of every forward of the stack."""
+        return (self.slots,) * self.passes if self.sweeps is None else self.sweeps
 
 
 @dataclasses.dataclass
@@ -120,8 +132,15 @@ class DepthMethod(Method):
     """Owns the loop around the decoder: how often and on what the stack runs.
 
     `forward` serves training, prefill, scoring and cached decoding alike: the tokens it is given are the new ones, and
-    `stack` carries the cache. Options must have a property `passes`: forwards of the stack per token at inference.
+    `stack` carries the cache. Options must have a property `passes`: how often a slot runs through the stack at
+    inference. A method that gives a token more than one slot says how many in `slots`, and gets a `SlotStack`
+    (models/slots.py).
     """
+
+    @property
+    def slots(self) -> int:
+        """Slots of the sequence that a token takes."""
+        return 1
 
     def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
         """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""

@@ -255,6 +255,7 @@ class Stack:
     hidden_states: list[Tensor] | None = None  # filled when asked for: the input of every layer executed
     attentions: list[Tensor | None] | None = None
     mixed: dict[int, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)  # mixer states by pass·L + layer
+    slot_ids: Int[Tensor, "B T"] | None = None  # what backends read as positions where slots share a token's
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
         """F(E) = norm(layers(E + positions)): one complete forward of the stack."""
@@ -284,7 +285,7 @@ class Stack:
                 residual,
                 position_embeddings=self.position_embeddings,
                 attention_mask=self.attention_mask,
-                position_ids=self.position_ids,
+                position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
                 **{CACHE_NAME: self.cache},
                 **inputs,
             )

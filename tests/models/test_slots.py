@@ -1,0 +1,133 @@
+"""Slot layouts: the three transformers-5 traps, documents, padding, and what a cache of slots counts and refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
+
+from fathom.models import hf_versions
+from fathom.models.slots import SlotLayer, interleave
+from tiny import assert_close, tiny_model, tokens
+
+PAUSE = {"name": "pause", "pauses": 2}
+
+
+def layout_of(length, stages, batch=1, mask=None):
+    model = tiny_model(depth=PAUSE)
+    embeddings = torch.zeros(batch, length, 32)
+    return model, model.bind_stack(embeddings, mask, None, None, {}).layout(stages)
+
+
+def test_interleaving_and_taking_apart():
+    stages = [torch.randn(2, 5, 3) for _ in range(3)]
+    slots = interleave(stages)
+    assert slots.shape == (2, 15, 3)
+    assert all(torch.equal(slots[:, i::3], stage) for i, stage in enumerate(stages))
+    assert interleave(stages[:1]) is stages[0]
+
+
+def test_trap_1_the_mask_builder_never_sees_repeated_positions():
+    _, layout = layout_of(5, 3)
+    assert layout.position_ids.tolist() == [[t for t in range(5) for _ in range(3)]]
+    assert find_packed_sequence_indices(layout.position_ids).unique().numel() > 1  # read as documents
+    assert layout.slot_ids.tolist() == [list(range(15))]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@torch.no_grad()
+def test_trap_1_no_mask_no_cache_equals_an_explicit_mask(backend):
+    model = tiny_model(depth=PAUSE)
+    model.set_attn_implementation(backend)
+    for batch in (1, 2):
+        ids = tokens(batch, 6)
+        plain = model(ids, use_cache=False).logits
+        assert_close(model(ids, use_cache=False, attention_mask=torch.ones_like(ids)).logits, plain)
+        assert_close(model(ids, use_cache=False, position_ids=torch.arange(6).expand(batch, 6)).logits, plain)
+
+
+@torch.no_grad()
+def test_trap_2_layers_are_told_ids_that_flash_attention_does_not_take_for_packed():
+    model = tiny_model(depth=PAUSE)
+    seen = []
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    cache = DynamicCache()
+    model(tokens(1, 6), past_key_values=cache)
+    model(tokens(1, 1), past_key_values=cache)
+    hook.remove()
+    assert len(seen) == 2
+    assert not any(_is_packed_sequence(ids, batch_size=1) for ids in seen)
+
+
+@torch.no_grad()
+def test_trap_3_the_cache_counts_tokens():
+    model = tiny_model(depth=PAUSE)
+    cache = DynamicCache()
+    model(tokens(2, 6), past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {18}
+    cache.crop(-2)
+    assert cache.get_seq_length() == 4
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {12}
+    assert len(cache.layers) == model.config.num_hidden_layers
+
+
+def test_unpadded_layouts_build_no_mask():
+    for mask in (None, torch.ones(1, 5, dtype=torch.long)):
+        model, layout = layout_of(5, 3, mask=mask)
+        assert layout.mask(model.config, torch.zeros(1, 15, 32), None, packed=False) is None
+
+
+def test_padded_slots_are_masked_with_their_token():
+    model, layout = layout_of(4, 3, batch=2, mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    mask = layout.mask(model.config, torch.zeros(2, 12, 32), None, packed=False)
+    for row, padded in enumerate((2, 0)):
+        for query in range(3 * padded, 12):
+            allowed = [key for key in range(12) if 3 * padded <= key <= query]
+            assert mask[row, 0, query].nonzero().flatten().tolist() == allowed
+    assert layout.position_ids[0, 6:].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other():
+    model = tiny_model(depth=PAUSE)
+    ids = tokens(1, 7)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    for part in (slice(0, 4), slice(4, 7)):
+        assert_close(packed[:, part], model(ids[:, part]).logits)
+
+
+@torch.no_grad()
+def test_caches_of_another_number_of_slots_are_refused():
+    model, other = tiny_model(depth=PAUSE), tiny_model(depth={"name": "pause", "pauses": 1})
+    cache = other(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"holds 2 slots a token.*'pause' keeps 3.*empty DynamicCache"):
+        model(tokens(1, 2), past_key_values=cache)
+    plain = tiny_model()(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 1 slots a token"):
+        model(tokens(1, 2), past_key_values=plain)
+
+
+@torch.no_grad()
+def test_a_static_cache_is_refused():
+    model = tiny_model(depth=PAUSE)
+    with pytest.raises(ValueError, match=r"StaticLayer.*pass a DynamicCache"):
+        model(tokens(1, 2), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+
+
+def test_a_four_dimensional_mask_is_refused():
+    with pytest.raises(ValueError, match=r"attention_mask.*'pause'.*\[batch, tokens\]"):
+        tiny_model(depth=PAUSE)(tokens(1, 2), attention_mask=torch.zeros(1, 1, 2, 2))
+
+
+def test_caches_made_by_the_library_become_slot_caches():
+    model = tiny_model(depth=PAUSE)
+    cache = hf_versions.new_cache(model.config, 1)
+    with torch.no_grad():
+        model(tokens(1, 2), past_key_values=cache)
+    assert all(isinstance(layer, SlotLayer) for layer in cache.layers)
