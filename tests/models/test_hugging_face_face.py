@@ -226,6 +226,12 @@ def test_an_unsupported_kind_of_config_names_the_argument():
         "scale": ({"embed_scale": -1.0}, "embed_scale=-1.0: must be positive"),
         "both": ({"embed_scale": 3.0, "depth": {"name": "pondering", "scale_embeds": True}}, "drop one of the two"),
         "heads that do not divide": ({"hidden_size": 30, "num_attention_heads": 4}, "num_attention_heads=4"),
+        "text for a number": ({"hidden_size": "64"}, "hidden_size='64': must be of type int"),
+        "text for a switch": ({"qk_norm": "false"}, "qk_norm='false': must be of type bool"),
+        "nothing": ({"num_hidden_layers": None}, "num_hidden_layers=None: must be of type int"),
+        "activation": ({"hidden_act": "sillu"}, "hidden_act='sillu': .* it has .*silu"),
+        "rope type": ({"rope_parameters": {"rope_type": "yarm"}}, "rope_type must be one of default, .*yarn"),
+        "rope base": ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be positive"),
         "odd rotary": ({"hidden_size": 36, "num_attention_heads": 4}, "head_dim=9"),
     }.values():
         with pytest.raises(ValueError, match=message):

@@ -67,6 +67,8 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
         (MINIMAL + "budgets: [{inference_flops: 1}]", "inference_flops takes no amount"),
         (MINIMAL + "seeds: 3", "seeds=3: must be a list"),
         (MINIMAL + "seeds: [0, 1.5]", r"seeds\[1\]=1.5: must be a whole number"),
+        (MINIMAL + "seeds: [-1]", r"seeds=-1: must be between 0 and 2\*\*32 - 1"),
+        ("name: tiny\ntraining: {tokens: true}", "training.tokens=True: must be a whole number"),
         ("name: a/b\ntraining: {tokens: 1}", "name='a/b': must be letters"),
         ("name: tiny\ntraining: {tokens: -5}", "training.tokens=-5: must be at least 1"),
         ("name: tiny\ntraining: {tokens: lots}", "training.tokens='lots': must be a whole number"),
@@ -102,6 +104,19 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
 def test_options_of_methods_are_checked_by_the_config(tmp_path: Path) -> None:
     recipe = load(tmp_path, MINIMAL + "methods: [{name: deep, depth: {name: loop, passes: 0}}]")
     with pytest.raises(ValueError, match="passes=0"):
+        model_config(recipe, recipe.methods[0])
+
+
+def test_numbers_of_the_model_are_read_like_all_others(tmp_path: Path) -> None:
+    recipe = load(tmp_path, MINIMAL + "model: {norm_eps: 1e-5}\nmethods: [{name: vanilla, hidden_size: wide}]")
+    assert model_config(recipe, MethodConfig("vanilla")).norm_eps == 1e-5  # text to YAML
+    with pytest.raises(ValueError, match=r"methods\.vanilla\.hidden_size='wide': must be a whole number"):
+        model_config(recipe, recipe.methods[0])
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    recipe = load(tmp_path, f"{MINIMAL}model: {{checkpoint: {tmp_path / 'absent'}}}\ndata: {{tokenizer: {{bpe: 300}}}}")
+    with pytest.raises(ValueError, match=r"model\.checkpoint='.*absent': no config.json could be read"):
         model_config(recipe, recipe.methods[0])
 
 

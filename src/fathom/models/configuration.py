@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fathom.models.registry import build_options, lookup, resolve_section
+from fathom.models.registry import build_options, check_type, lookup, resolve_section
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
 # only an unmodified family (checkpoints.py) saves back as that family's stock checkpoint.
@@ -137,6 +140,9 @@ class FathomConfig(PreTrainedConfig):
             )
         if self.backbone not in FAMILIES:
             raise ValueError(f"backbone={self.backbone!r} is not supported; families: {', '.join(FAMILIES)}")
+        for field, hint in self.types().items():
+            if getattr(type(self), field, None) is not DERIVED or getattr(self, field) is not None:
+                check_type(field, getattr(self, field), hint)
         for field, value in FAMILIES[self.backbone].items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
@@ -161,7 +167,8 @@ class FathomConfig(PreTrainedConfig):
 
         scale_embeds = self.depth.get("scale_embeds")
         if scale_embeds is not None:  # a method's option sets the decoder's field; nothing multiplies twice
-            wanted = math.sqrt(self.hidden_size) if scale_embeds else 1.0
+            method, options = lookup("depth", self.depth["name"]), build_options("depth", self.depth)
+            wanted = method.embed_scale(self, options) if scale_embeds else 1.0  # type: ignore[attr-defined]
             if self.embed_scale is not None and not math.isclose(self.embed_scale, wanted):
                 raise ValueError(
                     f"depth option scale_embeds={scale_embeds} means embed_scale={wanted:g}, "
@@ -172,6 +179,11 @@ class FathomConfig(PreTrainedConfig):
             self.embed_scale = math.sqrt(self.hidden_size) if self.init == "scaled" else 1.0
         super().__post_init__(**kwargs)
         self._check()
+
+    @classmethod
+    def types(cls) -> dict[str, Any]:
+        """The annotated type of every field that Fathom declares."""
+        return inspect.get_annotations(FathomConfig, eval_str=True)
 
     def _check(self) -> None:
         def refuse(argument: str, value: Any, remedy: str):
@@ -195,6 +207,14 @@ class FathomConfig(PreTrainedConfig):
             refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
         if self.positions not in ("rotary", "learned"):
             refuse("positions", self.positions, 'use "rotary" or "learned"')
+        if self.hidden_act not in ACT2FN:
+            refuse("hidden_act", self.hidden_act, f"no activation of transformers; it has {', '.join(sorted(ACT2FN))}")
+        if self.positions == "rotary":
+            kinds = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
+            if self.rope_parameters["rope_type"] not in kinds:  # type: ignore[index]
+                refuse("rope_parameters", self.rope_parameters, f"rope_type must be one of {', '.join(kinds)}")
+            if not self.rope_parameters["rope_theta"] > 0:  # type: ignore[index]
+                refuse("rope_parameters", self.rope_parameters, "rope_theta must be positive")
         if self.init not in ("scaled", "hf"):
             refuse("init", self.init, 'use "scaled" or "hf"')
         for dropout in ("attention_dropout", "residual_dropout", "embedding_dropout"):

@@ -115,8 +115,12 @@ def _scalar(value: Any, kind: type, where: str) -> Any:
         except (TypeError, ValueError, OverflowError):
             pass
         _refuse(value, "a number" if kind is float else "a whole number", where)
-    if not isinstance(value, kind):
-        _refuse(value, {str: "text", bool: "true or false"}.get(kind, kind.__name__), where)
+    if type(value) is not kind:  # True is no number
+        _refuse(
+            value,
+            {str: "text", bool: "true or false", int: "a whole number", float: "a number"}.get(kind, kind.__name__),
+            where,
+        )
     return value
 
 

@@ -171,6 +171,8 @@ class Recipe:
         check_keys(self.model, ["checkpoint", *MODEL_FIELDS], "model")
         for name in ("methods", "seeds", "budgets"):
             _require(bool(getattr(self, name)), name, [], "not be empty")
+        for seed in self.seeds:
+            _require(0 <= seed < 2**32, "seeds", seed, "be between 0 and 2**32 - 1")
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
             "seeds": list(self.seeds),
@@ -220,7 +222,7 @@ def model_config(
     `tokenizer` is the prepared one; without it `{bpe: n}` counts as n tokens. Raises ValueError for fields that do not
     fit together and for a tokenizer with more ids than `vocab_size`.
     """
-    fields = {**recipe.model, **method.fields}
+    fields = {**_numbers(recipe.model, "model"), **_numbers(method.fields, f"methods.{method.name}")}
     if "checkpoint" in fields:
         config = _checkpoint_config(fields.pop("checkpoint"), fields)
     else:
@@ -244,8 +246,21 @@ def model_config(
     return config
 
 
+def _numbers(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields, numbers among them read as in the rest of a recipe: YAML takes 1e-5 for text."""
+    types = FathomConfig.types()
+    numbers = {name for name, value in fields.items() if types.get(name) in (int, float) and value is not None}
+    return {
+        name: convert(value, types[name], f"{where}.{name}") if name in numbers else value
+        for name, value in fields.items()
+    }
+
+
 def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig:
-    stored = AutoConfig.from_pretrained(checkpoint)
+    try:
+        stored = AutoConfig.from_pretrained(checkpoint)
+    except OSError as error:  # the hub's message need not name it
+        raise ValueError(f"model.checkpoint={checkpoint!r}: no config.json could be read ({error})") from error
     if stored.model_type != FathomConfig.model_type:
         return config_from_stock(stored, **changes)
     return FathomConfig(**{**FathomConfig.get_config_dict(checkpoint)[0], **changes})
