@@ -67,6 +67,18 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(folder):
     assert f"weights are missing: {gone}" in refusal(folder)
 
 
+def test_tensors_of_another_shape_than_the_config_says(folder):
+    change_config(folder, vocab_size=400)
+    assert f"{folder}: its tensors have other shapes than its config.json says" in refusal(folder)
+
+
+def test_a_wrong_value_in_the_config_is_no_matter_of_families(tmp_path):
+    folder = save_fathom(tmp_path)
+    change_config(folder, hidden_act="sillu")
+    message = refusal(folder)
+    assert message.startswith(f"{folder}: hidden_act='sillu'") and "families" not in message
+
+
 def test_family_that_is_no_causal_language_model(folder):
     change_config(folder, model_type="t5")
     assert "family 't5' is not supported" in refusal(folder)

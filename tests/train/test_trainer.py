@@ -242,6 +242,15 @@ def test_fewer_tokens_than_a_step(recipe, data, folder) -> None:
         train_run(recipe(), VANILLA, seed=0, folder=folder, data=data, tokens=63)
 
 
+def test_a_damaged_checkpoint_to_start_from_is_named(recipe, data, tmp_path) -> None:
+    FathomForCausalLM(model_config(recipe(), VANILLA, data.tokenizer)).save_pretrained(tmp_path / "start")
+    file = tmp_path / "start" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    further = dataclasses.replace(recipe(), model={"checkpoint": str(file.parent)})
+    with pytest.raises(ValueError, match=r"start/model\.safetensors: truncated or corrupt safetensors file"):
+        train_run(further, VANILLA, seed=0, folder=tmp_path / "run", data=data, tokens=64)
+
+
 def test_start_from_a_stock_checkpoint(recipe, data, tmp_path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -78,16 +78,19 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
         raise FileNotFoundError(
             f"{checkpoint}: no such folder here, and the hub gave no model of this name ({_first_line(error)})"
         ) from error
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{checkpoint}: needs Python code that comes with it, and that is not run unasked; read it, then pass "
                 "trust_remote_code=True (--trust-remote-code)"
             ) from error
-        raise ValueError(
-            f"{checkpoint}: {_first_line(error)} Fathom's methods run on the families {', '.join(STOCK)}; "
-            "transformers' other causal language models can be evaluated as they are"
-        ) from error
+        hint = ""
+        if "model_type" in str(error) or "model type" in str(error):
+            hint = (
+                f" Fathom's methods run on the families {', '.join(STOCK)}; "
+                "transformers' other causal language models can be evaluated as they are"
+            )
+        raise ValueError(f"{checkpoint}: {_first_line(error)}{hint}") from error
 
 
 def _tokenizer(checkpoint: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

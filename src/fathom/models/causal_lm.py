@@ -201,10 +201,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         it. Raises ValueError for another family, a config field of the family that the decoder lacks, a damaged file,
         and a stock checkpoint that lacks a tensor.
         """
-        if pretrained_model_name_or_path is None or isinstance(kwargs.get("config"), FathomConfig):
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *args, **kwargs)
         with checkpoints.damage_named(pretrained_model_name_or_path):
-            loaded = checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+            given = isinstance(kwargs.get("config"), FathomConfig)
+            loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
             if loaded is None:  # a Fathom checkpoint
                 return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config, state, generation_config, placement = loaded

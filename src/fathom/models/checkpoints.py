@@ -289,9 +289,16 @@ def load_stock(
 
 @contextlib.contextmanager
 def damage_named(path: Any) -> Iterator[None]:
-    """Turn safetensors' error about a truncated or corrupt file into a ValueError that names the file."""
+    """Turn the errors about a truncated or corrupt safetensors file, and about tensors of other shapes than the config
+    says, into a ValueError that names the file or the checkpoint."""
     try:
         yield
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"{path}: its tensors have other shapes than its config.json says (the report above lists them)"
+        ) from error
     except SafetensorError as error:
         damaged: Any = path
         for file in sorted(Path(path).rglob("*.safetensors")):
