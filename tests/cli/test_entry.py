@@ -64,6 +64,15 @@ def test_a_failure_is_one_line(monkeypatch, capsys, verb, error, line) -> None:
     assert capsys.readouterr().err == line
 
 
+def test_an_interrupt_while_a_verb_is_imported(monkeypatch, capsys) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    assert run(monkeypatch, "cost", "file") == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
 def test_debug_shows_the_traceback(monkeypatch, capsys, verb) -> None:
     verb(ValueError("no"))
     assert run(monkeypatch, "broken", "file", "--debug") == 2

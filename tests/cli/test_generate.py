@@ -58,6 +58,10 @@ def test_only_the_likeliest(run, folder, option):
 def test_refusals(run, folder, tmp_path):
     code, _, err = run(folder, "--prompt", " ")
     assert (code, err) == (2, "fathom: --prompt is empty: give the text to continue\n")
+    code, _, err = run(folder, "--prompt", "caf\udce9")
+    assert (code, err) == (2, "fathom: --prompt is not UTF-8: give it as UTF-8 text\n")
+    code, _, err = run(folder, "--prompt", "x", "--seed", 2**64)
+    assert code == 2 and "--seed" in err
     code, _, err = run(tmp_path / "absent", "--prompt", "x")
     assert code == 2 and err.endswith("absent: no such folder\n")
     code, _, err = run(folder, "--prompt", "x", "--max-new-tokens", 64)

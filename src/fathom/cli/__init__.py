@@ -69,6 +69,9 @@ def main() -> None:
         return
     try:
         app(arguments, prog_name="fathom")
+    except KeyboardInterrupt:  # while a verb is still being imported; the verbs and typer see to the rest
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

@@ -18,7 +18,7 @@ def command(
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=2**63 - 1)] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
 ) -> None:
     """Continue a text.
@@ -29,6 +29,10 @@ def command(
     """
     if not prompt.strip():
         raise ValueError("--prompt is empty: give the text to continue")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # the shell handed over bytes that are no text
+        raise ValueError("--prompt is not UTF-8: give it as UTF-8 text") from None
 
     import torch
     from transformers import TextStreamer

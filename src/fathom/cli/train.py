@@ -12,7 +12,9 @@ import typer
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
     method: Annotated[str | None, typer.Option(help="Which method of the recipe, if it lists several.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: the first of the recipe's seeds.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Default: the first of the recipe's seeds.", min=0, max=2**32 - 1)
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
 ) -> None:
     """Train one model of a recipe; the same command again resumes it.
