@@ -145,9 +145,9 @@ def count_decoding(model, tokens: int) -> OperationCounter:
     with torch.no_grad(), OperationCounter(embeddings) as counter:
 
         def count_masked(module, arguments, output):  # slots of a token that run together: query i needs keys ≤ i only
-            counter.masked_pairs += arguments[0].shape[1] * (arguments[0].shape[1] - 1) // 2
+            counter.masked_pairs += output.shape[1] * (output.shape[1] - 1) // 2
 
-        hooks = [layer.register_forward_hook(count_masked) for layer in model.model.layers]
+        hooks = [layer.mlp.register_forward_hook(count_masked) for layer in model.model.layers]
         for step in steps:
             counter.dependent[id(step)] = step
             model(inputs_embeds=step, past_key_values=cache, use_cache=True)
