@@ -7,8 +7,10 @@ name. Importing `fathom.depth` imports every file here, so a new file is all it 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -29,6 +31,15 @@ def check_choice(method: str, option: str, value: Any, choices: tuple[str, ...])
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{method} option {option}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def draw_for_all_ranks(low: int, high: int, device: torch.device) -> int:
+    """Uniform on low … high; rank 0's draw counts for all ranks, as they must run the same collectives."""
+    drawn = torch.randint(low, high + 1, (1,))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        drawn = drawn.to(device)
+        torch.distributed.broadcast(drawn, src=0)
+    return int(drawn.item())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +147,11 @@ class DepthMethod(Method):
     inference. A method that gives a token more than one slot says how many in `slots`, and gets a `SlotStack`
     (models/slots.py).
     """
+
+    @classmethod
+    def embed_scale(cls, config: FathomConfig, options: Any) -> float:
+        """What the method's option `scale_embeds=True` sets the decoder's embed_scale to."""
+        return math.sqrt(config.hidden_size)
 
     @property
     def slots(self) -> int:

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
 
 
@@ -108,14 +108,8 @@ class Pondering(DepthMethod):
         return hidden_states
 
     def draw_steps(self, device: torch.device) -> int:
-        """Uniform on 1 … steps; rank 0's draw counts for all ranks (they must run the same collectives)."""
-        drawn = (
-            torch.randint(1, self.options.steps + 1, (1,)) if self.options.steps else torch.zeros(1, dtype=torch.long)
-        )
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            drawn = drawn.to(device)
-            torch.distributed.broadcast(drawn, src=0)
-        return int(drawn.item())
+        """Uniform on 1 … steps, the same on all ranks."""
+        return draw_for_all_ranks(min(1, self.options.steps), self.options.steps, device)
 
     @classmethod
     def counts(cls, config, options) -> Counts:

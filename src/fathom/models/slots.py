@@ -150,12 +150,10 @@ class SlotStack(Stack):
             valid = torch.cat((mask[:, :past].repeat_interleave(self.stages, dim=1), new), dim=1).bool()
         return SlotLayout(positions, steps, stages, valid)
 
-    def run(
-        self, slots: Float[Tensor, "B S d"], layout: SlotLayout, cache: Cache | None = None, keep: bool = True
-    ) -> Float[Tensor, "B S d"]:
-        """F over the layout's slots, after those in `cache`, which keeps them unless `keep` is False."""
+    def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, cache: Cache | None, keep: bool = True) -> Stack:
+        """The stack over slots of this layout and shape, after those in `cache`, which keeps them if `keep` says so."""
         rotary = self.decoder.rotary_emb
-        bound = Stack(
+        return Stack(
             self.decoder,
             layout.position_ids,
             rotary(slots, layout.position_ids) if rotary else None,
@@ -166,4 +164,15 @@ class SlotStack(Stack):
             self.attentions,
             slot_ids=layout.slot_ids,
         )
-        return bound(slots)
+
+    def empty_cache(self) -> Cache:
+        """For methods that run slot by slot where the caller wants no cache."""
+        return Cache(layers=[SlotLayer(self.stages) for _ in self.decoder.layers])
+
+    def largest_change(self, before: list[Tensor], after: list[Tensor]) -> float:
+        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]."""
+        old, new = torch.stack(before), torch.stack(after)
+        change = (new - old).norm(dim=-1) / new.norm(dim=-1)
+        if self.attention_mask is not None:
+            change = change * self.attention_mask[:, -change.shape[-1] :]
+        return change.max().item()

@@ -1,0 +1,156 @@
+"""PonderLM-2: latent thoughts in continuous space (arXiv 2509.23184).
+
+Definition, token by token (decoding, `prefill="sequential"`), with e_t = c·W_in[x_t] and F ending in the final norm:
+
+    h = F(e_t | cache);   K times:  z = h;  h = F(z | cache, same position t);   logits_t = W_out h
+
+Thoughts have slots of their own: [e_1, z_{1,1} … z_{1,K}, e_2, …]. All at once (training, `prefill="jacobi"`) they are
+the fixed point of one causal forward over these slots, strictly triangular in slot order, found by Jacobi sweeps:
+
+    st = [E]
+    for m = 0 … K−1:   y = F(interleave(st));   st = [E, y_0, …, y_m]              (growing passes)
+    J times:           y = F(interleave(st));   st = [E, y_0, …, y_{K−1}]          (sweeps)
+    y = F(interleave(st));   logits = W_out y_K                                    (y_i: outputs of stage i, [B, T, d])
+
+which is exact after J = K·(T−1) sweeps; no more are run. Gradients flow through every pass. No parameters are added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import ClassVar
+
+import torch
+
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
+from fathom.models.registry import register
+from fathom.models.slots import interleave
+
+
+@register("depth", "ponderlm2")
+class PonderLM2(DepthMethod):
+    """K latent thoughts after every token: the last hidden state, fed back as the next slot's input."""
+
+    summary = "Latent thoughts: hidden states fed back in slots of their own, trained by Jacobi sweeps."
+    paper = "2509.23184"
+    variants = (
+        {"sweeps": 12},  # exact up to 13 tokens, so that the suite may compare with decoding
+        {"thoughts": 2, "sweeps": 14, "prefill": "sequential", "interpolation": True},
+    )
+    identity = {"thoughts": 0}  # noqa: RUF012
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of PonderLM-2; the defaults are the paper's main setting, but for random_sweeps.
+
+        thoughts: K, latent thoughts after every token; 0 is the ordinary decoder.
+        sweeps: J, Jacobi sweeps in training and jacobi prefill.
+        random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks (the paper does).
+        prefill: several new tokens at inference run by "jacobi" sweeps, or "sequential" (exact, slot by slot).
+        tolerance: jacobi prefill stops once no thought changes by more than this, relative to its norm, and warns if
+            `sweeps` are not enough; None always runs them all.
+        interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
+        scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
+        """
+
+        thoughts: int = 1
+        sweeps: int = 3
+        random_sweeps: bool = False
+        prefill: str = "jacobi"
+        tolerance: float | None = None
+        interpolation: bool = False
+        scale_embeds: bool | None = None
+        passes: ClassVar[int] = 1
+
+        def __post_init__(self):
+            check_range("ponderlm2", "thoughts", self.thoughts, 0)
+            check_range("ponderlm2", "sweeps", self.sweeps, 0)
+            check_choice("ponderlm2", "prefill", self.prefill, ("jacobi", "sequential"))
+            if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+                raise ValueError(f"ponderlm2 option tolerance={self.tolerance!r}: must be positive and finite, or None")
+
+    @property
+    def slots(self) -> int:
+        return self.options.thoughts + 1
+
+    @classmethod
+    def embed_scale(cls, config, options) -> float:
+        # unit-variance rows for a table of deviation √(2/(5d)): a thought is a normalised state, of unit variance too
+        return math.sqrt((1.0 if options.interpolation else 2.5) * config.hidden_size)
+
+    def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
+        if not self.options.thoughts:
+            return DepthOutput(stack(embeddings))
+        if not self.training and (embeddings.shape[1] == 1 or self.options.prefill == "sequential"):
+            return DepthOutput(self.sequential(stack, embeddings, vocabulary))
+        return DepthOutput(self.jacobi(stack, embeddings, vocabulary))
+
+    def thought(self, hidden_states, vocabulary):
+        return vocabulary.mixture(hidden_states) if self.options.interpolation else hidden_states
+
+    def sequential(self, stack, embeddings, vocabulary):
+        """The definition: K + 1 forwards of one slot for every token."""
+        cache = stack.empty_cache() if stack.cache is None else stack.cache
+        outputs = []
+        for token in range(embeddings.shape[1]):
+            hidden_states = embeddings[:, token : token + 1]
+            for step in range(self.slots):
+                slot = self.thought(hidden_states, vocabulary) if step else hidden_states
+                hidden_states = stack.bind(slot, stack.layout(self.slots, token, step), cache)(slot)
+            outputs.append(hidden_states)
+        return torch.cat(outputs, dim=1)
+
+    def jacobi(self, stack, embeddings, vocabulary):
+        """Growing passes, sweeps, and the final pass, which alone writes the cache."""
+        thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
+        states = [embeddings]
+        for m in range(1, n):
+            slots = interleave(states)
+            y = stack.bind(slots, stack.layout(m), stack.cache, keep=False)(slots)
+            states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
+
+        exact = thoughts * (length - 1)
+        sweeps = min(self.draw_sweeps(embeddings.device) if self.training else self.options.sweeps, exact)
+        tolerance = None if self.training else self.options.tolerance
+        change = float("inf")
+        slots, layout = interleave(states), stack.layout(n)
+        bound = stack.bind(slots, layout, stack.cache, keep=False)
+        for _ in range(sweeps):
+            y = bound(slots)
+            before, states = states, [embeddings, *(self.thought(y[:, i::n], vocabulary) for i in range(thoughts))]
+            slots = interleave(states)
+            if tolerance is not None:
+                change = stack.largest_change(before[1:], states[1:])
+                if change <= tolerance:
+                    break
+        if tolerance is not None and change > tolerance and sweeps < exact:
+            warnings.warn(
+                f"ponderlm2: after sweeps={sweeps} a thought still changes by {change:.2g} of its norm, above "
+                f'tolerance={tolerance:g}; allow more sweeps, or use prefill="sequential"',
+                stacklevel=2,
+            )
+        if stack.cache is not None:
+            bound = stack.bind(slots, layout, stack.cache)
+        return bound(slots)[:, thoughts::n]
+
+    def draw_sweeps(self, device: torch.device) -> int:
+        sweeps = self.options.sweeps
+        return draw_for_all_ranks(min(2, sweeps), sweeps, device) if self.options.random_sweeps else sweeps
+
+    @classmethod
+    def counts(cls, config, options) -> Counts:
+        k, d, v = options.thoughts, config.hidden_size, config.vocab_size
+        if not k:
+            return Counts()
+
+        def counts(mixtures: int, **fields) -> Counts:
+            mixtures = mixtures if options.interpolation else 0
+            product = mixtures * 2 * d * v
+            elementwise = mixtures * (4 * v + (d if config.embed_scale != 1.0 else 0))
+            return Counts(heads=1 + mixtures, matmul=product, elementwise=elementwise, recomputed=product, **fields)
+
+        j = options.sweeps
+        parallel = counts(k * (k + 1) // 2 + j * k, sweeps=(*range(1, k + 1), *(k + 1,) * (j + 1)))
+        return counts(k, slots=k + 1, parallel=parallel)

@@ -1,0 +1,232 @@
+"""PonderLM-2 against a token-by-token oracle written from the definition, which shares nothing with slots or caches."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom import FathomConfig, FathomForCausalLM
+from tiny import assert_close, tiny_model, tokens
+
+FAMILIES = ("llama", "qwen3", "gpt_neox", "gpt2")
+
+
+def make(family="llama", double=True, fields=None, **options):
+    model = tiny_model(family, depth={"name": "ponderlm2", **options}, **(fields or {}))
+    return model.double() if double else model
+
+
+def oracle(model, ids, shift=0):
+    """z = F(everything so far)[last slot], K times a token: the whole prefix runs again for every slot."""
+    decoder, options = model.model, model.depth.options
+    table = model.config.embed_scale * decoder.embed_tokens.weight
+
+    def last_state(slots, positions):
+        x, positions = torch.stack(slots, dim=1), torch.tensor([positions]) + shift
+        rotary = decoder.rotary_emb(x, positions) if decoder.rotary_emb else None
+        if rotary is None:
+            x = x + decoder.embed_positions(positions)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+        for layer in decoder.layers:
+            x = layer(x, decoder.residual, position_embeddings=rotary, attention_mask=mask)[0]
+        return decoder.norm(x)[:, -1]
+
+    slots, positions, logits = [], [], []
+    for t in range(ids.shape[1]):
+        slots.append(table[ids[:, t]])
+        positions.append(t)
+        h = last_state(slots, positions)
+        for _ in range(options.thoughts):
+            slots.append((h @ model.lm_head.weight.T).softmax(-1) @ table if options.interpolation else h)
+            positions.append(t)
+            h = last_state(slots, positions)
+        logits.append(model.lm_head(h))
+    return torch.stack(logits, dim=1)
+
+
+@pytest.mark.parametrize("options", [{"thoughts": 1}, {"thoughts": 3}, {"thoughts": 2, "interpolation": True}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_both_modes_equal_the_definition(family, options):
+    ids = tokens(2, 6)
+    model = make(family, sweeps=5 * options["thoughts"], **options)
+    expected = oracle(model, ids)
+    assert_close(model(ids).logits, expected, 1e-9)
+    exact = make(family, prefill="sequential", **options)
+    assert_close(exact(ids).logits, expected, 1e-9)
+    assert_close(exact(ids, use_cache=False).logits, expected, 1e-9)
+
+
+@torch.no_grad()
+def test_sweeps_shrink_the_error_and_the_bound_is_tight():
+    ids, errors = tokens(2, 6), []
+    expected = oracle(make(), ids)
+    for sweeps in range(6):
+        errors.append((make(sweeps=sweeps)(ids).logits - expected).abs().max().item())
+    assert errors[5] < 1e-12 < 1e-9 < errors[4]
+    assert errors[4] < errors[0]
+
+
+@pytest.mark.parametrize("thoughts", [1, 2])
+@torch.no_grad()
+def test_the_first_unknowns_are_exact_after_as_many_sweeps(thoughts):
+    """After n sweeps n + K unknown thoughts are; a token's logits read its own and all earlier ones."""
+    ids = tokens(1, 6)
+    expected = oracle(make(thoughts=thoughts), ids)
+    for sweeps in range(4):
+        exact = 1 + sweeps // thoughts
+        assert_close(make(thoughts=thoughts, sweeps=sweeps)(ids).logits[:, :exact], expected[:, :exact], 1e-9)
+
+
+@torch.no_grad()
+def test_one_token_needs_no_sweep():
+    for thoughts in (1, 3):
+        model = make(thoughts=thoughts, sweeps=0)
+        expected = oracle(model, tokens(2, 1))
+        assert_close(model(tokens(2, 1)).logits, expected, 1e-9)
+        assert_close(model.train()(tokens(2, 1)).logits, expected, 1e-9)
+
+
+@torch.no_grad()
+def test_shifting_all_positions_changes_nothing():
+    model, ids = make(thoughts=2), tokens(1, 5)
+    moved = model(ids, position_ids=torch.arange(7, 12)[None], attention_mask=torch.ones_like(ids)).logits
+    assert_close(moved, model(ids).logits, 1e-9)
+
+
+@torch.no_grad()
+def test_jacobi_prefill_then_exact_decoding():
+    """The prompt's thoughts are the parallel forward's; later tokens are exact given these."""
+    model, ids = make(thoughts=2, sweeps=1), tokens(2, 9)
+    cache = DynamicCache()
+    prompt = model(ids[:, :6], past_key_values=cache).logits
+    assert_close(prompt, model(ids[:, :6], use_cache=False).logits, 1e-9)
+    copy = DynamicCache()
+    model(ids[:, :6], past_key_values=copy)
+    step_by_step = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6, 9)]
+    enough = make(thoughts=2, sweeps=4)  # 2·(3 − 1): exact on three tokens
+    assert_close(enough(ids[:, 6:], past_key_values=copy).logits, torch.cat(step_by_step, dim=1), 1e-9)
+
+
+def count_calls(model):
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(args[0].shape[1]))
+    return calls
+
+
+@pytest.mark.parametrize("thoughts", [1, 2, 3])
+@torch.no_grad()
+def test_forwards_and_slots(thoughts):
+    sweeps, length, n = 2, 5, thoughts + 1
+    model = make(thoughts=thoughts, sweeps=sweeps)
+    calls = count_calls(model)
+    cache = DynamicCache()
+    model(tokens(1, length), past_key_values=cache)
+    assert calls == [length * m for m in range(1, n)] + [length * n] * (sweeps + 1)
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {n * length}
+    calls.clear()
+    model(tokens(1, 1), past_key_values=cache)
+    assert calls == [1] * n
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {n * (length + 1)}
+
+
+@torch.no_grad()
+def test_tolerance_stops_early_and_warns_where_it_is_not_met():
+    ids = tokens(2, 12)
+    expected = make(prefill="sequential")(ids).logits
+    model = make(sweeps=11, tolerance=1e-2)
+    calls = count_calls(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = model(ids).logits
+    assert 3 < len(calls) < 13
+    assert_close(actual, expected, 0.1)
+    with pytest.warns(UserWarning, match=r"sweeps=2 a thought still changes by .* above tolerance=1e-09"):
+        make(sweeps=2, tolerance=1e-9)(ids)
+    with warnings.catch_warnings():  # exact, whatever the last change was
+        warnings.simplefilter("error")
+        make(sweeps=11, tolerance=1e-300)(ids)
+
+
+@torch.no_grad()
+def test_padding_does_not_count_in_the_tolerance():
+    model = make(sweeps=11, tolerance=1e-3)
+    ids, mask = tokens(1, 8), torch.tensor([[0] * 4 + [1] * 4])
+    calls = count_calls(model)
+    padded = model(ids, attention_mask=mask).logits[:, 4:]
+    together = len(calls)
+    calls.clear()
+    assert_close(padded, model(ids[:, 4:]).logits, 1e-2)
+    assert together >= len(calls) > 3
+
+
+def test_gradients_reach_the_inputs_through_every_sweep():
+    ids = tokens(2, 6)
+    model = make(sweeps=2).train()
+    model(ids, labels=ids).loss.backward()
+    through = model.model.embed_tokens.weight.grad.clone()
+    for cut in range(4):  # growing pass, two sweeps; after the last, only the head is left
+        model.zero_grad()
+        seen = []
+
+        def detach(module, args, output, cut=cut, seen=seen):
+            seen.append(1)
+            return output.detach() if len(seen) == cut + 1 else None
+
+        hook = model.model.norm.register_forward_hook(detach)
+        model(ids, labels=ids).loss.backward()
+        hook.remove()
+        assert len(seen) == 4
+        grad = model.model.embed_tokens.weight.grad
+        assert grad is None or (grad - through).abs().max() > 1e-8
+
+
+def test_the_loss_has_one_target_fewer_than_tokens_and_reads_the_last_thought():
+    ids = tokens(2, 6)
+    model = make(sweeps=5).train()
+    logits = oracle(model, ids)
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert_close(model(ids, labels=ids).loss, expected, 1e-9)
+
+
+def test_random_sweeps_are_drawn_in_training_only(monkeypatch):
+    model = make(sweeps=4, random_sweeps=True)
+    cpu = torch.device("cpu")
+    assert {model.depth.draw_sweeps(cpu) for _ in range(60)} == {2, 3, 4}
+    assert make(sweeps=1, random_sweeps=True).depth.draw_sweeps(cpu) == 1
+    monkeypatch.setattr(model.depth, "draw_sweeps", lambda device: 2)
+    calls, ids = count_calls(model), tokens(1, 8)
+    with torch.no_grad():
+        model(ids)
+        assert len(calls) == 1 + 4 + 1
+        model.train()(ids)
+    assert len(calls) == 6 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize(("options", "scale"), [({}, 80**0.5), ({"interpolation": True}, 32**0.5)], ids=str)
+def test_embedding_scale_rules(options, scale):
+    fields = {"hidden_size": 32, "num_attention_heads": 4}
+    wanted = FathomConfig(**fields, depth={"name": "ponderlm2", "scale_embeds": True, **options})
+    assert wanted.embed_scale == pytest.approx(scale)
+    assert FathomConfig(**fields, depth={"name": "ponderlm2", "scale_embeds": False, **options}).embed_scale == 1.0
+    with pytest.raises(ValueError, match=r"scale_embeds=True means embed_scale=.*but embed_scale=3"):
+        FathomConfig(**fields, embed_scale=3.0, depth={"name": "ponderlm2", "scale_embeds": True, **options})
+
+
+def test_a_stock_checkpoint_takes_thoughts(tmp_path):
+    tiny_model(embed_scale=1.0).save_stock_pretrained(tmp_path)
+    model = FathomForCausalLM.from_pretrained(tmp_path, depth={"name": "ponderlm2", "sweeps": 5}).eval().double()
+    assert model.config.embed_scale == 1.0
+    ids = tokens(2, 6)
+    with torch.no_grad():
+        assert_close(model(ids).logits, oracle(model, ids), 1e-9)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_number_of_thoughts_is_refused():
+    cache = make(thoughts=2)(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"holds 3 slots a token.*'ponderlm2' keeps 2.*empty DynamicCache"):
+        make(thoughts=1)(tokens(1, 1), past_key_values=cache)
