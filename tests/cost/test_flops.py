@@ -13,6 +13,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import FlopTerms, forward_flops_per_token, training_flops_per_token
+from fathom.cost.sizes import MixingCost, mixing_per_token
 from fathom.ops.eager_attention import eager_attention
 
 BATCH, TOKENS = 2, 16
@@ -54,6 +55,18 @@ def test_training_matmuls_equal_torchs_counter(family, sections, checkpointing):
         model(**inputs, labels=inputs["input_ids"]).loss.backward()
     closed_form = training_flops_per_token(config, TOKENS, gradient_checkpointing=checkpointing, causal=False)
     assert counter.get_total_flops() == BATCH * TOKENS * closed_form
+
+
+@pytest.mark.parametrize("depth", [{"name": "pause", "pauses": 2}, {"name": "ponderlm2", "sweeps": 2}], ids=str)
+def test_a_mixer_works_in_every_slot(depth):
+    config = tiny_config("llama", depth=depth, mixer={"name": "depth_attention"})
+    inputs = tokens_on_meta()
+    with FlopCounterMode(display=False) as counter:
+        on_meta(config).train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert counter.get_total_flops() == BATCH * TOKENS * training_flops_per_token(config, TOKENS, causal=False)
+    alone = mixing_per_token(tiny_config("llama", mixer={"name": "depth_attention"}))
+    slots = 3 if depth["name"] == "pause" else 2
+    assert mixing_per_token(config) == MixingCost(slots * alone.flops, slots * alone.bytes)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")

@@ -131,3 +131,11 @@ def test_caches_made_by_the_library_become_slot_caches():
     with torch.no_grad():
         model(tokens(1, 2), past_key_values=cache)
     assert all(isinstance(layer, SlotLayer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("depth", [PAUSE, {"name": "ponderlm2", "sweeps": 12}], ids=lambda depth: depth["name"])
+@torch.no_grad()
+def test_mixers_work_between_the_slots_of_a_pass(depth):
+    model, ids, cache = tiny_model(depth=depth, mixer={"name": "depth_attention"}), tokens(2, 9), DynamicCache()
+    pieces = [model(chunk, past_key_values=cache).logits for chunk in ids.split((4, 1, 4), dim=1)]
+    assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)

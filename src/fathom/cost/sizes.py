@@ -49,8 +49,9 @@ class MixingCost:
 
 def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> MixingCost:
     """Cost of the config's mixer and residual topology (closed forms: `counts` of the methods)."""
-    counts = method_counts(config).values()
-    return MixingCost(sum(c.mixing for c in counts), dtype.itemsize * sum(c.traffic for c in counts))
+    counts = method_counts(config)
+    slots, parts = counts["depth"].slots, counts.values()
+    return MixingCost(slots * sum(c.mixing for c in parts), slots * dtype.itemsize * sum(c.traffic for c in parts))
 
 
 def kv_bytes_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> int:
