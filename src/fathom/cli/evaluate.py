@@ -33,7 +33,7 @@ def command(
 
     \b
     Example:
-      fathom evaluate runs/demo/vanilla-seed0/model --text book.txt --window 512 --stride 256
+      fathom evaluate runs/demo/vanilla/tokens-700000-seed-0/model --text book.txt --window 512 --stride 256
       fathom evaluate EleutherAI/pythia-160m --tasks lambada_openai,piqa
     """
     if (text is None) == (tasks is None):

@@ -25,7 +25,7 @@ def command(
 
     \b
     Example:
-      fathom generate runs/demo/vanilla-seed0/model --prompt "The old man" --stream
+      fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream
     """
     if not prompt.strip():
         raise ValueError("--prompt is empty: give the text to continue")
