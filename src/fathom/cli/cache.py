@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Keep fewer bytes of keys and values. `fathom cache MODEL …` generates or scores; see also bench and show.",
+    help="Keep fewer bytes of keys and values. `fathom cache MODEL …` is short for `fathom cache run MODEL …`.",
 )
 
 Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")]
@@ -102,8 +102,8 @@ def run(
 
     \b
     Examples:
-      fathom cache MODEL --method treekv --budget 1024 --prompt "Once upon a time"
-      fathom cache MODEL --method weightedkv --budget 256 --text book.txt
+      fathom cache run MODEL --method treekv --budget 1024 --prompt "Once upon a time"
+      fathom cache run MODEL --method weightedkv --budget 256 --text book.txt
     """
     from fathom.caches import compress, compression_report
     from fathom.caches.quality import perplexity

@@ -68,7 +68,12 @@ def compare(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated."""
+    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated.
+
+    \b
+    Example:
+      fathom lineage compare my-llama my-finetuned-llama --html lineage.html
+    """
     from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.compare import abstain
     from fathom.lineage.compare import compare as run
@@ -126,7 +131,12 @@ def fingerprint(
     ] = False,
     device: Device = "cpu",
 ) -> None:
-    """Write a model's vector, picture and commitment. Keep secret.key: it opens the commitment."""
+    """Write a model's vector, picture and commitment. Keep secret.key: it opens the commitment.
+
+    \b
+    Example:
+      fathom lineage fingerprint my-llama -o my-fingerprint
+    """
     from fathom import __version__
     from fathom.lineage import commitment
     from fathom.lineage.checkpoint import open_checkpoint
@@ -166,7 +176,12 @@ def verify(
     secret: Annotated[Path | None, typer.Option(help="secret.key of the owner, to recompute the root.")] = None,
 ) -> None:
     """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). Exit code 1:
-    mismatch."""
+    mismatch.
+
+    \b
+    Example:
+      fathom lineage verify my-fingerprint my-llama --secret my-fingerprint/secret.key
+    """
     from fathom.lineage import commitment
     from fathom.lineage.checkpoint import open_checkpoint
 
@@ -209,7 +224,12 @@ def matrix(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Hardened AWM of all pairs, clustered."""
+    """Hardened AWM of all pairs, clustered.
+
+    \b
+    Example:
+      fathom lineage matrix my-llama my-finetuned-llama my-gpt2 -o matrix.png
+    """
     from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.compare import matrix as run
 
@@ -239,7 +259,12 @@ def merge(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Estimate of which parents a model is a merge, and in what proportion."""
+    """Estimate of which parents a model is a merge, and in what proportion.
+
+    \b
+    Example:
+      fathom lineage merge my-merge my-llama my-finetuned-llama
+    """
     from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.merge import merge_weights
 
@@ -264,7 +289,12 @@ def attack(
     show: Annotated[bool, typer.Option("--list", help="List transforms and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Disguise a model. Exact transforms are checked on logits: exit code 1 if the function changed."""
+    """Disguise a model. Exact transforms are checked on logits: exit code 1 if the function changed.
+
+    \b
+    Example:
+      fathom lineage attack my-llama --transform all -o my-disguised-llama
+    """
     import torch
 
     from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
