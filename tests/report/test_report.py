@@ -50,7 +50,7 @@ def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
     assert said.headline.startswith("At equal tokens, pondering is best: 2.005 bits per byte, 2.2 % below vanilla")
     assert "2.4× its training FLOPs" in said.headline
     assert any(text.startswith("One seed: the seed noise is unknown") for text in said.details)
-    assert "needs the budgets train_flops and inference_flops" in overall([table]).details[-1]
+    assert "needs the budgets train_flops and inference_flops" in overall([table], unigram=3.0).details[-1]
 
 
 def test_small_differences_of_one_seed_are_not_called():
@@ -61,9 +61,15 @@ def test_small_differences_of_one_seed_are_not_called():
 def test_a_negative_result_is_the_headline_at_equal_training_flops():
     runs = [run(m, "train_flops", seed, gain=g) for m, g in (("vanilla", 0.0), ("loop", 0.1)) for seed in range(3)]
     found = tables(results([*results().runs, *runs]))
-    said = overall(found)
+    said = overall(found, unigram=3.0)
     assert said.headline.startswith("At equal training FLOPs, nothing beats vanilla")
+    assert "loop is 2.4 % above" in said.headline  # 0.05 bits more than 2.052, relative to vanilla
     assert said.details[0].startswith("At equal tokens, pondering is best")
+
+
+def test_methods_that_all_lose_to_the_unigram_model_are_not_compared():
+    said = overall(tables(results()), unigram=1.5)
+    assert said.headline == "No method beats the unigram model (1.500 bits per byte): this comparison says nothing yet."
 
 
 def test_si_prefixes():

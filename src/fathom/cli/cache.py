@@ -65,23 +65,21 @@ def parse_method(name: str, budget: int | None, options: list[str] | None) -> An
 def load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer. Raises ValueError or OSError with what to do."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fathom.evaluate import load_checkpoint
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"--dtype {dtype!r}: use bfloat16, float16 or float32")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    return loaded.to(place).eval(), tokenizer
+    loaded, tokenizer = load_checkpoint(model, device)
+    return loaded.to(getattr(torch, dtype)), tokenizer
 
 
 def read_text(path: Path) -> str:
+    from fathom.evaluate import read_text
+
     if not path.is_file():
         raise FileNotFoundError(f"--text {path}: no such file")
-    text = path.read_text(encoding="utf-8")
-    if not text.strip():
-        raise ValueError(f"--text {path} is empty")
-    return text
+    return read_text(path)
 
 
 @app.command("run")

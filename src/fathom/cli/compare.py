@@ -37,7 +37,8 @@ def command(
         for row in table.rows:
             typer.echo(f"  {row.method:<20} {row.mean('bits_per_byte'):.3f} bits per byte")
         typer.echo(f"  {'unigram model':<20} {results.unigram_bits_per_byte:.3f} bits per byte")
-    typer.echo("\n" + "\n".join([overall(found).headline, *overall(found).details]))
+    said = overall(found, results.unigram_bits_per_byte)
+    typer.echo("\n" + "\n".join([said.headline, *said.details]))
     typer.echo(f"Report: {output / results.name / 'report.html'}")
     if results.failures:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results.failures), err=True)

@@ -126,7 +126,7 @@ def write_report(results: Results, folder: Path) -> Path:
     environment.filters.update(si=si, duration=duration, in_sentence=in_sentence)
     page = environment.get_template("page.html").render(
         results=results,
-        overall=overall(found),
+        overall=overall(found, results.unigram_bits_per_byte),
         sections=sections,
         captions=PLOTS,
         looks=looks,

@@ -82,10 +82,18 @@ def verdict(table: Table) -> Verdict:
     return Verdict(_headline(best, base, table), details)
 
 
-def overall(found: list[Table]) -> Verdict:
-    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal tokens."""
+def overall(found: list[Table], unigram: float) -> Verdict:
+    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal tokens.
+
+    unigram: bits per byte of the unigram model; a comparison of methods that all lose to it says nothing.
+    """
     by_budget = {table.budget: table for table in found}
     chosen = [by_budget[b] for b in ("train_flops", "inference_flops", "tokens") if b in by_budget]
+    if all(table.best.mean("bits_per_byte") >= unigram for table in chosen):
+        return Verdict(
+            f"No method beats the unigram model ({unigram:.3f} bits per byte): this comparison says nothing yet.",
+            ["Train on more tokens, or with another learning rate.", *(verdict(table).headline for table in chosen)],
+        )
     headline = verdict(chosen[0]).headline
     details = [verdict(table).headline for table in chosen[1:]]
     if "train_flops" not in by_budget and "inference_flops" not in by_budget:
@@ -103,7 +111,7 @@ def _headline(best: Row, base: Row, table: Table) -> str:
         second = min((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
         gap = second.minus(base)
         if gap.clear:
-            return f"At {where}, nothing beats {base.method}: {bits}, {gap.percent:.1f} % below {second.method}."
+            return f"At {where}, nothing beats {base.method}: {bits}; {second.method} is {gap.percent:.1f} % above."
         return f"At {where}, {base.method} ({bits}) and {second.method} cannot be told apart."
     gap = best.minus(base)
     if not gap.clear:
