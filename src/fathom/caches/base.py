@@ -147,6 +147,7 @@ class State(ABC):
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors: views of one storage count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

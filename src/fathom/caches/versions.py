@@ -38,6 +38,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of the decoder, inside a multimodal model too."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -48,6 +49,7 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def is_full_attention(layer: Any) -> bool:
+    """Whether a stock cache layer is one that we replace: it keeps every token (no sliding window)."""
     return type(layer) is DynamicLayer
 
 
@@ -69,12 +71,14 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
+    """The module that makes the model's cos and sin, or None for a model without rotary positions."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     rotary = getattr(decoder, "rotary_emb", None)
     return rotary if rotary is not None else getattr(model.base_model, "rotary_emb", None)
 
 
 def rope_type(model: PreTrainedModel) -> str:
+    """RoPE type of the full-attention layers, as in `rope_parameters`."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     if "full_attention" in parameters:
         parameters = parameters["full_attention"]

@@ -75,6 +75,7 @@ def load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 def read_text(path: Path) -> str:
+    """The text of --text. Raises OSError or ValueError with what is wrong."""
     from fathom.evaluate import read_text
 
     if not path.is_file():

@@ -193,6 +193,7 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
 
 
 def too_short(source: Source, block_size: int) -> ValueError:
+    """The error of a text that fills no block."""
     return ValueError(
         f"data.{source.argument}={source.name!r}: shorter than one block of {block_size} tokens: use more text, "
         "a smaller data.block_size, or data.keep_remainder to pad"

@@ -96,6 +96,7 @@ GPT2_NAMES = (
 
 
 def rename(name: str, pairs: tuple[tuple[str, str], ...], to_stock: bool) -> str:
+    """A tensor name with every (ours, theirs) pair replaced, in the direction asked for."""
     for ours, theirs in pairs:
         name = name.replace(ours, theirs) if to_stock else name.replace(theirs, ours)
     return name
@@ -117,6 +118,7 @@ def neox_to_fathom(state: State, config: FathomConfig) -> State:
 
 
 def neox_to_stock(state: State, config: FathomConfig) -> State:
+    """The inverse of `neox_to_fathom`."""
     out: State = {}
     for name, tensor in state.items():
         if ".self_attn.q_proj." in name:
@@ -145,6 +147,7 @@ def gpt2_to_fathom(state: State, config: FathomConfig) -> State:
 
 
 def gpt2_to_stock(state: State, config: FathomConfig) -> State:
+    """The inverse of `gpt2_to_fathom`."""
     out: State = {}
     for name, tensor in state.items():
         linear = name.endswith(".weight") and ("_proj." in name)

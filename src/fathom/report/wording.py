@@ -64,6 +64,7 @@ def ratio(value: float, to: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """'4 min 3 s'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -19,4 +19,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, complete or not at all. Raises ValueError for NaN and infinities."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -37,6 +37,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
+    """The optimiser step in a checkpoint folder's name."""
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
