@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
@@ -67,6 +68,40 @@ def test_accumulated_gradients_are_those_of_one_batch(recipe, ragged, tmp_path) 
     for name in one:
         torch.testing.assert_close(four[name], one[name], rtol=1e-4, atol=1e-7)
     assert split.train_loss == pytest.approx(whole.train_loss, abs=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values read back from tensors: on a GPU each read waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_between_logs_do_not_wait_for_the_device(recipe, data, tmp_path) -> None:
+    counts = []
+    for steps in (2, 6):
+        options: Any = {"tokens": steps * 8 * 16, "gradient_accumulation": 2, "log_every": steps, "save_every": None}
+        prepared = dataclasses.replace(data, validation=None)
+        with Reads() as reads:
+            train_run(recipe(**options), VANILLA, seed=0, folder=tmp_path / f"{steps}", data=prepared)
+        counts.append(reads.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_batches_reach_a_gpu_without_waiting(recipe, data, folder, monkeypatch) -> None:
+    class Stop(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            raise InterruptedError(f"non_blocking={train_dataloader._non_blocking}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fathom.train.metrics._reset_peak_memory", lambda: None)
+    with pytest.raises(InterruptedError, match="non_blocking=True"):
+        train_run(recipe(), VANILLA, seed=0, folder=folder, data=data, callbacks=[Stop()])
 
 
 def test_held_out_loss_is_the_mean_over_targets(recipe, ragged, folder) -> None:

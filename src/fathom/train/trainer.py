@@ -135,10 +135,10 @@ class FathomTrainer(Trainer):
     ) -> tuple[Any, Any, Any]:
         """Weighted so that the mean over blocks, which the Trainer reports, is the mean over target tokens."""
         labels = inputs["labels"]
-        share = int((labels[:, 1:] != -100).sum()) / len(labels) / self.targets_per_block
+        share = (labels[:, 1:] != -100).sum() / len(labels) / self.targets_per_block
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert loss is not None  # there are labels
-        return loss * share, logits, labels
+        return loss * share.to(loss.device), logits, labels
 
 
 def train_run(
@@ -267,6 +267,7 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
         eval_steps=training.eval_every or steps,
         prediction_loss_only=True,
         ddp_find_unused_parameters=False,  # every parameter takes part in every step
+        ddp_broadcast_buffers=False,  # the only buffers are rotary frequencies, the same on all ranks
         label_names=["labels"],  # not every argument of forward that has "label" in its name
         save_strategy="steps",
         save_steps=training.save_every or steps,
@@ -274,6 +275,8 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
         train_sampling_strategy="sequential",  # order.py shuffles
         dataloader_num_workers=training.num_workers,
         dataloader_pin_memory=torch.cuda.is_available(),
+        # Otherwise the copy of each batch waits until the device has finished the step before it.
+        accelerator_config={"non_blocking": torch.cuda.is_available()},
         remove_unused_columns=False,
         report_to="none",
         disable_tqdm=True,
