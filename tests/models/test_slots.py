@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import warnings
+
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from fathom.models import hf_versions
-from fathom.models.slots import SlotLayer, interleave
+from fathom.models.slots import CHANNEL, RaggedSlotLayer, SlotLayer, interleave
+from fathom.ops.biased_attention import MASKED, KeyBias
 from tiny import assert_close, tiny_model, tokens
 
 PAUSE = {"name": "pause", "pauses": 2}
@@ -139,3 +144,129 @@ def test_mixers_work_between_the_slots_of_a_pass(depth):
     model, ids, cache = tiny_model(depth=depth, mixer={"name": "depth_attention"}), tokens(2, 9), DynamicCache()
     pieces = [model(chunk, past_key_values=cache).logits for chunk in ids.split((4, 1, 4), dim=1)]
     assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
+
+
+def biased_layout(padded=False):
+    """Three slots a token, a bias on each, and a dense additive mask written out by hand."""
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]) if padded else None
+    bias = -torch.rand(2, 15, generator=torch.Generator().manual_seed(0)) * 4
+    model = tiny_model(depth=PAUSE)
+    stack = model.bind_stack(torch.zeros(2, 5, 32), mask, None, None, {})
+    by_hand = torch.full((2, 1, 15, 15), float("-inf"))
+    for row in range(2):
+        first = 6 if padded and row == 0 else 0
+        for query in range(15):
+            by_hand[row, 0, query, first : query + 1] = bias[row, first : query + 1]
+        by_hand[row, 0, :first, 0] = 0.0  # padding reads something
+    return model, stack, stack.layout(3, key_bias=bias), by_hand
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
+@torch.no_grad()
+def test_backends_add_the_key_bias(backend, padded):
+    model, stack, layout, by_hand = biased_layout(padded)
+    model.set_attn_implementation(backend)
+    slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
+    bound = stack.bind(slots, layout)
+    assert isinstance(bound.attention_mask, KeyBias) == (backend in ("flex_attention", CHANNEL))
+    actual = bound(slots)
+    model.set_attn_implementation("eager")
+    bound.attention_mask = by_hand
+    expected = bound(slots)
+    first = 6 if padded else 0
+    for row, start in enumerate((first, 0)):
+        assert_close(actual[row, start:], expected[row, start:])
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStage:
+    stages: int
+
+    def __call__(self, query, key):
+        return (key <= query) & (key % self.stages == query % self.stages)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
+@torch.no_grad()
+def test_a_visibility_by_slot_indices(backend):
+    """Stages that see only themselves are sequences of their own."""
+    model, stack, layout, _ = biased_layout()
+    model.set_attn_implementation(backend)
+    slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
+    layout = dataclasses.replace(layout, key_bias=None, sees=OwnStage(3))
+    actual = stack.bind(slots, layout)(slots)
+    model.set_attn_implementation("eager")
+    for stage in range(3):
+        alone = slots[:, stage::3]
+        assert_close(actual[:, stage::3], stack.bind(alone, stack.layout(1))(alone))
+
+
+@torch.no_grad()
+def test_packed_documents_with_a_key_bias():
+    for backend in ("sdpa", "flex_attention"):
+        model, _, layout, _ = biased_layout()
+        model.set_attn_implementation(backend)
+        positions = torch.tensor([[0, 1, 2, 0, 1]]).expand(2, -1)
+        slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
+        packed = model.bind_stack(torch.zeros(2, 5, 32), None, positions, None, {})
+        together = packed.bind(slots, packed.layout(3, key_bias=layout.key_bias))(slots)
+        for a, b in ((0, 9), (9, 15)):
+            alone = model.bind_stack(torch.zeros(2, (b - a) // 3, 32), None, None, None, {})
+            part = slots[:, a:b]
+            assert_close(together[:, a:b], alone.bind(part, alone.layout(3, key_bias=layout.key_bias[:, a:b]))(part))
+
+
+def test_flash_serves_what_it_can_express_and_says_who_serves_the_rest():
+    _, stack, layout, _ = biased_layout(padded=True)
+    config, slots = copy.copy(stack.decoder.config), torch.zeros(2, 15, 32)
+    config._attn_implementation = "flash_attention_2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mask = layout.mask(config, slots, None, packed=False)
+    assert mask.blocks is None and mask.bias[0, :6].eq(MASKED).all()  # the channel form, padding hidden by it
+    own = dataclasses.replace(layout, sees=OwnStage(3))
+    with pytest.warns(UserWarning, match="flash_attention_2 has no kernel .* FlexAttention serves"):
+        assert own.mask(config, slots, None, packed=False).blocks is not None
+
+
+def test_some_slots_of_a_layout():
+    _, _, layout, _ = biased_layout(padded=True)
+    chosen = torch.tensor([0, 3, 4, 13])
+    some = layout.take(chosen)
+    assert some.step.tolist() == [0, 0, 1, 1] and some.position_ids.tolist() == [[0, 0, 0, 2], [0, 1, 1, 4]]
+    assert torch.equal(some.key_bias, layout.key_bias[:, chosen]) and torch.equal(some.valid, layout.valid[:, chosen])
+
+
+def ragged_cache():
+    """Two layers and tokens of 3, 1, 2, 1 slots; two rows."""
+    layers = [RaggedSlotLayer(3) for _ in range(2)]
+    for layer in layers:
+        layer.update(torch.arange(14.0).view(2, 1, 7, 1), torch.arange(14.0).view(2, 1, 7, 1))
+        layer.steps = torch.tensor([0, 1, 2, 0, 0, 1, 0])
+    layers[0].bias = torch.arange(14.0).view(2, 7)
+    return Cache(layers=layers)
+
+
+@pytest.mark.parametrize(("tokens_left", "slots"), [(4, 7), (3, 6), (2, 4), (1, 3), (0, 0)])
+def test_a_ragged_cache_counts_and_crops_tokens(tokens_left, slots):
+    cache = ragged_cache()
+    assert cache.get_seq_length() == 4
+    cache.crop(tokens_left - 4)
+    assert cache.get_seq_length() == tokens_left
+    assert all(layer.keys.shape == (2, 1, slots, 1) == layer.values.shape for layer in cache.layers)
+    assert cache.layers[0].bias.shape == (2, slots)
+
+
+def test_the_bias_of_a_ragged_cache_follows_its_rows():
+    for change, rows in (
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    ):
+        cache = ragged_cache()
+        change(cache)
+        assert torch.equal(cache.layers[0].bias, cache.layers[0].keys[:, 0, :, 0])
+        assert cache.layers[0].bias[:, 0].tolist() == [7.0 * row for row in rows]
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.layers[0].bias is None

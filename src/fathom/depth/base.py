@@ -148,6 +148,8 @@ class DepthMethod(Method):
     (models/slots.py).
     """
 
+    ragged: ClassVar[bool] = False  # tokens keep different numbers of slots in the cache, or a bias each
+
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:
         """What the method's option `scale_embeds=True` sets the decoder's embed_scale to."""

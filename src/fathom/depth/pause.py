@@ -74,7 +74,7 @@ class Pause(DepthMethod):
         rows = self.embedding if self.scale == 1.0 else self.embedding * self.scale
         pauses = [rows[i % len(rows)].expand_as(embeddings) for i in range(n - 1)]
         slots = interleave([embeddings, *pauses])
-        return DepthOutput(stack.bind(slots, stack.layout(n), stack.cache)(slots)[:, n - 1 :: n])
+        return DepthOutput(stack.bind(slots, stack.layout(n))(slots)[:, n - 1 :: n])
 
     @classmethod
     def counts(cls, config, options) -> Counts:

@@ -92,13 +92,12 @@ class PonderLM2(DepthMethod):
 
     def sequential(self, stack, embeddings, vocabulary):
         """The definition: K + 1 forwards of one slot for every token."""
-        cache = stack.empty_cache() if stack.cache is None else stack.cache
-        outputs = []
+        stack, outputs = stack.with_cache(), []
         for token in range(embeddings.shape[1]):
             hidden_states = embeddings[:, token : token + 1]
             for step in range(self.slots):
                 slot = self.thought(hidden_states, vocabulary) if step else hidden_states
-                hidden_states = stack.bind(slot, stack.layout(self.slots, token, step), cache)(slot)
+                hidden_states = stack.bind(slot, stack.layout(self.slots, token, step))(slot)
             outputs.append(hidden_states)
         return torch.cat(outputs, dim=1)
 
@@ -108,7 +107,7 @@ class PonderLM2(DepthMethod):
         states = [embeddings]
         for m in range(1, n):
             slots = interleave(states)
-            y = stack.bind(slots, stack.layout(m), stack.cache, keep=False)(slots)
+            y = stack.bind(slots, stack.layout(m), keep=False)(slots)
             states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
 
         exact = thoughts * (length - 1)
@@ -116,7 +115,7 @@ class PonderLM2(DepthMethod):
         tolerance = None if self.training else self.options.tolerance
         change = float("inf")
         slots, layout = interleave(states), stack.layout(n)
-        bound = stack.bind(slots, layout, stack.cache, keep=False)
+        bound = stack.bind(slots, layout, keep=False)
         for _ in range(sweeps):
             y = bound(slots)
             before, states = states, [embeddings, *(self.thought(y[:, i::n], vocabulary) for i in range(thoughts))]
@@ -132,7 +131,7 @@ class PonderLM2(DepthMethod):
                 stacklevel=2,
             )
         if stack.cache is not None:
-            bound = stack.bind(slots, layout, stack.cache)
+            bound = stack.bind(slots, layout)
         return bound(slots)[:, thoughts::n]
 
     def draw_sweeps(self, device: torch.device) -> int:

@@ -22,7 +22,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
-from fathom.models.slots import SlotStack, hold_slots
+from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 
@@ -143,10 +143,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Stack:
         """The layer stack with this forward's positions, mask and cache."""
         length, seen, slots = embeddings.shape[1], 0, self.depth.slots
+        layer = RaggedSlotLayer if self.depth.ragged else SlotLayer
         if cache is not None:
             hf_versions.check_cache_layers(cache, self.config, self.depth.options.passes, self.depth.name)
             if slots > 1:
-                hold_slots(cache, self.config, slots, self.depth.name)
+                hold_slots(cache, self.config, slots, self.depth.name, layer)
             seen = cache.get_seq_length()
         given = position_ids
         if position_ids is None:
@@ -162,7 +163,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
-                packed=given is not None,
+                packed=given is not None, layer=layer,
             )  # fmt: skip
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.

@@ -7,6 +7,7 @@ Read it from the bottom up for one forward pass: `Stack` runs the layers for a d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
+from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
 from fathom.ops.rotary import rotate
 
@@ -143,6 +145,8 @@ class Attention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx if cache_layer is None else cache_layer)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if isinstance(attention_mask, KeyBias):
+            attend = functools.partial(biased_attention, attend)
         output, weights = attend(
             self,
             query,

@@ -36,7 +36,8 @@ def causal_mask(
     """
     if isinstance(attention_mask, dict):  # prepared by generate() for compileable caches
         return attention_mask["full_attention"]
-    if attention_mask is None and position_ids is None and cache is None and config._attn_implementation == "sdpa":
+    sdpa = str(config._attn_implementation).startswith("sdpa")
+    if attention_mask is None and position_ids is None and cache is None and sdpa:
         # Plain causal: SDPA's own flag says it. Traced, 5.17 would build a [B, 1, T, T] mask here,
         # which costs the causal kernel: a third of a compiled training step at 768 × 12 layers and 2048 tokens.
         return None

@@ -2,22 +2,36 @@
 
 A token with n stages owns n consecutive slots, slot n·t + i holding stage i of token t. Slots of a token share its
 position; the causal mask follows slot order; a padded token's slots are masked. `SlotStack` is the layer stack for
-such methods, `SlotLayer` the cache layer that holds n slots a token and counts tokens.
+such methods, `SlotLayer` the cache layer that holds n slots a token and counts tokens. `RaggedSlotLayer` holds tokens
+of different numbers of slots, with a bias each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
+from fathom.ops.biased_attention import MASKED, KeyBias, Sees, block_mask, causal, dense_mask
+
+# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) instead of FlexAttention.
+CHANNEL = "sdpa_bias_channel"
+AttentionInterface.register(CHANNEL, sdpa_attention_forward)
+AttentionMaskInterface.register(CHANNEL, sdpa_mask)
+
+# New slots from which FlexAttention pays on a GPU: one block of queries.
+FLEX_FROM = 128
 
 
 def interleave(stages: list[Float[Tensor, "B T d"]]) -> Float[Tensor, "B S d"]:
@@ -27,19 +41,23 @@ def interleave(stages: list[Float[Tensor, "B T d"]]) -> Float[Tensor, "B S d"]:
 
 @dataclasses.dataclass(frozen=True)
 class SlotLayout:
-    """What attention must know of the new slots.
+    """What attention must know of the new slots. Keys are the cached slots, then the new ones.
 
     Attributes:
         position_ids: the token position of every new slot, for rotary or learned positions.
         step: the stage of every new slot within its token.
         stages: slots a token.
-        valid: which keys, cached slots first, belong to real tokens; None: all.
+        valid: which keys belong to real tokens; None: all.
+        key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
+        sees: sees(query, key) says which slot sees which, by their indices among the keys; None: all earlier ones.
     """
 
     position_ids: Int[Tensor, "B S"]
     step: Int[Tensor, " S"]
     stages: int
     valid: Bool[Tensor, "B keys"] | None = None
+    key_bias: Float[Tensor, "B keys"] | None = None
+    sees: Sees | None = None
 
     @property
     def slot_ids(self) -> Int[Tensor, "B S"]:
@@ -50,10 +68,58 @@ class SlotLayout:
         """
         return self.position_ids * self.stages + self.step
 
+    def take(self, chosen: Int[Tensor, " chosen"]) -> SlotLayout:
+        """The layout of some of the new slots, in ascending order."""
+        keys = None
+        if self.valid is not None or self.key_bias is not None:
+            some = self.valid if self.key_bias is None else self.key_bias
+            past = some.shape[1] - len(self.step)  # type: ignore[union-attr]
+            keys = torch.cat((torch.arange(past, device=chosen.device), past + chosen))
+        return dataclasses.replace(
+            self,
+            position_ids=self.position_ids[:, chosen],
+            step=self.step[chosen],
+            valid=None if self.valid is None else self.valid[:, keys],
+            key_bias=None if self.key_bias is None else self.key_bias[:, keys],
+        )
+
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
-        """The installed backend's mask; None (the causal kernel) where the layout is plain causal in slot order."""
-        seen: Any = None if cache is None else SlotView(cache)
-        return hf_versions.causal_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
+        """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
+        slot order; a dense tensor or a `KeyBias` where slots have a bias or `sees`."""
+        if self.key_bias is None and self.sees is None:
+            seen: Any = None if cache is None else SlotView(cache)
+            return hf_versions.causal_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
+        rows, queries, _ = slots.shape
+        keys = queries + (0 if cache is None else cache.layers[0].slots)  # type: ignore[union-attr]
+        wide = torch.promote_types(slots.dtype, torch.float32)
+        bias = slots.new_zeros(rows, keys, dtype=wide) if self.key_bias is None else self.key_bias
+        documents = None
+        if packed and cache is None and self.valid is None:
+            restarts = self.slot_ids.diff(prepend=self.slot_ids[:, :1] - 1) != 1
+            documents = restarts.cumsum(-1).expand(rows, -1)
+
+        backend: str = config._attn_implementation  # type: ignore[assignment]
+        flash, sees = "flash" in backend, causal if self.sees is None else self.sees
+        hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
+        plain = self.sees is None and documents is None
+        if plain and (flash or (backend == CHANNEL and queries in (1, keys))):
+            return KeyBias(hidden)
+        if flash:
+            warnings.warn(
+                f"{backend} has no kernel for slots with packed documents or a visibility of their own; FlexAttention "
+                "serves these",
+                stacklevel=2,
+            )
+        large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
+        if flash or large or backend == "flex_attention":
+            return KeyBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
+        index = torch.arange(keys, device=slots.device)
+        visible = sees(index[keys - queries :, None], index)[None]
+        if self.valid is not None:
+            visible = visible & self.valid[:, None]
+        if documents is not None:
+            visible = visible & (documents[:, :, None] == documents[:, None])
+        return dense_mask(bias, visible, slots.dtype)
 
 
 class SlotLayer(DynamicLayer):
@@ -76,27 +142,78 @@ class SlotLayer(DynamicLayer):
         super().crop(tokens_to_remove * self.stages)
 
 
-def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str) -> None:
-    """Make the layers of an empty dynamic cache `SlotLayer`s; refuse a cache that holds anything else.
+class RaggedSlotLayer(SlotLayer):
+    """A growing cache layer of tokens with 1 … `stages` slots each.
+
+    The rows of a batch share the steps; a slot that a row does not use is hidden by its bias. Layer 0 alone keeps the
+    biases, one a slot for all layers and heads.
+
+    Attributes:
+        steps: the stage of every slot within its token, on the CPU.
+        bias: [B, slots], fp32 or wider; None in the other layers, and where no slot has a bias.
+    """
+
+    def __init__(self, stages: int):
+        super().__init__(stages)
+        self.steps = torch.empty(0, dtype=torch.long)
+        self.bias: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        return int((self.steps == 0).sum())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:  # older callers name the length to keep
+            tokens_to_remove = tokens_to_remove - self.get_seq_length()
+        first = (self.steps == 0).nonzero().flatten().tolist()
+        keep = first[max(len(first) + tokens_to_remove, 0)] if tokens_to_remove < 0 and first else len(self.steps)
+        self.steps = self.steps[:keep]
+        if self.is_initialized:
+            self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]  # type: ignore[index]
+        if self.bias is not None:
+            self.bias = self.bias[:, :keep]
+
+    def reset(self) -> None:
+        super().reset()
+        self.steps, self.bias = self.steps[:0], None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        if self.bias is not None:
+            self.bias = self.bias.index_select(0, beam_idx.to(self.bias.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.bias is not None:
+            self.bias = self.bias.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.bias is not None:
+            self.bias = self.bias[indices]
+
+
+def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind: type[SlotLayer] = SlotLayer) -> None:
+    """Make the layers of an empty dynamic cache layers of `kind`; refuse a cache that holds anything else.
 
     The caller's own cache object is filled, as generate() and every other caller go on using it.
     """
     layers: list[Any] = cache.layers
-    if all(type(layer) is SlotLayer and layer.stages == stages for layer in layers) and layers:
+    if all(type(layer) is kind and layer.stages == stages for layer in layers) and layers:
         return
     held = {layer.stages if isinstance(layer, SlotLayer) else 1 for layer in layers if layer.get_seq_length()}
     if held:
+        same = "but with another method's layout" if max(held) == stages else f"but depth={depth!r} keeps {stages}"
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} holds {max(held)} slots a token, but depth={depth!r} keeps {stages} with these "
-            "options; pass an empty DynamicCache()"
+            f"{hf_versions.CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty "
+            "DynamicCache()"
         )
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, SlotLayer}
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, SlotLayer, RaggedSlotLayer}
     if kinds:
         raise ValueError(
             f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
             f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache()"
         )
-    layers[:] = [SlotLayer(stages) for _ in range(config.num_hidden_layers)]
+    layers[:] = [kind(stages) for _ in range(config.num_hidden_layers)]
 
 
 class SlotView:
@@ -131,43 +248,66 @@ class SlotStack(Stack):
 
     stages: int = 1  # slots a token in the cache
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
+    layer: type[SlotLayer] = SlotLayer  # of the cache
 
-    def layout(self, stages: int, token: int | None = None, step: int = 0) -> SlotLayout:
-        """All new tokens with their first `stages` slots; or, with `token`, the one slot `step` of that new token."""
-        positions, mask, device = self.position_ids, self.attention_mask, self.position_ids.device
+    def with_cache(self) -> SlotStack:
+        """With an empty cache where the caller wants none, for methods that run slot by slot."""
+        if self.cache is not None:
+            return self
+        return dataclasses.replace(self, cache=Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers]))
+
+    def cached_steps(self) -> Int[Tensor, " slots"]:
+        """The stage of every cached slot within its token."""
+        device = self.position_ids.device
+        if self.cache is None:
+            return torch.empty(0, dtype=torch.long, device=device)
+        held: Any = self.cache.layers[0]
+        if isinstance(held, RaggedSlotLayer):
+            return held.steps.to(device)
+        return torch.arange(held.slots, device=device) % self.stages
+
+    def layout(
+        self, stages: int, token: int | None = None, step: int = 0, key_bias: Float[Tensor, "B S"] | None = None
+    ) -> SlotLayout:
+        """All new tokens with their first `stages` slots; or, with `token`, the one slot `step` of that new token.
+
+        `key_bias` is that of these slots; the cached ones bring theirs.
+        """
+        positions, device = self.position_ids, self.position_ids.device
         if token is None:
             steps = torch.arange(stages, device=device).repeat(positions.shape[1])
             positions = positions.repeat_interleave(stages, dim=1)
         else:
             steps, positions = torch.full((1,), step, device=device), positions[:, token : token + 1]
         valid = None
-        if mask is not None:
-            past = mask.shape[1] - self.position_ids.shape[1]
-            new = mask[:, past:] if token is None else mask[:, past : past + token + 1]
-            new = new.repeat_interleave(stages, dim=1)
-            if token is not None:
-                new = new[:, : token * stages + step + 1]
-            valid = torch.cat((mask[:, :past].repeat_interleave(self.stages, dim=1), new), dim=1).bool()
-        return SlotLayout(positions, steps, stages, valid)
+        if self.attention_mask is not None:
+            of_token = (torch.cat((self.cached_steps(), steps)) == 0).cumsum(0) - 1
+            valid = self.attention_mask[:, of_token].bool()
+        held: Any = None if self.cache is None else self.cache.layers[0]
+        if key_bias is not None and isinstance(held, RaggedSlotLayer) and held.bias is not None:
+            key_bias = torch.cat((held.bias, key_bias), dim=1)
+        return SlotLayout(positions, steps, stages, valid, key_bias)
 
-    def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, cache: Cache | None, keep: bool = True) -> Stack:
-        """The stack over slots of this layout and shape, after those in `cache`, which keeps them if `keep` says so."""
-        rotary = self.decoder.rotary_emb
+    def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, keep: bool = True) -> Stack:
+        """The stack over slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
+        rotary, cache = self.decoder.rotary_emb, self.cache
+        mask = layout.mask(self.decoder.config, slots, cache, self.packed)
+        if keep and cache is not None and isinstance(cache.layers[0], RaggedSlotLayer):
+            steps = torch.cat((cache.layers[0].steps, layout.step.cpu()))
+            for held in cache.layers:
+                held.steps = steps  # type: ignore[union-attr]
+            cache.layers[0].bias = layout.key_bias
         return Stack(
             self.decoder,
             layout.position_ids,
             rotary(slots, layout.position_ids) if rotary else None,
-            layout.mask(self.decoder.config, slots, cache, self.packed),
+            mask,
             cache if keep or cache is None else SlotView(cache),  # type: ignore[arg-type]
             self.layer_kwargs,
             self.hidden_states,
             self.attentions,
             slot_ids=layout.slot_ids,
         )
-
-    def empty_cache(self) -> Cache:
-        """For methods that run slot by slot where the caller wants no cache."""
-        return Cache(layers=[SlotLayer(self.stages) for _ in self.decoder.layers])
 
     def largest_change(self, before: list[Tensor], after: list[Tensor]) -> float:
         """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]."""

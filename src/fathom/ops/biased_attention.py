@@ -1,0 +1,143 @@
+"""Attention with a bias per key, and with other rules than "earlier slots" for which slot sees which.
+
+    o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s + b_s)   over the keys s that query q sees
+
+Three equal forms:
+
+    dense    b where a key is seen, the lowest number elsewhere, as a tensor that any backend adds. The reference.
+    flex     FlexAttention adds b score by score; a block mask says what is seen. Compiled on a GPU, where gradients
+             reach b; uncompiled on a CPU, forward only.
+    channel  [q, 1] · [k, b/scaling]: a plain causal kernel (flash) computes the bias as part of the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+# A bias that hides a key: exp(−4000) is 0 in every precision, and 4000/scaling is finite in fp16 up to 256 channels.
+MASKED = -4000.0
+
+# Does slot `query` see slot `key`? Both index the keys, the new slots last; hashable, so that block masks are cached.
+Sees = Callable[[Tensor, Tensor], Tensor]
+
+
+def causal(query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def dense_mask(
+    bias: Float[Tensor, "B keys"], seen: Bool[Tensor, "#B S keys"], dtype: torch.dtype
+) -> Float[Tensor, "B 1 S keys"]:
+    """What the dense form adds to the scores; a query that sees nothing reads all keys evenly, not NaN."""
+    return torch.where(seen, bias[:, None], torch.finfo(dtype).min)[:, None].to(dtype)
+
+
+def block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> BlockMask:
+    """The block mask of `sees` for the last `queries` of `keys` slots, made once per shape."""
+    if torch.compiler.is_compiling():  # part of the graph; a cache that outlives it cannot be
+        return _block_mask.__wrapped__(sees, queries, keys, device)
+    return _block_mask(sees, queries, keys, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> BlockMask:
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(query + (keys - queries), key)
+
+    return create_block_mask(mask_mod, None, None, queries, keys, device=device)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBias:
+    """The bias and the form that adds it.
+
+    Attributes:
+        bias: b of every key, fp32 or wider.
+        blocks: what is seen, for the flex form; None: the channel form, plain causal.
+        documents: of every key, for the flex form; a query sees its own document.
+    """
+
+    bias: Float[Tensor, "B keys"]
+    blocks: BlockMask | None = None
+    documents: Int[Tensor, "B keys"] | None = None
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def flex_biased_attention(
+    query: Float[Tensor, "B H S D"],
+    key: Float[Tensor, "B G keys D"],
+    value: Float[Tensor, "B G keys D"],
+    mask: KeyBias,
+    scaling: float,
+) -> Float[Tensor, "B H S D"]:
+    """The flex form."""
+    bias, documents, offset = mask.bias, mask.documents, key.shape[2] - query.shape[2]
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        added = bias[batch, key_index]
+        if documents is not None:
+            same = documents[batch, query_index + offset] == documents[batch, key_index]
+            added = torch.where(same, added, MASKED)
+        return score + added
+
+    compiled = query.is_cuda and not torch.compiler.is_compiling()
+    attend: Any = compiled_flex_attention() if compiled else flex_attention
+    grouped = query.shape[1] != key.shape[1]
+    return attend(query, key, value, score_mod, mask.blocks, scale=scaling, enable_gqa=grouped)
+
+
+def append_bias_channels(
+    query: Float[Tensor, "B H S D"],
+    key: Float[Tensor, "B G keys D"],
+    value: Float[Tensor, "B G keys D"],
+    bias: Float[Tensor, "B keys"],
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key, value of the channel form, all of one width, a multiple of 8 as flash kernels want.
+
+    b/scaling is split into three terms of the keys' precision, one channel each, so that the bias is as exact in bf16
+    as in fp32. Scores keep the `scaling` of the original width; the output's last channels are zero.
+    """
+    width = 8 + -query.shape[-1] % 8
+    rest, terms = (bias / scaling)[:, None, :, None], []
+    for _ in range(3):
+        terms.append(rest.to(key.dtype))
+        rest = rest - terms[-1]
+    channels = torch.cat(terms, dim=-1).expand(-1, key.shape[1], -1, -1)
+    ones = torch.ones_like(query[..., :1]).expand(*query.shape[:-1], 3)
+    return (
+        F.pad(torch.cat((query, ones), dim=-1), (0, width - 3)),
+        F.pad(torch.cat((key, channels), dim=-1), (0, width - 3)),
+        F.pad(value, (0, width)),
+    )
+
+
+def biased_attention(
+    attend: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Float[Tensor, "B H S D"],
+    key: Float[Tensor, "B G keys D"],
+    value: Float[Tensor, "B G keys D"],
+    mask: KeyBias,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B S H D"], None]:
+    """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under the channel form."""
+    if mask.blocks is not None:
+        return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
+    query, key, padded = append_bias_channels(query, key, value, mask.bias, scaling)
+    output, _ = attend(module, query, key, padded, None, scaling=scaling, **kwargs)
+    return output[..., : value.shape[-1]], None
