@@ -25,3 +25,21 @@ def test_compiled_training_is_causal_without_a_mask(position_ids):
     for node in attention:
         assert (node.kwargs["attn_mask"] is None) == (position_ids is None)
         assert node.kwargs["is_causal"] == (position_ids is None)
+
+
+def test_mixers_see_half_precision_keys_under_autocast(monkeypatch):
+    """fp32 keys and queries would double what a cross-layer mixer reads and keeps for its backward pass."""
+    seen = set()
+    model = tiny_model(mixer={"name": "depth_attention"}).train()
+    forward = model.model.mixer.forward
+
+    def record(query, key, value, sources, layer):
+        states = [tensor for state in sources for tensor in state]
+        seen.update(tensor.dtype for tensor in (query, key, value, *states))
+        return forward(query, key, value, sources, layer)
+
+    monkeypatch.setattr(model.model.mixer, "forward", record)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens, labels=tokens, use_cache=False)
+    assert seen == {torch.bfloat16}
