@@ -99,12 +99,13 @@ TAKEN_APART = {
     aten._softmax.default: decomposition_table[aten._softmax.default],
 }
 ONE_PER_OUTPUT = {
-    "add", "sub", "mul", "div", "exp", "rsqrt", "pow", "silu", "gelu", "sigmoid",
+    "add", "sub", "mul", "div", "exp", "rsqrt", "pow", "silu", "gelu", "sigmoid", "log", "cumsum",
 }  # fmt: skip
 FREE = {
-    "amax", "maximum", "neg", "where",  # comparisons, sign changes
+    "amax", "clamp", "maximum", "neg", "where",  # comparisons, sign changes
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "t", "slice", "split", "alias", "detach",
-    "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select", "split_with_sizes",
+    "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select", "split_with_sizes", "flip",
+    "constant_pad_nd",
 }  # fmt: skip
 
 

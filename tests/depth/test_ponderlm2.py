@@ -9,13 +9,15 @@ import torch
 from transformers import DynamicCache
 
 from fathom import FathomConfig, FathomForCausalLM
+from fathom.depth import ponderlm2
 from tiny import assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "qwen3", "gpt_neox", "gpt2")
 
 
 def make(family="llama", double=True, fields=None, **options):
-    model = tiny_model(family, depth={"name": "ponderlm2", **options}, **(fields or {}))
+    depth = {"name": "ponderlm2", "random_sweeps": False, **options}
+    model = tiny_model(family, depth=depth, **(fields or {}))
     return model.double() if double else model
 
 
@@ -193,11 +195,13 @@ def test_the_loss_has_one_target_fewer_than_tokens_and_reads_the_last_thought():
 
 
 def test_random_sweeps_are_drawn_in_training_only(monkeypatch):
-    model = make(sweeps=4, random_sweeps=True)
+    model = make(sweeps=4, random_sweeps=True).train()
     cpu = torch.device("cpu")
-    assert {model.depth.draw_sweeps(cpu) for _ in range(60)} == {2, 3, 4}
-    assert make(sweeps=1, random_sweeps=True).depth.draw_sweeps(cpu) == 1
-    monkeypatch.setattr(model.depth, "draw_sweeps", lambda device: 2)
+    assert {ponderlm2.draw_sweeps(model.depth, cpu) for _ in range(60)} == {2, 3, 4}
+    assert ponderlm2.draw_sweeps(make(sweeps=1, random_sweeps=True).train().depth, cpu) == 1
+    assert FathomConfig(depth="ponderlm2").depth["random_sweeps"] is True
+    monkeypatch.setattr(ponderlm2, "draw_for_all_ranks", lambda low, high, device: low)
+    model.eval()
     calls, ids = count_calls(model), tokens(1, 8)
     with torch.no_grad():
         model(ids)

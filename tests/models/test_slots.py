@@ -243,7 +243,7 @@ def ragged_cache():
     layers = [RaggedSlotLayer(3) for _ in range(2)]
     for layer in layers:
         layer.update(torch.arange(14.0).view(2, 1, 7, 1), torch.arange(14.0).view(2, 1, 7, 1))
-        layer.steps = torch.tensor([0, 1, 2, 0, 0, 1, 0])
+        layer.append(4, torch.tensor([0, 1, 2, 0, 0, 1, 0]))
     layers[0].bias = torch.arange(14.0).view(2, 7)
     return Cache(layers=layers)
 

@@ -86,12 +86,12 @@ def forward_flops_per_token(
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     if parallel and depth.parallel is not None:
         depth = depth.parallel
-    slots, layers = sum(depth.forwards), config.num_hidden_layers
-    repeats = slots // depth.passes  # mixers and topologies count all passes of one slot
+    slots, layers = sum(n * times for n, times in depth.forwards.items()), config.num_hidden_layers
+    repeats = slots / depth.passes  # mixers and topologies count all passes of one slot
     norms = slots if depth.final_norms is None else depth.final_norms
-    keys = sum(n * mean_keys(n * sequence_length, causal) for n in depth.forwards)
+    keys = sum(times * n * mean_keys(n * sequence_length, causal) for n, times in depth.forwards.items())
     scores = config.num_attention_heads * keys  # per layer
-    layers_elementwise = layers * (slots * block_elementwise(config) + 5 * scores)
+    layers_elementwise = layers * (slots * block_elementwise(config) + (5 + depth.biased) * scores)
     methods = repeats * (mixer.elementwise + residual.elementwise) + depth.elementwise
     embedding = 0 if config.embed_scale == 1.0 else config.hidden_size
     per_norm = norm_elementwise(config, config.hidden_size) + config.hidden_size * (config.positions == "learned")
@@ -118,8 +118,8 @@ def training_flops_per_token(
     counts = method_counts(config)
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     depth = depth if depth.parallel is None else depth.parallel
-    slots = sum(depth.forwards)
-    repeats = slots // depth.passes
+    slots = sum(n * times for n, times in depth.forwards.items())
+    repeats = slots / depth.passes
     recomputed: float = depth.recomputed + repeats * (mixer.recomputed + residual.recomputed)
     if gradient_checkpointing:
         recomputed += forward.linear + forward.attention + repeats * (mixer.matmul + residual.matmul)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
-    from fathom.models.decoder import Stack
+    from fathom.models.decoder import Decoder, Stack
     from fathom.models.vocabulary import Vocabulary
 
 
@@ -25,6 +25,14 @@ def check_range(method: str, option: str, value: int, low: int, high: int | None
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{method} option {option}={value!r}: must be an integer of {bound}")
+
+
+def check_number(method: str, option: str, value: float, low: float, high: float = math.inf, remedy: str = "") -> None:
+    """Raise ValueError unless low ≤ value < high and finite (≤ high where `remedy` is empty and high is finite)."""
+    below = value < high if remedy or high == math.inf else value <= high
+    if not (low <= value and below and math.isfinite(value)):
+        bound = f"finite and at least {low:g}" + ("" if high == math.inf else f" and {'below' if remedy else 'at most'} {high:g}")
+        raise ValueError(f"{method} option {option}={value!r}: must be {bound}{remedy and '; ' + remedy}")
 
 
 def check_choice(method: str, option: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -54,7 +62,8 @@ class Counts:
     Attributes:
         passes: forwards of the layer stack (each with its own keys and values).
         slots: slots of the sequence that a token takes in every pass, with keys and values each.
-        sweeps: slots a token of every forward of the stack, where they differ; None is `slots` in each of `passes`.
+        sweeps: how many forwards of the stack run (a mean, where it is drawn) by slots a token, where they differ; None
+            is `slots` in each of `passes`.
         parallel: counts where many tokens run at once (training, parallel prefill) if that costs more than decoding
             them one by one; None if it does not.
         final_norms: applications of learned positions and the final norm; None is one a pass.
@@ -69,26 +78,28 @@ class Counts:
         traffic: of a cross-layer method, the tensor elements per token that it reads from and writes to memory, every
             operand once (a fused kernel's floor).
         parameters: parameters that the method adds to the model.
+        biased: a bias is added to every attention score.
     """
 
     passes: int = 1
     slots: int = 1
-    sweeps: tuple[int, ...] | None = None
+    sweeps: dict[int, float] | None = None
     parallel: Counts | None = None
     final_norms: int | None = None
-    heads: int = 1
-    matmul: int = 0
-    elementwise: int = 0
-    recomputed: int = 0
+    heads: float = 1
+    matmul: float = 0
+    elementwise: float = 0
+    recomputed: float = 0
     recomputed_outputs: int = 0
     mixing: int = 0
     traffic: int = 0
     parameters: int = 0
+    biased: bool = False
 
     @property
-    def forwards(self) -> tuple[int, ...]:
-        """Slots a token of every forward of the stack."""
-        return (self.slots,) * self.passes if self.sweeps is None else self.sweeps
+    def forwards(self) -> dict[int, float]:
+        """How many forwards of the stack run, by slots a token."""
+        return {self.slots: self.passes} if self.sweeps is None else self.sweeps
 
 
 @dataclasses.dataclass
@@ -150,6 +161,8 @@ class DepthMethod(Method):
 
     ragged: ClassVar[bool] = False  # tokens keep different numbers of slots in the cache, or a bias each
 
+    segments: tuple[tuple[int, int], ...] = ()  # of the cache, for methods that run step by step on a `StepStack`
+
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:
         """What the method's option `scale_embeds=True` sets the decoder's embed_scale to."""
@@ -159,6 +172,9 @@ class DepthMethod(Method):
     def slots(self) -> int:
         """Slots of the sequence that a token takes."""
         return 1
+
+    def adapt(self, decoder: Decoder) -> None:
+        """Set own parameters by those of a stock checkpoint that has been loaded into the decoder."""
 
     def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
         """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""

@@ -20,9 +20,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
@@ -36,32 +38,38 @@ class PonderLM2(DepthMethod):
     summary = "Latent thoughts: hidden states fed back in slots of their own, trained by Jacobi sweeps."
     paper = "2509.23184"
     variants = (
-        {"sweeps": 12},  # exact up to 13 tokens, so that the suite may compare with decoding
-        {"thoughts": 2, "sweeps": 14, "prefill": "sequential", "interpolation": True},
-    )
+        {"sweeps": 12, "random_sweeps": False},  # exact up to 13 tokens, so that the suite may compare with decoding
+        {
+            "thoughts": 2, "sweeps": 14, "random_sweeps": False, "prefill": "sequential", "interpolation": True,
+            "learned_scale": True,
+        },
+    )  # fmt: skip
     identity = {"thoughts": 0}  # noqa: RUF012
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """Options of PonderLM-2; the defaults are the paper's main setting, but for random_sweeps.
+        """Options of PonderLM-2; the defaults are the paper's main setting.
 
         thoughts: K, latent thoughts after every token; 0 is the ordinary decoder.
         sweeps: J, Jacobi sweeps in training and jacobi prefill.
-        random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks (the paper does).
+        random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks.
         prefill: several new tokens at inference run by "jacobi" sweeps, or "sequential" (exact, slot by slot).
         tolerance: jacobi prefill stops once no thought changes by more than this, relative to its norm, and warns if
             `sweeps` are not enough; None always runs them all.
         interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
+        learned_scale: thoughts are multiplied by a learned a, which starts where a thought is as large as an embedding:
+            for training a stock checkpoint on (there a is RMS(c·W_in) / RMS(h); from scratch 1).
         """
 
         thoughts: int = 1
         sweeps: int = 3
-        random_sweeps: bool = False
+        random_sweeps: bool = True
         prefill: str = "jacobi"
         tolerance: float | None = None
         interpolation: bool = False
         scale_embeds: bool | None = None
+        learned_scale: bool = False
         passes: ClassVar[int] = 1
 
         def __post_init__(self):
@@ -71,9 +79,28 @@ class PonderLM2(DepthMethod):
             if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
                 raise ValueError(f"ponderlm2 option tolerance={self.tolerance!r}: must be positive and finite, or None")
 
+    def __init__(self, config, options):
+        super().__init__(config, options)
+        if options.learned_scale and options.thoughts:
+            self.scale = nn.Parameter(torch.empty(1))
+
     @property
     def slots(self) -> int:
         return self.options.thoughts + 1
+
+    def initialize_parameters(self) -> None:
+        if hasattr(self, "scale"):
+            init.ones_(self.scale)
+
+    @torch.no_grad()
+    def adapt(self, decoder) -> None:
+        """The norm gives states of mean square mean(gain²) + mean(shift²), whatever comes in."""
+        if hasattr(self, "scale"):
+            norm, table = decoder.norm, decoder.scale(decoder.embed_tokens.weight.float())
+            thought = sum(
+                p.float().square().mean() for p in (norm.weight, getattr(norm, "bias", None)) if p is not None
+            )
+            self.scale.copy_((table.square().mean() / thought).sqrt())
 
     @classmethod
     def embed_scale(cls, config, options) -> float:
@@ -88,7 +115,8 @@ class PonderLM2(DepthMethod):
         return DepthOutput(self.jacobi(stack, embeddings, vocabulary))
 
     def thought(self, hidden_states, vocabulary):
-        return vocabulary.mixture(hidden_states) if self.options.interpolation else hidden_states
+        thought = vocabulary.mixture(hidden_states) if self.options.interpolation else hidden_states
+        return self.scale * thought if self.options.learned_scale else thought
 
     def sequential(self, stack, embeddings, vocabulary):
         """The definition: K + 1 forwards of one slot for every token."""
@@ -111,7 +139,7 @@ class PonderLM2(DepthMethod):
             states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
 
         exact = thoughts * (length - 1)
-        sweeps = min(self.draw_sweeps(embeddings.device) if self.training else self.options.sweeps, exact)
+        sweeps = min(draw_sweeps(self, embeddings.device), exact)
         tolerance = None if self.training else self.options.tolerance
         change = float("inf")
         slots, layout = interleave(states), stack.layout(n)
@@ -125,31 +153,52 @@ class PonderLM2(DepthMethod):
                 if change <= tolerance:
                     break
         if tolerance is not None and change > tolerance and sweeps < exact:
-            warnings.warn(
-                f"ponderlm2: after sweeps={sweeps} a thought still changes by {change:.2g} of its norm, above "
-                f'tolerance={tolerance:g}; allow more sweeps, or use prefill="sequential"',
-                stacklevel=2,
-            )
+            warn_of_change(self, sweeps, change)
         if stack.cache is not None:
             bound = stack.bind(slots, layout)
         return bound(slots)[:, thoughts::n]
-
-    def draw_sweeps(self, device: torch.device) -> int:
-        sweeps = self.options.sweeps
-        return draw_for_all_ranks(min(2, sweeps), sweeps, device) if self.options.random_sweeps else sweeps
 
     @classmethod
     def counts(cls, config, options) -> Counts:
         k, d, v = options.thoughts, config.hidden_size, config.vocab_size
         if not k:
             return Counts()
+        mixture = 4 * v + (d if config.embed_scale != 1.0 else 0) if options.interpolation else 0
 
-        def counts(mixtures: int, **fields) -> Counts:
-            mixtures = mixtures if options.interpolation else 0
-            product = mixtures * 2 * d * v
-            elementwise = mixtures * (4 * v + (d if config.embed_scale != 1.0 else 0))
-            return Counts(heads=1 + mixtures, matmul=product, elementwise=elementwise, recomputed=product, **fields)
+        def counts(thoughts: float, **fields) -> Counts:
+            mixtures = thoughts if options.interpolation else 0
+            return Counts(
+                heads=1 + mixtures,
+                matmul=mixtures * 2 * d * v,
+                elementwise=thoughts * (mixture + d * options.learned_scale),
+                recomputed=mixtures * 2 * d * v,
+                parameters=int(options.learned_scale),
+                **fields,
+            )
 
-        j = options.sweeps
-        parallel = counts(k * (k + 1) // 2 + j * k, sweeps=(*range(1, k + 1), *(k + 1,) * (j + 1)))
-        return counts(k, slots=k + 1, parallel=parallel)
+        forwards = jacobi_forwards(options)
+        made = k * (k + 1) // 2 + (forwards[k + 1] - 1) * k  # thoughts: 1 … K by the growing passes, K by a sweep
+        return counts(k, slots=k + 1, parallel=counts(made, sweeps=forwards))
+
+
+def draw_sweeps(method: DepthMethod, device: torch.device) -> int:
+    """J of this forward: uniform on 2 … sweeps in training with random_sweeps, else `sweeps`."""
+    sweeps: int = method.options.sweeps
+    if not method.training or not method.options.random_sweeps:
+        return sweeps
+    return draw_for_all_ranks(min(2, sweeps), sweeps, device)
+
+
+def warn_of_change(method: DepthMethod, sweeps: int, change: float) -> None:
+    """A jacobi prefill that ran out of sweeps."""
+    warnings.warn(
+        f"{method.name}: after sweeps={sweeps} a thought still changes by {change:.2g} of its norm, above "
+        f'tolerance={method.options.tolerance:g}; allow more sweeps, or use prefill="sequential"',
+        stacklevel=3,
+    )
+
+
+def jacobi_forwards(options: Any) -> dict[int, float]:
+    """Forwards of the stack by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1 (J: its mean)."""
+    j = (min(2, options.sweeps) + options.sweeps) / 2 if options.random_sweeps else options.sweeps
+    return {**dict.fromkeys(range(1, options.thoughts + 1), 1), options.thoughts + 1: j + 1}

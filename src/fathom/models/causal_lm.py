@@ -23,6 +23,7 @@ from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
+from fathom.models.steps import StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 
@@ -123,8 +124,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = self.lm_head(out.hidden_states)
                 total = cross_entropy(logits.flatten(0, 1), targets.flatten())
                 logits = slice_positions(logits, logits_to_keep)
-            items = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = total / items + sum(out.losses.values())
+            own = (targets != IGNORE).sum()
+            items = own if num_items_in_batch is None else num_items_in_batch
+            loss = total / items
+            if out.losses:  # means over this batch, weighted like it among the batches of a step
+                loss = loss + sum(out.losses.values()) * own / items
         return hf_versions.causal_lm_output(
             cache if use_cache else None,
             loss=loss,
@@ -146,7 +150,9 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         layer = RaggedSlotLayer if self.depth.ragged else SlotLayer
         if cache is not None:
             hf_versions.check_cache_layers(cache, self.config, self.depth.options.passes, self.depth.name)
-            if slots > 1:
+            if self.depth.segments:
+                hold_steps(cache, self.config, self.depth.segments, self.depth.name)
+            elif slots > 1:
                 hold_slots(cache, self.config, slots, self.depth.name, layer)
             seen = cache.get_seq_length()
         given = position_ids
@@ -160,6 +166,10 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(
                     f"attention_mask of type {type(attention_mask).__name__} with depth={self.depth.name!r}: a token "
                     f"has {slots} slots, so the mask must say [batch, tokens] which tokens are real"
+                )
+            if self.depth.segments:
+                return StepStack(
+                    self.model, position_ids, None, attention_mask, cache, layer_kwargs, packed=given is not None
                 )
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
@@ -178,14 +188,14 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Refuses reentrant checkpointing where more than one tensor passes from layer to layer: it would lose
-        gradients without a word."""
+        """Refuses reentrant checkpointing where more than one tensor passes from layer to layer, or layers read a bias
+        that has a gradient: it would lose gradients without a word."""
         function = args[0] if args else kwargs.get("gradient_checkpointing_func")
         reentrant = getattr(function, "keywords", {}).get("use_reentrant")
-        mixer, residual = self.config.mixer["name"], self.config.residual["name"]
-        if enable and reentrant and (mixer, residual) != ("none", "standard"):
+        depth, mixer, residual = (getattr(self.config, section)["name"] for section in ("depth", "mixer", "residual"))
+        if enable and reentrant and (self.depth.ragged or (mixer, residual) != ("none", "standard")):
             raise ValueError(
-                f"use_reentrant=True loses gradients with mixer={mixer!r} and residual={residual!r}; "
+                f"use_reentrant=True loses gradients with mixer={mixer!r}, residual={residual!r}, depth={depth!r}; "
                 "use False, which is the default"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)  # type: ignore[misc]
@@ -211,6 +221,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config, state, generation_config, placement = loaded
         model = super().from_pretrained(None, config=config, state_dict=state, **placement)
+        model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
         return model

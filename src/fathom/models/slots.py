@@ -50,6 +50,7 @@ class SlotLayout:
         valid: which keys belong to real tokens; None: all.
         key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
         sees: sees(query, key) says which slot sees which, by their indices among the keys; None: all earlier ones.
+        tokens: how many start in the new slots; a ragged cache counts them.
     """
 
     position_ids: Int[Tensor, "B S"]
@@ -58,6 +59,7 @@ class SlotLayout:
     valid: Bool[Tensor, "B keys"] | None = None
     key_bias: Float[Tensor, "B keys"] | None = None
     sees: Sees | None = None
+    tokens: int = 0
 
     @property
     def slot_ids(self) -> Int[Tensor, "B S"]:
@@ -149,32 +151,40 @@ class RaggedSlotLayer(SlotLayer):
     biases, one a slot for all layers and heads.
 
     Attributes:
-        steps: the stage of every slot within its token, on the CPU.
+        tokens: how many the slots belong to.
+        steps: the stage of every slot within its token.
         bias: [B, slots], fp32 or wider; None in the other layers, and where no slot has a bias.
     """
 
     def __init__(self, stages: int):
         super().__init__(stages)
-        self.steps = torch.empty(0, dtype=torch.long)
+        self.tokens = 0
+        self.steps: Tensor | None = None
         self.bias: Tensor | None = None
 
     def get_seq_length(self) -> int:
-        return int((self.steps == 0).sum())
+        return self.tokens
+
+    def append(self, tokens: int, steps: Tensor) -> None:
+        """Count new slots, whose keys and values `update` adds."""
+        self.tokens += tokens
+        self.steps = steps if self.steps is None else torch.cat((self.steps, steps))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:  # older callers name the length to keep
-            tokens_to_remove = tokens_to_remove - self.get_seq_length()
-        first = (self.steps == 0).nonzero().flatten().tolist()
-        keep = first[max(len(first) + tokens_to_remove, 0)] if tokens_to_remove < 0 and first else len(self.steps)
+            tokens_to_remove -= self.tokens
+        if tokens_to_remove >= 0 or self.steps is None:
+            return
+        self.tokens = max(self.tokens + tokens_to_remove, 0)
+        keep = (self.steps == 0).nonzero()[self.tokens].item()
         self.steps = self.steps[:keep]
-        if self.is_initialized:
-            self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]  # type: ignore[index]
+        self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]  # type: ignore[index]
         if self.bias is not None:
             self.bias = self.bias[:, :keep]
 
     def reset(self) -> None:
         super().reset()
-        self.steps, self.bias = self.steps[:0], None
+        self.tokens, self.steps, self.bias = 0, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -259,12 +269,10 @@ class SlotStack(Stack):
     def cached_steps(self) -> Int[Tensor, " slots"]:
         """The stage of every cached slot within its token."""
         device = self.position_ids.device
-        if self.cache is None:
-            return torch.empty(0, dtype=torch.long, device=device)
-        held: Any = self.cache.layers[0]
-        if isinstance(held, RaggedSlotLayer):
-            return held.steps.to(device)
-        return torch.arange(held.slots, device=device) % self.stages
+        held: Any = None if self.cache is None else self.cache.layers[0]
+        if isinstance(held, RaggedSlotLayer) and held.steps is not None:
+            return held.steps
+        return torch.arange(0 if held is None else held.slots, device=device) % self.stages
 
     def layout(
         self, stages: int, token: int | None = None, step: int = 0, key_bias: Float[Tensor, "B S"] | None = None
@@ -273,8 +281,9 @@ class SlotStack(Stack):
 
         `key_bias` is that of these slots; the cached ones bring theirs.
         """
-        positions, device = self.position_ids, self.position_ids.device
+        positions, device, tokens = self.position_ids, self.position_ids.device, int(step == 0)
         if token is None:
+            tokens = positions.shape[1]
             steps = torch.arange(stages, device=device).repeat(positions.shape[1])
             positions = positions.repeat_interleave(stages, dim=1)
         else:
@@ -284,18 +293,18 @@ class SlotStack(Stack):
             of_token = (torch.cat((self.cached_steps(), steps)) == 0).cumsum(0) - 1
             valid = self.attention_mask[:, of_token].bool()
         held: Any = None if self.cache is None else self.cache.layers[0]
-        if key_bias is not None and isinstance(held, RaggedSlotLayer) and held.bias is not None:
-            key_bias = torch.cat((held.bias, key_bias), dim=1)
-        return SlotLayout(positions, steps, stages, valid, key_bias)
+        if getattr(held, "bias", None) is not None:
+            new = held.bias.new_zeros(len(held.bias), len(steps)) if key_bias is None else key_bias
+            key_bias = torch.cat((held.bias, new), dim=1)
+        return SlotLayout(positions, steps, stages, valid, key_bias, tokens=tokens)
 
     def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, keep: bool = True) -> Stack:
         """The stack over slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
         rotary, cache = self.decoder.rotary_emb, self.cache
         mask = layout.mask(self.decoder.config, slots, cache, self.packed)
         if keep and cache is not None and isinstance(cache.layers[0], RaggedSlotLayer):
-            steps = torch.cat((cache.layers[0].steps, layout.step.cpu()))
             for held in cache.layers:
-                held.steps = steps  # type: ignore[union-attr]
+                held.append(layout.tokens, layout.step)  # type: ignore[union-attr]
             cache.layers[0].bias = layout.key_bias
         return Stack(
             self.decoder,
@@ -309,10 +318,14 @@ class SlotStack(Stack):
             slot_ids=layout.slot_ids,
         )
 
-    def largest_change(self, before: list[Tensor], after: list[Tensor]) -> float:
-        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]."""
+    def largest_change(
+        self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
+    ) -> float:
+        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given."""
         old, new = torch.stack(before), torch.stack(after)
         change = (new - old).norm(dim=-1) / new.norm(dim=-1)
         if self.attention_mask is not None:
             change = change * self.attention_mask[:, -change.shape[-1] :]
+        if run is not None:
+            change = change * run.movedim(-1, 0)
         return change.max().item()

@@ -1,0 +1,276 @@
+"""PonderLM-3: adaptive token-wise pondering with differentiable masking (arXiv 2603.02023).
+
+Slots as in PonderLM-2: token t has (t,0) with input e_t = c·W_in[x_t], and (t,k), k = 1 … K, with input h_{t,k−1}, the
+final-norm state of the slot before it. A router says from the first state how far to think:
+
+    s_t = softmax(router(h_{t,0}))  over 0 … K;      w_{t,k} = Σ_{j≥k} s_{t,j}      (w_{t,0} = 1, falling)
+
+Every query's score of the key of slot (t,k) gets + log w_{t,k}, in all layers and heads, and the states are mixed:
+
+    logits_t = W_out Σ_k s_{t,k} h_{t,k}
+
+At inference a slot with w_{t,k} < τ is not run: its share of the mixture and its attention weight were below τ.
+Decoding runs the slots one by one. All at once (training, `prefill="jacobi"`), states and router are found by Jacobi
+sweeps, each pass under the mask of the one before:
+
+    st = [E]
+    for m = 0 … K−1:   y, s = F(interleave(st); w);   st = [E, y_0, …, y_m]           (growing passes)
+    J times:           y, s = F(interleave(st); w);   st = [E, y_0, …, y_{K−1}]       (sweeps)
+    y, s = F(interleave(st); w);   logits = W_out Σ_k s_k y_k
+
+exact after J = K·(T−1) sweeps. Gradients flow through every pass, the mask and the mixture. The loss adds a penalty on
+E[k] = Σ_k k·s_k = Σ_{k≥1} w_k, the thoughts a token is expected to take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range
+from fathom.depth.ponderlm2 import draw_sweeps, jacobi_forwards, warn_of_change
+from fathom.models.registry import register
+from fathom.models.slots import interleave
+from fathom.ops.biased_attention import MASKED
+
+SMALLEST = 1e-30  # w is clamped here before its logarithm: far below any τ, and finite in fp32
+
+
+class Router(nn.Module):
+    """Scores of 0 … K thoughts: W h + b, or W gelu(V h) + b. W and b start at zero: all depths equally likely."""
+
+    def __init__(self, width: int, choices: int, hidden: bool):
+        super().__init__()
+        self.hidden = nn.Linear(width, width, bias=False) if hidden else None
+        self.weight = nn.Parameter(torch.empty(choices, width))
+        self.bias = nn.Parameter(torch.empty(choices))
+
+    def initialize_parameters(self) -> None:
+        init.zeros_(self.weight)
+        init.zeros_(self.bias)
+
+    def forward(self, h: Float[Tensor, "B T d"]) -> Float[Tensor, "B T choices"]:
+        return F.linear(h if self.hidden is None else F.gelu(self.hidden(h)), self.weight, self.bias)
+
+
+def tail_sums(shares: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
+    """w_k = Σ_{j≥k} s_j, with w_0 = 1 exactly."""
+    tails = shares[..., 1:].flip(-1).cumsum(-1).flip(-1).clamp(SMALLEST, 1.0)
+    return F.pad(tails, (1, 0), value=1.0)
+
+
+@register("depth", "ponderlm3")
+class PonderLM3(DepthMethod):
+    """Up to K latent thoughts after every token, as many as a router on its first state says."""
+
+    summary = "Latent thoughts whose number a router chooses per token, through a soft mask that attention reads."
+    paper = "2603.02023"
+    variants = (
+        {"thoughts": 1, "sweeps": 12, "random_sweeps": False, "penalty_weight": 0.0},  # exact up to 13 tokens
+        {
+            "thoughts": 2, "sweeps": 14, "random_sweeps": False, "penalty_weight": 0.0, "prefill": "sequential",
+            "router": "mlp",
+        },
+    )  # fmt: skip
+    identity = {"thoughts": 0}  # noqa: RUF012
+    ragged = True
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of PonderLM-3. The paper gives neither J nor the penalty nor the router's form; J follows PonderLM-2.
+
+        thoughts: K, the most latent thoughts a token may take; 0 is the ordinary decoder.
+        threshold: τ, at inference a slot with w < τ is not run; 0 runs all.
+        router: "linear", or "mlp" with one hidden layer.
+        penalty: of the training loss, times penalty_weight: "steps" (mean E[k] of the batch), "target"
+            ((mean E[k] − target)²), or "prior" (KL of the batch's mean shares to `prior`).
+        penalty_weight: λ; 0 leaves the choice to the language-model loss.
+        target: thoughts a token, for penalty="target".
+        prior: shares of 0 … K thoughts, for penalty="prior"; None is uniform.
+        sweeps, random_sweeps, prefill, tolerance, scale_embeds: as of `ponderlm2`; the tolerance is on thoughts and s.
+        """
+
+        thoughts: int = 3
+        threshold: float = 1e-4
+        router: str = "linear"
+        penalty: str = "steps"
+        penalty_weight: float = 0.01
+        target: float = 1.0
+        prior: tuple[float, ...] | None = None
+        sweeps: int = 3
+        random_sweeps: bool = True
+        prefill: str = "jacobi"
+        tolerance: float | None = None
+        scale_embeds: bool | None = None
+        passes: ClassVar[int] = 1
+
+        def __post_init__(self):
+            name = "ponderlm3"
+            check_range(name, "thoughts", self.thoughts, 0)
+            check_range(name, "sweeps", self.sweeps, 0)
+            check_choice(name, "router", self.router, ("linear", "mlp"))
+            check_choice(name, "penalty", self.penalty, ("steps", "target", "prior"))
+            check_choice(name, "prefill", self.prefill, ("jacobi", "sequential"))
+            if not 0 <= self.threshold <= 1:
+                raise ValueError(f"{name} option threshold={self.threshold!r}: must be between 0 and 1")
+            if not 0 <= self.penalty_weight < float("inf"):
+                raise ValueError(f"{name} option penalty_weight={self.penalty_weight!r}: must be finite and at least 0")
+            if not 0 <= self.target <= self.thoughts and (self.penalty == "target" or not 0 <= self.target < math.inf):
+                raise ValueError(
+                    f"{name} option target={self.target!r}: must be between 0 and thoughts={self.thoughts}"
+                )
+            if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+                raise ValueError(f"{name} option tolerance={self.tolerance!r}: must be positive and finite, or None")
+            if self.prior is not None:
+                numbers = isinstance(self.prior, list | tuple) and all(type(p) in (int, float) for p in self.prior)
+                if not (numbers and len(self.prior) == self.thoughts + 1 and min(self.prior) > 0) or not math.isclose(
+                    sum(self.prior), 1.0, abs_tol=1e-6
+                ):
+                    raise ValueError(
+                        f"{name} option prior={self.prior!r}: must be {self.thoughts + 1} positive shares, of 0 … "
+                        f"{self.thoughts} thoughts, with sum 1, or None"
+                    )
+                object.__setattr__(self, "prior", tuple(self.prior))  # lists in JSON and YAML
+
+    def __init__(self, config, options):
+        super().__init__(config, options)
+        if options.thoughts:
+            self.router = Router(config.hidden_size, self.slots, options.router == "mlp")
+
+    @property
+    def slots(self) -> int:
+        return self.options.thoughts + 1
+
+    @classmethod
+    def embed_scale(cls, config, options) -> float:
+        return math.sqrt(2.5 * config.hidden_size)  # as in ponderlm2.py
+
+    def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
+        if not self.options.thoughts:
+            return DepthOutput(stack(embeddings))
+        if not self.training and (embeddings.shape[1] == 1 or self.options.prefill == "sequential"):
+            return self.sequential(stack, embeddings)
+        return self.jacobi(stack, embeddings)
+
+    def shares(
+        self, h: Float[Tensor, "B T d"], real: Bool[Tensor, "B T"] | None
+    ) -> tuple[Float[Tensor, "B T n"], Float[Tensor, "B T n"], Bool[Tensor, "B T n"]]:
+        """s, log w as a key bias, and which slots run; padding takes no thought."""
+        logits = self.router(h)
+        s = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if real is not None:
+            s = torch.where(real[..., None], s, F.one_hot(torch.tensor(0, device=s.device), self.slots).to(s))
+        w = tail_sums(s)
+        if self.training:
+            return s, w.log(), torch.ones_like(w, dtype=torch.bool)
+        # unclamped zeros are below any τ > 0; τ = 0 runs them all
+        run = w >= self.options.threshold if self.options.threshold else torch.ones_like(w, dtype=torch.bool)
+        return s, torch.where(run, w.log(), MASKED), run
+
+    def sequential(self, stack, embeddings) -> DepthOutput:
+        """The definition: one slot after the other, as many a token as the batch's longest row takes."""
+        stack, outputs, shares, runs = stack.with_cache(), [], [], []
+        length = embeddings.shape[1]
+        real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
+        for token in range(length):
+            slot = embeddings[:, token : token + 1]
+            start = torch.zeros(
+                slot.shape[:2], dtype=torch.promote_types(slot.dtype, torch.float32), device=slot.device
+            )
+            h = stack.bind(slot, stack.layout(self.slots, token, key_bias=start))(slot)
+            s, bias, run = self.shares(h, None if real is None else real[:, token : token + 1])
+            executed = torch.where(run, s, 0.0)
+            mixed = executed[..., :1] * h
+            for k in range(1, int(run.sum(-1).max())):
+                h = stack.bind(h, stack.layout(self.slots, token, k, bias[..., k]))(h)
+                mixed = mixed + executed[..., k : k + 1] * h
+            outputs.append(mixed.to(h.dtype))
+            shares.append(s)
+            runs.append(run)
+        return self.output(torch.cat(outputs, dim=1), torch.cat(shares, dim=1), torch.cat(runs, dim=1), real)
+
+    def jacobi(self, stack, embeddings) -> DepthOutput:
+        """Growing passes, sweeps, and the final pass, which alone writes the cache."""
+        thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
+        real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
+        states, key_bias = [embeddings], None
+        for m in range(1, n):
+            slots = interleave(states)
+            y = stack.bind(slots, stack.layout(m, key_bias=key_bias), keep=False)(slots)
+            s, bias, run = self.shares(y[:, ::m], real)
+            states, key_bias = [embeddings, *(y[:, i::m] for i in range(m))], bias[..., : m + 1].flatten(1)
+
+        exact = thoughts * (length - 1)
+        sweeps = min(draw_sweeps(self, embeddings.device), exact)
+        tolerance = None if self.training else self.options.tolerance
+        change = float("inf")
+        for _ in range(sweeps):
+            slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)
+            y = stack.bind(slots, layout, keep=False)(slots)
+            before, states, last = states, [embeddings, *(y[:, i::n] for i in range(thoughts))], s
+            s, bias, run = self.shares(y[:, ::n], real)
+            key_bias = bias.flatten(1)
+            if tolerance is not None:
+                of_thoughts = stack.largest_change(before[1:], states[1:], run[..., 1:])
+                change = max(of_thoughts, (s - last).abs().max().item())
+                if change <= tolerance:
+                    break
+        if tolerance is not None and change > tolerance and sweeps < exact:
+            warn_of_change(self, sweeps, change)
+
+        slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)
+        if not self.training and not torch.compiler.is_compiling():  # slots that no row runs are left out
+            chosen = run.flatten(1).any(0).nonzero().flatten()
+            slots, layout = slots[:, chosen], layout.take(chosen)
+            y = slots.new_zeros(len(slots), n * length, slots.shape[2])
+            y[:, chosen] = stack.bind(slots, layout)(slots)
+        else:
+            y = stack.bind(slots, layout)(slots)
+        s, _, _ = self.shares(y[:, ::n], real)  # the fusion's; which slots ran was known before
+        mixed = (torch.where(run, s, 0.0)[..., None] * y.unflatten(1, (length, n))).sum(2).to(y.dtype)
+        return self.output(mixed, s, run, real)
+
+    def output(self, hidden_states, s, run, real) -> DepthOutput:
+        losses = {}
+        if self.training and self.options.penalty_weight:
+            losses["penalty"] = self.options.penalty_weight * self.penalty(s, real)
+        return DepthOutput(hidden_states, losses, {"shares": s, "slots": run.sum(-1)})
+
+    def penalty(self, s: Float[Tensor, "B T n"], real: Bool[Tensor, "B T"] | None) -> Tensor:
+        """Of the mean shares over the batch's tokens; linear in s, so E[k] of the mean is the mean of E[k]."""
+        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum()
+        if self.options.penalty == "prior":
+            prior = torch.tensor(self.options.prior or (1 / self.slots,) * self.slots).to(mean)
+            return (torch.xlogy(mean, mean) - mean * prior.log()).sum()
+        expected = tail_sums(mean)[1:].sum()
+        return expected if self.options.penalty == "steps" else (expected - self.options.target) ** 2
+
+    @classmethod
+    def counts(cls, config, options) -> Counts:
+        k, d = options.thoughts, config.hidden_size
+        if not k:
+            return Counts()
+        n = k + 1
+        weights = d * n + (d * d if options.router == "mlp" else 0)
+        # biases, softmax, tail sums, logarithms; gelu; states mixed
+        routing = n + 4 * n + (n - 1) + n + (d if options.router == "mlp" else 0)
+        mixing = d * n + d * k
+
+        def counts(routers: float, **fields) -> Counts:
+            return Counts(
+                matmul=routers * 2 * weights,
+                elementwise=routers * routing + mixing,
+                parameters=weights + n,
+                biased=True,
+                **fields,
+            )
+
+        forwards = jacobi_forwards(options)
+        return counts(1, slots=n, parallel=counts(sum(forwards.values()), sweeps=forwards))
