@@ -41,8 +41,8 @@ def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
     """
     planned: list[Planned] = []
     for budget in recipe.budgets:
-        for method in _models(recipe, budget, tokenizer):
-            planned += [replace(method, seed=seed) for seed in recipe.seeds]
+        for model in _models(recipe, budget, tokenizer):
+            planned += [replace(model, seed=seed) for seed in model.method.seeds or recipe.seeds]
     return planned
 
 

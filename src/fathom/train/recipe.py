@@ -43,29 +43,34 @@ class MethodConfig:
             of the registered method.
         fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
         lr: learning rate or candidates of this method, instead of `training.lr`.
+        seeds: of this method, instead of the recipe's: more where a difference must be told from noise.
     """
 
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     lr: float | tuple[float, ...] | None = None
+    seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "methods.name")
         if self.lr is not None:
             _check_lr(self.lr, f"methods.{self.name}.lr")
+        if self.seeds is not None:
+            _check_seeds(self.seeds, f"methods.{self.name}.seeds")
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> MethodConfig:
-        """A method's name, or a mapping with `name`, `lr` and fields of FathomConfig."""
+        """A method's name, or a mapping with `name`, `lr`, `seeds` and fields of FathomConfig."""
         entry = {"name": raw} if isinstance(raw, str) else raw
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise ValueError(f"{where}={raw!r}: give a method's name, or a mapping with `name`")
-        check_keys(entry, ["name", "lr", *MODEL_FIELDS], where)
-        fields = {key: value for key, value in entry.items() if key not in ("name", "lr")}
+        check_keys(entry, ["name", "lr", "seeds", *MODEL_FIELDS], where)
+        fields = {key: value for key, value in entry.items() if key not in ("name", "lr", "seeds")}
         if not any(section in fields for section in METHOD_SECTIONS):
             fields[_registry_of(entry["name"], where)] = {"name": entry["name"]}
         lr = convert(entry.get("lr"), float | tuple[float, ...] | None, f"{where}.lr")
-        return cls(entry["name"], fields, lr)
+        seeds = convert(entry.get("seeds"), tuple[int, ...] | None, f"{where}.seeds")
+        return cls(entry["name"], fields, lr, seeds)
 
 
 @dataclass(frozen=True)
@@ -169,13 +174,11 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
         check_keys(self.model, ["checkpoint", *MODEL_FIELDS], "model")
-        for name in ("methods", "seeds", "budgets"):
+        for name in ("methods", "budgets"):
             _require(bool(getattr(self, name)), name, [], "not be empty")
-        for seed in self.seeds:
-            _require(0 <= seed < 2**32, "seeds", seed, "be between 0 and 2**32 - 1")
+        _check_seeds(self.seeds, "seeds")
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
-            "seeds": list(self.seeds),
             "budgets": list(self.budgets),
         }
         for argument, values in distinct.items():
@@ -287,6 +290,11 @@ def _check_lr(lr: float | tuple[float, ...], argument: str) -> None:
     candidates = lr if isinstance(lr, tuple) else (lr,)
     fine = bool(candidates) and all(0 < value < math.inf for value in candidates)
     _require(fine and len(set(candidates)) == len(candidates), argument, lr, "be positive, candidates distinct")
+
+
+def _check_seeds(seeds: tuple[int, ...], argument: str) -> None:
+    fine = bool(seeds) and all(0 <= seed < 2**32 for seed in seeds)
+    _require(fine and len(set(seeds)) == len(seeds), argument, list(seeds), "be between 0 and 2**32 - 1, all distinct")
 
 
 def _require(condition: bool, argument: str, value: Any, rule: str) -> None:
