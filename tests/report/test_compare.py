@@ -6,6 +6,7 @@ import random
 import pytest
 
 from fathom.data import prepare
+from fathom.inspect import DepthMap
 from fathom.report import compare as engine
 from fathom.report import measure
 from fathom.report.compare import compare
@@ -19,7 +20,7 @@ name: tiny
 model: {backbone: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
 methods:
   - {name: vanilla, lr: [1.0e-3, 1.0e-2]}
-  - {name: loop, depth: {name: loop, passes: 2}}
+  - {name: loop, depth: {name: loop, passes: 2}, mixer: {name: depth_attention}}
 data: {train: FOLDER/train.txt, validation: FOLDER/held-out.txt, tokenizer: {bpe: 300}, block_size: 32, num_proc: 1}
 training: {tokens: 768, sequences: 4, lr: 1.0e-2, log_every: 1}
 seeds: [0, 1]
@@ -79,6 +80,20 @@ def test_runs_hold_what_was_measured(finished):
         assert [point["tokens"] for point in run.history] == sorted(point["tokens"] for point in run.history)
         assert [set(sample) for sample in run.samples] == [{"prompt", "text"}] * 2
         assert run.versions["torch"] and run.commit and run.device
+
+
+def test_pictures_of_the_held_out_text_are_in_the_report(finished):
+    folder, _, results, _ = finished
+    assert [list(run.pictures) for run in results.runs] == [
+        [] if run.method == "vanilla" else ["depth_map"] for run in results.runs
+    ]
+    found = DepthMap(**results.runs[-1].pictures["depth_map"])
+    blocks = prepare(load_recipe(finished[1]).data, folder / ".data").validation
+    assert found.tokens == min(len(blocks) * 32, measure.PICTURE_TOKENS) - 1 and found.window == 32
+    assert {row["index"] for row in found.rows} == {1, 2, 3}
+    page = (folder / "tiny" / "report.html").read_text()
+    assert page.count(DepthMap.title + ": ") == 1
+    assert (folder / "tiny" / "plots" / "loop_depth_map.png").stat().st_size > 10_000
 
 
 def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch):

@@ -20,6 +20,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "compare": "fathom.cli.compare:command",
     "generate": "fathom.cli.generate:command",
     "evaluate": "fathom.cli.evaluate:command",
+    "inspect": "fathom.cli.inspect:command",
     "cost": "fathom.cli.cost:command",
     "methods": "fathom.cli.methods:command",
     "cache": "fathom.cli.cache:app",

@@ -104,13 +104,19 @@ def evaluate_text(
     if not text:
         raise ValueError("text is empty: give at least one character")
     token_byte_lengths(tokenizer)  # type: ignore[arg-type]  # refuses a tokenizer that can lose bytes
+    token_ids = with_prefix(tokenizer, text)
+    window = min(window, _positions(model) or window)
+    stride = max(1, window // 2) if stride is None else stride
+    nats, tokens = text_loss(model, token_ids, window, stride, batch_size)
+    return TextScore(nats, tokens, len(text.encode()), window, stride)
+
+
+def with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, " n"]:
+    """The text's tokens after BOS, or EOS if there is no BOS. Raises ValueError if there is neither."""
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
         raise ValueError("the tokenizer has neither a BOS nor an EOS token to put before the text; set one of them")
-    window = min(window, _positions(model) or window)
-    stride = max(1, window // 2) if stride is None else stride
-    nats, tokens = text_loss(model, [prefix, *encode([text], tokenizer)[0]], window, stride, batch_size)  # type: ignore[arg-type]
-    return TextScore(nats, tokens, len(text.encode()), window, stride)
+    return torch.tensor([prefix, *encode([text], tokenizer)[0]])  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fathom.cost import kv_bytes_per_token, parameter_counts
 from fathom.data import PreparedData
 from fathom.evaluate import bits_per_byte, unigram_loss
+from fathom.inspect import offered
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
@@ -24,6 +25,7 @@ from fathom.train import Recipe, TrainResult, model_config, train_run
 
 MEASURED = "measured.json"
 PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
+PICTURE_TOKENS = 16_384
 SAMPLE_TOKENS = 60
 SAMPLE_TEMPERATURE = 0.7
 SAMPLE_TOP_K = 40
@@ -127,10 +129,25 @@ def _describe(
         peak_memory_bytes=result.peak_memory_bytes,
         seconds=result.seconds,
         history=history,
+        pictures={
+            picture.name: dataclasses.asdict(
+                picture.measure(model, data.tokenizer, _beginning(data), recipe.data.block_size)
+            )
+            for picture in offered(config)
+        },
         samples=write_samples(model, data.tokenizer, prompts(data), recipe.data.block_size),
         folder=planned.folder,
         **began_with,
     )
+
+
+def _beginning(data: PreparedData) -> torch.Tensor:
+    """The first tokens of the held-out text."""
+    blocks = data.validation
+    assert blocks is not None
+    count = max(1, PICTURE_TOKENS // len(blocks[0]["input_ids"]))
+    tokens = torch.cat([blocks[i]["input_ids"] for i in range(min(count, len(blocks)))])
+    return tokens.long()
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +10,11 @@ from typing import Any
 
 import jinja2
 
+from fathom.inspect import PICTURES
 from fathom.models.registry import resolve_section
 from fathom.report.measure import SAMPLE_TEMPERATURE, SAMPLE_TOP_K
-from fathom.report.plots import draw
+from fathom.report.pictures import save_picture, shown
+from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
 from fathom.report.style import styles
 from fathom.report.wording import MEANINGS, TITLES, duration, in_sentence, overall, ratio, si, verdict
@@ -133,6 +134,7 @@ def write_report(results: Results, folder: Path) -> Path:
         number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
         methods=_methods(results.runs),
         samples=_samples(found[0]),
+        pictures=_pictures(found[0], folder / "plots"),
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,
         bars=_bars(found[0], results.unigram_bits_per_byte),
@@ -193,7 +195,16 @@ def _bars(table: Table, unigram: float) -> list[dict[str, Any]]:
 
 
 def _embed(plots: dict[str, dict[str, Path]]) -> dict[str, dict[str, str]]:
-    def data(path: Path) -> str:
-        return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    return {name: {theme: embed(path) for theme, path in themes.items()} for name, themes in plots.items()}
 
-    return {name: {theme: data(path) for theme, path in themes.items()} for name, themes in plots.items()}
+
+def _pictures(table: Table, folder: Path) -> list[dict[str, Any]]:
+    """Every picture of every method, of its first run."""
+    found = []
+    for row in table.rows:
+        for name, values in row.first.pictures.items():
+            picture = PICTURES[name](**values)
+            found.append(
+                {"method": row.method, **shown(picture, save_picture(picture, folder, f"{row.method}_{name}"))}
+            )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from matplotlib.ticker import EngFormatter
 from fathom.report.results import Row, Table
 from fathom.report.style import Style
 
-THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff"}}
-THEMES["dark"] = {"ink": "#e8ebf0", "muted": "#97a1b0", "grid": "#303844", "page": "#1a2029"}
+THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff", "accent": "#0b5cad"}}
+THEMES["dark"] = {"ink": "#e8ebf0", "muted": "#97a1b0", "grid": "#303844", "page": "#1a2029", "accent": "#7db7f2"}
+SUFFIX = {"light": "", "dark": "_dark"}
 
 
 def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -> dict[str, dict[str, Path]]:
@@ -71,12 +73,14 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
     }
     folder.mkdir(parents=True, exist_ok=True)
     return {
-        name: {theme: _write(plot, theme, folder / f"{table.budget}_{name}{_SUFFIX[theme]}.png") for theme in THEMES}
+        name: {theme: _write(plot, theme, folder / f"{table.budget}_{name}{SUFFIX[theme]}.png") for theme in THEMES}
         for name, plot in plots.items()
     }
 
 
-_SUFFIX = {"light": "", "dark": "_dark"}
+def embed(path: Path) -> str:
+    """A PNG file as an address that needs no network."""
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def curve(row: Row, quantity: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:

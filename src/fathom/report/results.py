@@ -45,6 +45,7 @@ class Run:
     versions: dict[str, str]
     commit: str
     folder: str  # of the run; two budgets may ask for the same run
+    pictures: dict[str, dict[str, Any]] = field(default_factory=dict)  # fathom.inspect's, of the held-out text
     residual_percent: float = 0.0  # inference_flops: by how much its cost misses the dearest method's
 
 

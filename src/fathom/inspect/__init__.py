@@ -1,0 +1,31 @@
+"""Pictures of what a checkpoint does with a text. One file a picture; which are offered follows from the config.
+
+A new picture is a subclass of `Picture` (base.py) in its own file, and a line in PICTURES. `fathom inspect` and the
+report of `fathom compare` then show it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fathom.inspect.base import Picture
+from fathom.inspect.depth_map import DepthMap
+
+PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap,)}
+
+
+def offered(config: Any) -> list[type[Picture]]:
+    """The pictures that a checkpoint with this config has."""
+    return [picture for picture in PICTURES.values() if picture.offered(config)]
+
+
+def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
+    """The error of a checkpoint without a picture: what it is, and which can be inspected."""
+    sections = [getattr(config, name, None) for name in ("depth", "mixer", "residual")]
+    named = ", ".join(section["name"] for section in sections if isinstance(section, dict))
+    found = f"{config.model_type} ({named})" if named else config.model_type
+    can = "; ".join(picture.shows for picture in PICTURES.values())
+    return ValueError(f"{checkpoint}: nothing to show of {found}; can be inspected: {can}")
+
+
+__all__ = ["PICTURES", "DepthMap", "Picture", "nothing_to_show", "offered"]
