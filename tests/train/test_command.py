@@ -42,6 +42,27 @@ def test_trains_with_the_best_rate_and_says_where_the_model_is(monkeypatch, caps
     assert "loop-2: 320 tokens" in out
 
 
+def test_a_sweep_is_run_once_for_all_seeds_and_for_compare(monkeypatch, capsys, tmp_path, recipe_file) -> None:
+    from fathom.report.compare import compare
+
+    runs = tmp_path / "runs"
+    compare(recipe_file, runs, say=lambda line: None)
+    trials = {path: path.stat().st_mtime_ns for path in (runs / "tiny").rglob("sweep/*/result.json")}
+    assert len(trials) == 4
+    for seed in (7, 8):
+        assert run(monkeypatch, recipe_file, "--method", "vanilla", "--seed", seed, "--output", runs) == 0
+        assert "lr 1e-06: validation loss" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (runs / "tiny").rglob("lr-*/result.json")} == trials
+
+
+def test_every_step_is_shown_once(monkeypatch, capsys, tmp_path, recipe_file) -> None:
+    monkeypatch.setattr("fathom.train.progress._SECONDS_BETWEEN_LINES", 0.0)
+    assert run(monkeypatch, recipe_file, "--method", "vanilla", "--output", tmp_path / "runs") == 0
+    shown = [line.split("  loss ")[0] for line in capsys.readouterr().out.splitlines() if "  step " in line]
+    assert [line for line in shown if shown.count(line) > 1] == []
+    assert "vanilla seed 7 lr 1e-06  step 2/2" in shown and "vanilla seed 7 lr 0.01  step 5/5" in shown
+
+
 def test_interrupt(monkeypatch, capsys, tmp_path, recipe_file) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt

@@ -112,11 +112,25 @@ def test_a_finished_run_is_not_repeated(recipe, data, folder) -> None:
 
 def test_a_folder_of_another_run_is_refused(recipe, data, folder) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(1)])
+        train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(2)])
     with pytest.raises(ValueError, match=r"holds another run: its training\.weight_decay is 0\.1, now 0\.2; delete"):
         train_run(recipe(weight_decay=0.2), VANILLA, seed=1, folder=folder, data=data)
     # what does not change the weights may change
     train_run(recipe(save_every=5, keep=2, log_every=5), VANILLA, seed=1, folder=folder, data=data)
+
+
+def test_a_run_that_failed_before_training_does_not_claim_its_folder(recipe, data, folder) -> None:
+    class Fail(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train_run(recipe(weight_decay=0.2), VANILLA, seed=1, folder=folder, data=data, callbacks=[Fail()])
+    assert '"weight_decay": 0.2' in (folder / "run.json").read_text()
+    result = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+    assert result.steps == 10 and '"weight_decay": 0.1' in (folder / "run.json").read_text()
+    with pytest.raises(ValueError, match="holds another run"):  # now it has trained
+        train_run(recipe(weight_decay=0.2), VANILLA, seed=1, folder=folder, data=data)
 
 
 def test_the_model_is_an_ordinary_checkpoint(whole, data) -> None:

@@ -19,6 +19,9 @@ def command(
 ) -> None:
     """Train one model of a recipe; the same command again resumes it.
 
+    Of several learning rates the best on held-out text is taken, found once a method with the first of the recipe's
+    seeds; `fathom compare` and this command share what they found.
+
     \b
     Example:
       fathom train recipes/demo.yaml --method pondering --seed 1
@@ -37,8 +40,11 @@ def command(
     seed = loaded.seeds[0] if seed is None else seed
     folder = output / loaded.name / f"{chosen.name}-seed{seed}"
     data = prepare(loaded.data, output / ".data")
+    # One sweep a method, the one of `fathom compare`. More devices make larger steps, which is another sweep.
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    trials = output / loaded.name / chosen.name / ("sweep" if devices == 1 else f"sweep-{devices}-devices")
     try:
-        sweep = sweep_lr(loaded, chosen, seed=seed, folder=folder / "sweep", data=data)
+        sweep = sweep_lr(loaded, chosen, seed=loaded.seeds[0], folder=trials, data=data)
         result = train_run(loaded, chosen, seed=seed, folder=folder, data=data, lr=sweep.best)
     except KeyboardInterrupt:
         typer.echo("Interrupted. The same command goes on from the last complete checkpoint.", err=True)

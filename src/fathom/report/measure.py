@@ -22,6 +22,7 @@ from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
+from fathom.train.trainer import has_trained
 
 MEASURED = "measured.json"
 PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
@@ -38,7 +39,7 @@ def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, fol
     """
     where = folder / planned.folder
     where.mkdir(parents=True, exist_ok=True)
-    if not (where / PROVENANCE).exists():  # before training: a later resume or report must not sign for it
+    if not ((where / PROVENANCE).exists() and has_trained(where)):  # a later resume or report must not sign for it
         _write(where / PROVENANCE, provenance())
     result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
     try:

@@ -40,7 +40,8 @@ class ProgressDisplay(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self.loss = logs["loss"]
-            self._show(state)
+            if not control.should_evaluate:  # on_evaluate shows this step
+                self._show(state)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.validation_loss = metrics["eval_loss"]

@@ -2,7 +2,7 @@
 
 A run has one folder:
 
-    run.json        what the run is; a folder with another run in it is refused
+    run.json        what the run is; a folder in which another run has trained is refused
     metrics.jsonl   metrics.py
     checkpoint-N/   everything needed to resume, checkpoints.py
     model/          the trained model and its tokenizer, an ordinary Hugging Face checkpoint
@@ -310,9 +310,9 @@ def _identity(
 
 
 def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
-    """Write run.json, or raise ValueError if the folder holds another run."""
+    """Write run.json, or raise ValueError if the folder holds another run that has trained."""
     path = folder / "run.json"
-    if path.exists():
+    if path.exists() and has_trained(folder):
         stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
         if changed:
@@ -323,6 +323,12 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             )
     elif write:
         write_json(path, spec)
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether a run's folder holds anything that a run of other settings must not mix with: a step's metrics, a
+    checkpoint or a model. A run that failed before its first step leaves none."""
+    return bool(read_metrics(folder) or checkpoints.checkpoints(folder)) or (folder / MODEL).is_dir()
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
