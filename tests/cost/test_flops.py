@@ -204,6 +204,26 @@ def test_pondering_costs_what_the_paper_says():
     assert pondering.method == 3 * 2 * 32 * 97
 
 
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+@pytest.mark.parametrize("thoughts", [1, 3])
+def test_random_sweeps_cost_their_mean(name, thoughts):
+    """J of 2 … 4 costs what J = 3 does; (J+1)(K+1) + K(K+1)/2 forwards of T slots."""
+
+    def cost(**options):
+        config = tiny_config("llama", depth={"name": name, "thoughts": thoughts, **options})
+        return training_flops_per_token(config, TOKENS)
+
+    assert cost(sweeps=4, random_sweeps=True) == cost(sweeps=3, random_sweeps=False)
+    assert (
+        cost(sweeps=3, random_sweeps=True)
+        == (cost(sweeps=2, random_sweeps=False) + cost(sweeps=3, random_sweeps=False)) / 2
+    )
+    config = tiny_config("llama", depth={"name": name, "thoughts": thoughts, "sweeps": 3})
+    linear = forward_flops_per_token(config, TOKENS, parallel=True).linear
+    passes = (2.5 + 1) * (thoughts + 1) + thoughts * (thoughts + 1) / 2
+    assert linear == passes * forward_flops_per_token(tiny_config("llama"), TOKENS).linear
+
+
 def test_terms_add_up():
     terms = FlopTerms(linear=1, attention=2, head=4, method=8, elementwise=16)
     assert (terms.matmul, terms.total) == (15, 31)

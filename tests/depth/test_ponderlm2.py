@@ -42,14 +42,19 @@ def oracle(model, ids, shift=0):
         positions.append(t)
         h = last_state(slots, positions)
         for _ in range(options.thoughts):
-            slots.append((h @ model.lm_head.weight.T).softmax(-1) @ table if options.interpolation else h)
+            thought = (h @ model.lm_head.weight.T).softmax(-1) @ table if options.interpolation else h
+            slots.append(model.depth.scale * thought if options.learned_scale else thought)
             positions.append(t)
             h = last_state(slots, positions)
         logits.append(model.lm_head(h))
     return torch.stack(logits, dim=1)
 
 
-@pytest.mark.parametrize("options", [{"thoughts": 1}, {"thoughts": 3}, {"thoughts": 2, "interpolation": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"thoughts": 1}, {"thoughts": 3}, {"thoughts": 2, "interpolation": True}, {"thoughts": 2, "learned_scale": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_both_modes_equal_the_definition(family, options):
@@ -227,6 +232,44 @@ def test_a_stock_checkpoint_takes_thoughts(tmp_path):
     ids = tokens(2, 6)
     with torch.no_grad():
         assert_close(model(ids).logits, oracle(model, ids), 1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thoughts_of_a_stock_checkpoint_start_as_large_as_its_embeddings(family, tmp_path):
+    tiny_model(family, embed_scale=1.0).save_stock_pretrained(tmp_path)
+    depth = {"name": "ponderlm2", "learned_scale": True, "sweeps": 5}
+    model = FathomForCausalLM.from_pretrained(tmp_path, depth=depth).eval()
+    thoughts = []
+    hook = model.model.norm.register_forward_hook(lambda module, args, out: thoughts.append(model.depth.scale * out))
+    ids = tokens(8, 12)
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    ratio = torch.cat(thoughts, dim=1).square().mean() / model.model.embed_tokens.weight.square().mean()
+    assert ratio.item() == pytest.approx(1, rel=0.15)  # the formula takes channels as equally large
+    assert model.depth.scale.requires_grad and abs(model.depth.scale.item() - 1) > 0.1
+    with torch.no_grad():
+        model.depth.scale.fill_(0.625)
+    model.save_pretrained(tmp_path / "own")
+    assert FathomForCausalLM.from_pretrained(tmp_path / "own").depth.scale.item() == 0.625
+
+
+def test_a_random_number_of_sweeps_compiles():
+    """One graph a number; the draw itself stays outside."""
+    model, ids = make(double=False, sweeps=3, random_sweeps=True).train(), tokens(2, 7)
+    calls = count_calls(model)
+    losses, lengths = {}, set()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        calls.clear()
+        losses[seed] = model(ids, labels=ids).loss.item()
+        lengths.add(len(calls))
+    assert lengths == {1 + 2 + 1, 1 + 3 + 1}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for seed, loss in losses.items():
+        torch.manual_seed(seed)
+        assert compiled(ids, labels=ids).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
 @torch.no_grad()

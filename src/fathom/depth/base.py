@@ -41,6 +41,7 @@ def check_choice(method: str, option: str, value: Any, choices: tuple[str, ...])
         raise ValueError(f"{method} option {option}={value!r}: must be one of {', '.join(map(repr, choices))}")
 
 
+@torch.compiler.disable  # a number, by which the graph around it is chosen
 def draw_for_all_ranks(low: int, high: int, device: torch.device) -> int:
     """Uniform on low … high; rank 0's draw counts for all ranks, as they must run the same collectives."""
     drawn = torch.randint(low, high + 1, (1,))

@@ -247,7 +247,7 @@ class PonderLM3(DepthMethod):
         """Of the mean shares over the batch's tokens; linear in s, so E[k] of the mean is the mean of E[k]."""
         mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum()
         if self.options.penalty == "prior":
-            prior = torch.tensor(self.options.prior or (1 / self.slots,) * self.slots).to(mean)
+            prior = mean.new_tensor(self.options.prior or (1 / self.slots,) * self.slots)
             return (torch.xlogy(mean, mean) - mean * prior.log()).sum()
         expected = tail_sums(mean)[1:].sum()
         return expected if self.options.penalty == "steps" else (expected - self.options.target) ** 2
