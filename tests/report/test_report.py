@@ -9,9 +9,12 @@ from dataclasses import replace
 
 import pytest
 from example import METHODS, results, run
+from matplotlib.figure import Figure
 
+from fathom.report import plots
 from fathom.report.page import write_report
 from fathom.report.results import Results, tables
+from fathom.report.style import styles
 from fathom.report.wording import overall, si, verdict
 
 CHROMIUM = next(
@@ -56,6 +59,49 @@ def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
 def test_small_differences_of_one_seed_are_not_called():
     (table,) = tables(results([run("vanilla"), run("loop", gain=-0.01)]))
     assert "cannot be told from vanilla" in verdict(table).headline
+
+
+@pytest.mark.parametrize(("gains", "bold"), [((0.0, -0.01), None), ((0.0, -0.1), "loop"), ((0.0, 0.1), "vanilla")])
+def test_only_a_method_that_can_be_told_from_all_others_is_bold(tmp_path, gains, bold):
+    page = write_report(results([run("vanilla", gain=gains[0]), run("loop", gain=gains[1])]), tmp_path).read_text()
+    marked = re.findall(r'<tr data-method="(\w+)" class="best">', page)
+    assert marked == ([] if bold is None else [bold])
+
+
+def test_a_method_near_the_best_is_named_in_the_headline():
+    (table,) = tables(results([run("vanilla"), run("loop", gain=-0.2), run("pondering", gain=-0.21)]))
+    assert "pondering is best: " in verdict(table).headline
+    assert verdict(table).headline.endswith("FLOPs; loop cannot be told from it.")
+    assert not table.best_is_clear
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_quality_axis_does_not_zoom_into_noise(tmp_path, monkeypatch, seeds):
+    def share_of_axis(gain):
+        """The gap between two methods, as a share of the axis."""
+        gains = [("vanilla", seed, 0.0) for seed in range(seeds)]
+        gains += [("loop", seed, gain + 0.002 * seed) for seed in range(seeds)]
+        (table,) = tables(results([run(m, seed=seed, gain=g) for m, seed, g in gains]))
+        shown = []
+
+        def keep(plot, theme, path):
+            axes = Figure().add_subplot()
+            plot(axes, theme)
+            shown.append(axes)
+            return path
+
+        monkeypatch.setattr(plots, "_write", keep)
+        plots.draw(table, styles(["vanilla", "loop"]), 4.6, tmp_path)
+        axes = next(axes for axes in shown if axes.get_ylabel() == "held-out bits per byte")
+        vanilla, loop = table.rows
+        low, high = axes.get_ylim()
+        gap = loop.mean("bits_per_byte") - vanilla.mean("bits_per_byte")
+        return loop.minus(vanilla).clear, abs(gap) / (high - low)
+
+    clear, share = share_of_axis(-0.003)
+    assert not clear and share < 1 / 8
+    clear, share = share_of_axis(-0.5)
+    assert clear and share > 0.5
 
 
 def test_a_negative_result_is_the_headline_at_equal_training_flops():

@@ -32,6 +32,7 @@ def command(
         typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
         raise typer.Exit(130) from None
     found = tables(results)
+    typer.echo(f"\nBits per byte of held-out text: window {results.block_size}, stride {results.block_size}")
     for table in found:
         typer.echo(f"\n{TITLES[table.budget]}\n  {verdict(table).headline}")
         for row in table.rows:

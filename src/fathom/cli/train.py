@@ -58,7 +58,7 @@ def command(
     typer.echo(
         f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
         f"tokens/s, train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
-        f"bits per byte {_number(result.bits_per_byte)}"
+        f"bits per byte {_number(result.bits_per_byte)} (window and stride {loaded.data.block_size} tokens)"
     )
     typer.echo(f"Model: {result.model}")
 

@@ -13,11 +13,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from fathom.report.results import Row, Table
+from fathom.report.results import UNCALLABLE_PERCENT, Row, Table
 from fathom.report.style import Style
 
 THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff", "accent": "#0b5cad"}}
 THEMES["dark"] = {"ink": "#e8ebf0", "muted": "#97a1b0", "grid": "#303844", "page": "#1a2029", "accent": "#7db7f2"}
+NOISES_SHOWN = 8  # the quality axis spans at least this many times the noise: differences within it look small
 SUFFIX = {"light": "", "dark": "_dark"}
 
 
@@ -61,6 +62,8 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
                 label=row.method,
             )
         axes.margins(0.15, 0.2)
+        axes.set_ylim(*_at_least(axes.get_ylim(), NOISES_SHOWN * noise(table)))
+        axes.set_xlim(*_at_least(axes.get_xlim(), 0.2 * max(x for x, _, _ in points)))
         axes.set_xlabel("inference FLOPs per token")
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.set_ylabel("held-out bits per byte")
@@ -106,6 +109,20 @@ def _loss_limits(table: Table) -> tuple[float, float]:
     low = min(float(y.min()) for y in curves)
     high = max(float(y[len(y) // 20 :].max()) for y in curves)
     return low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3
+
+
+def noise(table: Table) -> float:
+    """Bits per byte below which a difference from the baseline is not called: the largest over the rows."""
+    gaps = [row.minus(table.baseline) for row in table.rows if row is not table.baseline]
+    unknown = UNCALLABLE_PERCENT / 100 * table.baseline.mean("bits_per_byte")
+    return max((unknown if gap.margin is None else gap.margin for gap in gaps), default=unknown)
+
+
+def _at_least(limits: tuple[float, float], span: float) -> tuple[float, float]:
+    """The limits, drawn apart evenly to `span` where they are nearer."""
+    low, high = limits
+    more = max(0.0, span - (high - low)) / 2
+    return low - more, high + more
 
 
 def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -169,6 +169,11 @@ class Table:
         return min(self.rows, key=lambda row: row.mean("bits_per_byte"))
 
     @property
+    def best_is_clear(self) -> bool:
+        """Whether the best can be told from every other method."""
+        return all(row is self.best or row.minus(self.best).clear for row in self.rows)
+
+    @property
     def seeds(self) -> int:
         return min(len(row.runs) for row in self.rows)
 

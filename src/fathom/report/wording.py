@@ -117,11 +117,13 @@ def _headline(best: Row, base: Row, table: Table) -> str:
     gap = best.minus(base)
     if not gap.clear:
         return f"At {where}, {best.method} ({bits}) cannot be told from {base.method}: {_signed(gap)}."
+    gain = f"{bits}, {-gap.percent:.1f} % below {base.method}"
+    close = [row.method for row in table.rows if row is not best and not row.minus(best).clear]
+    tied = f"; {' and '.join(close)} cannot be told from it" if close else ""
     if table.budget == "tokens":
         cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
-        gain = f"{-gap.percent:.1f} % below {base.method}"
-        return f"At {where}, {best.method} is best: {bits}, {gain}, for {cost} its training FLOPs."
-    return f"At {where}, {best.method} is worth it: {bits}, {-gap.percent:.1f} % below {base.method}."
+        return f"At {where}, {best.method} is best: {gain}, for {cost} its training FLOPs{tied}."
+    return f"At {where}, {best.method} is worth it: {gain}{tied}."
 
 
 def _sentence(row: Row, base: Row, budget: str) -> str:
