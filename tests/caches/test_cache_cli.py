@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fathom.caches import TreeKV
+from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.cli.cache import app
 
@@ -42,6 +43,22 @@ def test_generate_and_score(folder):
     )
     assert done.exit_code == 0, done.exception
     assert "h2o: 99 tokens, perplexity" in done.output and "of the full cache" in done.output
+
+
+def test_a_cache_larger_than_a_full_one_says_why(folder):
+    text = folder / "text.txt"
+    done = invoke(folder, "--method", "h2o", "--budget", 256, "--text", text, "-o", "n_sink=2")
+    assert "note: larger than a full cache: nothing was evicted, all 100 tokens fit" in done.output
+    done = invoke(folder, "--method", "treekv", "--budget", 64, "--prompt", "one two", "--max-new-tokens", 5)
+    assert "larger than a full cache: nothing was evicted, all 6 tokens fit" in done.output
+    done = invoke(folder, "--method", "tova", "--budget", 16, "--text", text)
+    assert "perplexity" in done.output and "larger than" not in done.output
+
+
+def test_the_note_does_not_say_that_nothing_was_evicted_when_something_was():
+    parts = {"method": {"name": "h2o"}, "rows": 1, "untouched_layers": 0, "untouched_bytes": 0}
+    report = CompressionReport(**parts, tokens_seen=100, slots=(99,), compressed_bytes=120, full_bytes=100)
+    assert "outweigh what was evicted" in report.note and report.note in str(report)
 
 
 def test_bench_and_show(folder, tmp_path):

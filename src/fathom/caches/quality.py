@@ -26,7 +26,7 @@ def perplexity(
     """Teacher-forced negative log-likelihood (nats a token) of rows [B,T] of equal length, but for the first token.
 
     Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_std_rows (spread over
-    rows), and bytes and real_ratio after the last chunk.
+    rows), and bytes, real_ratio and note (CompressionReport) after the last chunk.
     """
     if chunk < 1 or input_ids.shape[1] < 2:
         raise ValueError(f"perplexity needs chunk ≥ 1 and at least 2 tokens, got {chunk} and {input_ids.shape[1]}")
@@ -50,6 +50,7 @@ def perplexity(
         "nll_std_rows": loss.mean(1).std().item() if len(loss) > 1 else None,
         "bytes": report.compressed_bytes,
         "real_ratio": report.real_ratio,
+        "note": report.note,
     }
 
 

@@ -33,6 +33,18 @@ class CompressionReport:
     def real_ratio(self) -> float:
         return self.compressed_bytes / max(1, self.full_bytes)
 
+    @property
+    def note(self) -> str:
+        """Why the cache is larger than a full one; "" if it is not."""
+        if self.compressed_bytes <= self.full_bytes:
+            return ""
+        records = "the method's own records (scores, positions, scales)"
+        if self.nominal_ratio >= 1:
+            return (
+                f"larger than a full cache: nothing was evicted, all {self.tokens_seen:,} tokens fit, beside {records}"
+            )
+        return f"larger than a full cache: {records} outweigh what was evicted"
+
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "nominal_ratio": self.nominal_ratio, "real_ratio": self.real_ratio}
 
@@ -46,6 +58,8 @@ class CompressionReport:
             f"bytes             {self.compressed_bytes:,} (full cache: {self.full_bytes:,})",
             f"ratio             {self.nominal_ratio:.4f} nominal, {self.real_ratio:.4f} real",
         ]
+        if self.note:
+            lines.append(f"note              {self.note}")
         if self.untouched_layers:
             lines.append(
                 f"uncompressed      {self.untouched_layers} other layers (sliding …), {self.untouched_bytes:,} bytes"

@@ -119,6 +119,8 @@ def run(
         typer.echo(f"{chosen.name}: {result['tokens']:,} tokens, perplexity {result['perplexity']:.3f}")
         typer.echo("by position: " + " ".join(f"{nll:.3f}" for nll in result["nll_by_position"]) + " nats/token")
         typer.echo(f"cache: {result['bytes']:,} bytes, {result['real_ratio']:.4f} of the full cache")
+        if result["note"]:
+            typer.echo(f"note: {result['note']}")
         return
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
     with compress(loaded, chosen):
