@@ -1,10 +1,12 @@
 """Every registered method variant on four families, in shapes where no two terms can stand in for each other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from fathom import FathomConfig
+from fathom import FathomConfig, FathomForCausalLM
 from fathom.models.registry import REGISTRIES
 
 FAMILIES = ("llama", "qwen3", "gpt_neox", "gpt2")
@@ -34,6 +36,20 @@ def config_of(family: str, sections: dict[str, Any]) -> FathomConfig:
         return tiny_config(family, **sections)
     except ValueError as error:
         pytest.skip(str(error))
+
+
+def steps_run(model: FathomForCausalLM) -> Callable[[], list[float] | None]:
+    """What the forwards that follow measure: the share of tokens that run each step; None if tokens do not stop."""
+    passes: list[torch.Tensor] = []
+    model.depth.register_forward_hook(lambda module, args, out: passes.append(out.trace.get("passes")))
+
+    def shares() -> list[float] | None:
+        if passes[0] is None:
+            return None
+        every = torch.cat(passes, dim=1)
+        return [(every > step).double().mean().item() for step in range(model.depth.slots)]
+
+    return shares
 
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

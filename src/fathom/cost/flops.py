@@ -25,6 +25,8 @@ belong to positions, not to tokens, and are 0 too. Hence, over n entries,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from fathom.depth.base import Counts
 from fathom.models.configuration import FathomConfig
@@ -59,18 +61,36 @@ class FlopTerms:
         return self.matmul + self.elementwise
 
 
-def method_counts(config: FathomConfig) -> dict[str, Counts]:
-    """`Counts` of the three sections of the config: depth, mixer, residual."""
-    return {
-        registry: lookup(registry, getattr(config, registry)["name"]).counts(  # type: ignore[attr-defined]
-            config, build_options(registry, getattr(config, registry))
-        )
-        for registry in ("depth", "mixer", "residual")
-    }
+def method_counts(config: FathomConfig, ran: Sequence[float] | None = None) -> dict[str, Counts]:
+    """`Counts` of the three sections of the config: depth, mixer, residual.
+
+    `ran`: of a depth method whose tokens stop on their own, the measured share of tokens that run step 0, 1, …
+    (`evaluate.steps_run`); None: all run all. Raises ValueError for shares that cannot be, and for other methods.
+    """
+    counts = {}
+    for registry in ("depth", "mixer", "residual"):
+        method: Any = lookup(registry, getattr(config, registry)["name"])
+        options = build_options(registry, getattr(config, registry))
+        if registry != "depth" or ran is None:
+            counts[registry] = method.counts(config, options)
+            continue
+        if not method.adaptive:
+            raise ValueError(f"ran={ran!r}: tokens do not stop on their own under depth={method.name!r}; leave it out")
+        bounds = (1.0, *ran)
+        if len(ran) != method.most_steps(options) or any(not 0 <= b <= a for a, b in zip(bounds, ran, strict=False)):
+            raise ValueError(
+                f"ran={ran!r}: needs {method.most_steps(options)} shares between 0 and 1, none above the one before it"
+            )
+        counts[registry] = method.counts(config, options, ran=tuple(ran))
+    return counts
 
 
 def forward_flops_per_token(
-    config: FathomConfig, sequence_length: int, causal: bool = True, parallel: bool = False
+    config: FathomConfig,
+    sequence_length: int,
+    causal: bool = True,
+    parallel: bool = False,
+    ran: Sequence[float] | None = None,
 ) -> FlopTerms:
     """FLOPs of one token's forward, the mean over a sequence of T tokens (equation and rule: this module's docstring).
 
@@ -78,18 +98,23 @@ def forward_flops_per_token(
         sequence_length: T, tokens of the sequence; counts decoding T tokens with a cache as well.
         causal: a query reads (T+1)/2 keys on average; False counts T, as FLOP counters do for masked kernels.
         parallel: all tokens run at once, as in training: methods whose slots depend on each other need more forwards.
+        ran: measured shares of tokens that run each step (`method_counts`). Which tokens these are is taken to be
+            independent of their positions and, between steps' keys, of each other.
 
     Raises:
-        ValueError: sequence_length below 1.
+        ValueError: sequence_length below 1; `ran` does not fit the config.
     """
-    counts = method_counts(config)
+    counts = method_counts(config, ran)
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     if parallel and depth.parallel is not None:
         depth = depth.parallel
     slots, layers = sum(n * times for n, times in depth.forwards.items()), config.num_hidden_layers
     repeats = slots / depth.passes  # mixers and topologies count all passes of one slot
     norms = slots if depth.final_norms is None else depth.final_norms
-    keys = sum(times * n * mean_keys(n * sequence_length, causal) for n, times in depth.forwards.items())
+    if depth.keys is not None:
+        keys = depth.keys * mean_keys(sequence_length, causal)
+    else:
+        keys = sum(times * n * mean_keys(n * sequence_length, causal) for n, times in depth.forwards.items())
     scores = config.num_attention_heads * keys  # per layer
     layers_elementwise = layers * (slots * block_elementwise(config) + (5 + depth.biased) * scores)
     methods = repeats * (mixer.elementwise + residual.elementwise) + depth.elementwise
@@ -105,17 +130,22 @@ def forward_flops_per_token(
 
 
 def training_flops_per_token(
-    config: FathomConfig, sequence_length: int, gradient_checkpointing: bool = False, causal: bool = True
+    config: FathomConfig,
+    sequence_length: int,
+    gradient_checkpointing: bool = False,
+    causal: bool = True,
+    ran: Sequence[float] | None = None,
 ) -> float:
     """Matrix-product FLOPs of one token's forward and backward: 3 × the parallel forward's + recomputed.
 
     The backward of a matrix product is two of the same size. What a method computes again in the backward pass counts
     too; with `gradient_checkpointing` (torch's non-reentrant form, one region a layer) so do the layers, but for their
     last product, which no gradient reads unless a dropout follows it or the residual topology's `write` multiplies it.
-    Elementwise work is not in it: its backward depends on the kernel. Raises ValueError for sequence_length below 1.
+    Elementwise work is not in it: its backward depends on the kernel. `ran` as in
+    `forward_flops_per_token`. Raises ValueError for sequence_length below 1.
     """
-    forward = forward_flops_per_token(config, sequence_length, causal, parallel=True)
-    counts = method_counts(config)
+    forward = forward_flops_per_token(config, sequence_length, causal, parallel=True, ran=ran)
+    counts = method_counts(config, ran)
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     depth = depth if depth.parallel is None else depth.parallel
     slots = sum(n * times for n, times in depth.forwards.items())

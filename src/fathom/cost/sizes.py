@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -43,8 +44,8 @@ class MixingCost:
         bytes: read from and written to memory, every operand once.
     """
 
-    flops: int
-    bytes: int
+    flops: float
+    bytes: float
 
 
 def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> MixingCost:
@@ -54,8 +55,11 @@ def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) 
     return MixingCost(slots * sum(c.mixing for c in parts), slots * dtype.itemsize * sum(c.traffic for c in parts))
 
 
-def kv_bytes_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`."""
-    depth = method_counts(config)["depth"]
+def kv_bytes_per_token(
+    config: FathomConfig, dtype: torch.dtype = torch.bfloat16, ran: Sequence[float] | None = None
+) -> float:
+    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`; a mean,
+    with measured shares `ran` (`method_counts`)."""
+    depth = method_counts(config, ran)["depth"]
     layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     return depth.passes * depth.slots * config.num_hidden_layers * layer

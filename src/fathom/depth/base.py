@@ -31,7 +31,9 @@ def check_number(method: str, option: str, value: float, low: float, high: float
     """Raise ValueError unless low ≤ value < high and finite (≤ high where `remedy` is empty and high is finite)."""
     below = value < high if remedy or high == math.inf else value <= high
     if not (low <= value and below and math.isfinite(value)):
-        bound = f"finite and at least {low:g}" + ("" if high == math.inf else f" and {'below' if remedy else 'at most'} {high:g}")
+        bound = f"finite and at least {low:g}" + (
+            "" if high == math.inf else f" and {'below' if remedy else 'at most'} {high:g}"
+        )
         raise ValueError(f"{method} option {option}={value!r}: must be {bound}{remedy and '; ' + remedy}")
 
 
@@ -65,6 +67,10 @@ class Counts:
         slots: slots of the sequence that a token takes in every pass, with keys and values each.
         sweeps: how many forwards of the stack run (a mean, where it is drawn) by slots a token, where they differ; None
             is `slots` in each of `passes`.
+        keys: slots of one earlier token, or its own, that all slots of a token read together; None follows from
+            `forwards`, where the slots of a forward read each other.
+        no_gradient: the part of these counts that has no backward pass; None: all has.
+        checkpointed: the backward pass runs every other forward of the stack again.
         parallel: counts where many tokens run at once (training, parallel prefill) if that costs more than decoding
             them one by one; None if it does not.
         final_norms: applications of learned positions and the final norm; None is one a pass.
@@ -83,8 +89,11 @@ class Counts:
     """
 
     passes: int = 1
-    slots: int = 1
-    sweeps: dict[int, float] | None = None
+    slots: float = 1
+    sweeps: dict[float, float] | None = None
+    keys: float | None = None
+    no_gradient: Counts | None = None
+    checkpointed: bool = False
     parallel: Counts | None = None
     final_norms: int | None = None
     heads: float = 1
@@ -98,7 +107,7 @@ class Counts:
     biased: bool = False
 
     @property
-    def forwards(self) -> dict[int, float]:
+    def forwards(self) -> dict[float, float]:
         """How many forwards of the stack run, by slots a token."""
         return {self.slots: self.passes} if self.sweeps is None else self.sweeps
 
@@ -111,11 +120,14 @@ class DepthOutput:
         hidden_states: [B, T, d], after the final norm; the head reads them.
         losses: auxiliary losses by name, already weighted; added to the training loss.
         trace: per-token facts that plots and metrics read (passes, gates, masses), each [B, T, …].
+        objective: a method's own training objective, the mean over target tokens, instead of the cross-entropy of
+            `hidden_states`.
     """
 
     hidden_states: Float[Tensor, "B T d"]
     losses: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     trace: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    objective: Tensor | None = None
 
 
 class Method(nn.Module):
@@ -162,7 +174,10 @@ class DepthMethod(Method):
 
     ragged: ClassVar[bool] = False  # tokens keep different numbers of slots in the cache, or a bias each
 
-    segments: tuple[tuple[int, int], ...] = ()  # of the cache, for methods that run step by step on a `StepStack`
+    # Tokens stop on their own: run step by step on a `StepStack` (models/steps.py), `counts` takes the measured shares
+    # `ran`, and the trace has `passes`, the steps that every token ran.
+    adaptive: ClassVar[bool] = False
+    segments: tuple[tuple[int, int], ...] = ()  # of the cache, for adaptive methods
 
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:
@@ -173,6 +188,11 @@ class DepthMethod(Method):
     def slots(self) -> int:
         """Slots of the sequence that a token takes."""
         return 1
+
+    @classmethod
+    def most_steps(cls, options: Any) -> int:
+        """Steps that a token runs at most, of an adaptive method."""
+        return options.steps + 1
 
     def adapt(self, decoder: Decoder) -> None:
         """Set own parameters by those of a stock checkpoint that has been loaded into the decoder."""

@@ -106,25 +106,28 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         stack.hidden_states = [] if _wanted(output_hidden_states, self.config.output_hidden_states) else None
         stack.attentions = [] if _wanted(output_attentions, self.config.output_attentions) else None
 
+        targets = shift_labels
+        if targets is None and labels is not None:
+            # token t+1 is the target of position t; shifting the labels copies less than shifting the states
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        stack.targets = targets
         out = self.depth(stack, embeddings, self.vocabulary())
         if stack.hidden_states is not None:
             stack.hidden_states.append(out.hidden_states)
 
         logits = loss = None
-        if labels is None and shift_labels is None:
+        if targets is None:
             logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
         else:
-            targets = shift_labels
-            if targets is None:
-                # token t+1 is the target of position t; shifting the labels copies less than shifting the states
-                targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # type: ignore[index]
-            if self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
+            own = (targets != IGNORE).sum()
+            if out.objective is not None:
+                total = out.objective * own
+            elif self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
                 total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets)
             else:
                 logits = self.lm_head(out.hidden_states)
                 total = cross_entropy(logits.flatten(0, 1), targets.flatten())
                 logits = slice_positions(logits, logits_to_keep)
-            own = (targets != IGNORE).sum()
             items = own if num_items_in_batch is None else num_items_in_batch
             loss = total / items
             if out.losses:  # means over this batch, weighted like it among the batches of a step
@@ -168,9 +171,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                     f"has {slots} slots, so the mask must say [batch, tokens] which tokens are real"
                 )
             if self.depth.segments:
-                return StepStack(
-                    self.model, position_ids, None, attention_mask, cache, layer_kwargs, packed=given is not None
-                )
+                rows = position_ids.expand(len(embeddings), -1)
+                return StepStack(self.model, rows, None, attention_mask, cache, layer_kwargs, packed=given is not None)
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
                 packed=given is not None, layer=layer,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,11 +117,15 @@ class Attention(nn.Module):
         cache_layer: int | None = None,
         mixer: nn.Module | None = None,
         sources: tuple[tuple[Tensor, ...], ...] = (),
+        read: Callable[..., Any] | None = None,
+        earlier: Any = None,
         **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B T d"], Tensor | None, tuple[Tensor, ...] | None]:
-        """Returns the output, the attention weights (backends that compute them), and the mixer's state of this layer.
+    ) -> tuple[Float[Tensor, "B T d"], Tensor | None, tuple[Tensor, ...] | None, Any]:
+        """Returns the output, the attention weights (backends that compute them), the mixer's state of this layer, and
+        what `read` leaves for later steps.
 
-        `cache_layer` is the index in the cache, pass·L + layer_idx; `sources` are earlier layers' mixer states.
+        `cache_layer` is the index in the cache, pass·L + layer_idx; `sources` are earlier layers' mixer states;
+        `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps.py).
         """
         batch, length, _ = hidden_states.shape
         heads = (batch, length, -1, self.head_dim)
@@ -144,6 +149,10 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx if cache_layer is None else cache_layer)
 
+        left = None
+        if read is not None:
+            key, value, left = read(key, value, earlier)
+
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, KeyBias):
             attend = functools.partial(biased_attention, attend)
@@ -157,7 +166,7 @@ class Attention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(output.reshape(batch, length, -1)), weights, state
+        return self.o_proj(output.reshape(batch, length, -1)), weights, state, left
 
 
 class MLP(nn.Module):
@@ -195,20 +204,20 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.layer_idx = layer_idx
 
-    def forward(self, stream: Any, residual: Any, **attention_inputs: Any) -> tuple[Any, Tensor | None, Any]:
-        """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added,
-        the attention weights, and the mixer's state."""
+    def forward(self, stream: Any, residual: Any, **attention_inputs: Any) -> tuple[Any, ...]:
+        """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added, and
+        attention's weights, mixer state and slots for later steps."""
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
         x, carry = residual.read(stream, first)
-        attended, weights, state = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
+        attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
             both = attended + self.drop(self.mlp(self.post_attention_layernorm(x)))
-            return residual.write(stream, first, both, carry), weights, state
+            return residual.write(stream, first, both, carry), *found
         stream = residual.write(stream, first, attended, carry)
         x, carry = residual.read(stream, second)
         stream = residual.write(stream, second, self.drop(self.mlp(self.post_attention_layernorm(x))), carry)
-        return stream, weights, state
+        return stream, *found
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout else x
@@ -260,6 +269,10 @@ class Stack:
     attentions: list[Tensor | None] | None = None
     mixed: dict[int, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)  # mixer states by pass·L + layer
     slot_ids: Int[Tensor, "B T"] | None = None  # what backends read as positions where slots share a token's
+    read: Callable[..., Any] | None = None  # joins the slots of earlier steps, `earlier` by layer (steps.py)
+    earlier: list[Any] = dataclasses.field(default_factory=list)
+    kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
+    targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
         """F(E) = norm(layers(E + positions)): one complete forward of the stack."""
@@ -284,7 +297,9 @@ class Stack:
             inputs = dict(self.layer_kwargs, cache_layer=index)
             if mixer is not None:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))
-            stream, weights, state = layer(
+            if self.read is not None:
+                inputs.update(read=self.read, earlier=self.earlier[number])
+            stream, weights, state, left = layer(
                 stream,
                 residual,
                 position_embeddings=self.position_embeddings,
@@ -295,6 +310,8 @@ class Stack:
             )
             if mixer is not None and mixer.is_source(index):
                 self.mixed[index] = state
+            if self.read is not None:
+                self.kept.append(left)
             if self.attentions is not None:
                 self.attentions.append(weights)
         return residual.finish(stream)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fathom.models.adapters import linear_matrix, table_matrix
+from fathom.ops.cross_entropy import token_cross_entropies
 from fathom.ops.vocabulary_mixture import vocabulary_mixture
 
 
@@ -32,3 +33,7 @@ class Vocabulary:
         """Σ_v p_v · c·W_in[v] with p = softmax(h W_outᵀ): the expected next embedding (ops/vocabulary_mixture.py)."""
         mixed = vocabulary_mixture(hidden_states, linear_matrix(self.head), table_matrix(self.table), **options)
         return mixed if self.scale == 1.0 else mixed * self.scale
+
+    def losses(self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """−log p of every target token, 0 where it is −100."""
+        return token_cross_entropies(hidden_states, linear_matrix(self.head), targets)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 CHUNK_TOKENS = 8192  # 8192 tokens × 50k vocabulary × 2 bytes = 0.8 GB of transient logits
@@ -23,6 +24,30 @@ def cross_entropy(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> F
     """The sum over targets, in fp32 or wider: the reference."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def mean_over_targets(values: Float[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """The mean of the values of positions that have a target."""
+    valid = targets != IGNORE
+    return (values * valid).sum() / valid.sum().clamp(min=1)
+
+
+def token_cross_entropies(
+    hidden_states: Float[Tensor, "B T d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """−log softmax(h Wᵀ)[target] of every token, 0 without one; logits live for a chunk of tokens at a time."""
+
+    def of_chunk(h: Tensor, y: Tensor) -> Tensor:
+        logits = F.linear(h, weight)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, y, ignore_index=IGNORE, reduction="none")
+
+    parts = zip(hidden_states.flatten(0, 1).split(CHUNK_TOKENS), targets.flatten().split(CHUNK_TOKENS), strict=True)
+    if torch.is_grad_enabled():
+        losses = [checkpoint(of_chunk, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in parts]
+    else:
+        losses = [of_chunk(h, y) for h, y in parts]
+    return torch.cat(losses).view_as(targets)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
