@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 from test_depth_attention import depth_attention
 
 from fathom import FathomForCausalLM
+from fathom.evaluate import load_checkpoint
 from tiny import SIZES, assert_close, tiny_model, tokens
+from tiny_checkpoint import tiny_tokenizer
 
 MIXER = {"name": "depth_attention", "k_norm_position": "post_rope", "stride": 3}
 # the fields of the published 3B config beside Llama's own, and those of the public training configs
@@ -66,6 +68,14 @@ def test_it_saves_as_a_fathom_checkpoint_and_generates(tmp_path):
     again, ids = load_silently(tmp_path / "ours"), tokens(2, 4)
     assert again.config.mixer == model.config.mixer
     assert torch.equal(again.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
+
+
+def test_the_verbs_load_it_as_what_it_is(tmp_path):
+    expected, ids = write(tmp_path, {**TRAINING, "vocab_size": 300}, vocab_size=300), tokens(1, 6)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _ = load_checkpoint(str(tmp_path), "cpu")
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
 def test_the_published_fields_load_with_a_warning_that_names_the_missing_one(tmp_path):

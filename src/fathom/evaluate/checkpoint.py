@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import fathom  # noqa: F401  registers FathomConfig with the Auto classes
+from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
+from fathom.models import depth_attention_checkpoints
 from fathom.models.checkpoints import STOCK, damage_named
 from fathom.models.configuration import FathomConfig
 
@@ -47,6 +48,8 @@ def load_checkpoint(
             f"{checkpoint}: its tokenizer has {needed} token ids, more than the model's vocab_size={size}; "
             "put the tokenizer that the model was trained with into the folder"
         )
+    if depth_attention_checkpoints.recognised(config):  # transformers would take it for a plain Llama
+        return FathomForCausalLM.from_pretrained(checkpoint, dtype="auto").to(place).eval(), tokenizer
     with damage_named(checkpoint):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -31,6 +31,11 @@ QWEN3_FIELDS = (
 )  # fmt: skip
 
 
+def recognised(stock: PreTrainedConfig) -> bool:
+    """Whether a config is of that layout."""
+    return stock.model_type == "llama" and any(getattr(stock, mark, None) is not None for mark in MARKS)
+
+
 def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """A config of that layout as the stock config whose class reads its tensors, and `changes` with its mixer added.
 
@@ -38,7 +43,7 @@ def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrai
     does not say how the model was trained. Raises ValueError for what cannot be read: a rival's model, another mixing
     mode, two strides, scaled embeddings of unknown factor, MLP biases.
     """
-    if stock.model_type != "llama" or all(getattr(stock, mark, None) is None for mark in MARKS):
+    if not recognised(stock):
         return stock, changes
 
     def refuse(field: str, remedy: str):
