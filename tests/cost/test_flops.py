@@ -210,6 +210,35 @@ def test_pondering_costs_what_the_paper_says():
     assert pondering.method == 3 * 2 * 32 * 97
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"gradient_passes": 2}, {"gradient_passes": 5}, {"checkpoint_passes": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "depth",
+    [
+        {"name": "ponderlm2", "thoughts": 2, "interpolation": True},
+        {"name": "ponderlm2"},
+        {"name": "ponderlm3", "thoughts": 2},
+    ],
+    ids=str,
+)
+def test_forwards_without_a_backward_and_run_again(depth, options, checkpointing):
+    if checkpointing and "checkpoint_passes" in options:
+        pytest.skip("regions within a region")
+    depth = {**depth, **options, "sweeps": 2, "random_sweeps": False}
+    mixer = {"name": "depth_attention"} if depth["name"] == "ponderlm3" else {"name": "none"}
+    config = tiny_config("llama", depth=depth, mixer=mixer)
+    model, inputs = on_meta(config).train(), tokens_on_meta()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    closed_form = training_flops_per_token(config, TOKENS, gradient_checkpointing=checkpointing, causal=False)
+    assert counter.get_total_flops() == BATCH * TOKENS * closed_form
+
+
 @pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
 @pytest.mark.parametrize("thoughts", [1, 3])
 def test_random_sweeps_cost_their_mean(name, thoughts):

@@ -191,6 +191,42 @@ def test_gradients_reach_the_inputs_through_every_sweep():
         assert grad is None or (grad - through).abs().max() > 1e-8
 
 
+@pytest.mark.parametrize("passes", [1, 2, 3, 4, 9])
+def test_only_the_last_passes_have_a_backward(passes):
+    """As if the states that the others leave were cut off by hand; the loss is the same."""
+    ids, gradients = tokens(2, 6), []
+    for wanted in (passes, None):
+        model = make(sweeps=2, gradient_passes=wanted).train()
+        seen = []
+
+        def cut(module, args, output, wanted=wanted, seen=seen):
+            seen.append(1)
+            return output.detach() if wanted is None and len(seen) <= 4 - passes else None
+
+        model.model.norm.register_forward_hook(cut)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        gradients.append([loss, *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*gradients):
+        assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+def test_checkpointed_passes_change_nothing_and_run_twice(name):
+    ids, gradients, forwards = tokens(2, 6), [], []
+    for checkpointed in (False, True):
+        depth = {"name": name, "thoughts": 2, "sweeps": 2, "random_sweeps": False, "checkpoint_passes": checkpointed}
+        model = tiny_model(depth=depth).double().train()
+        calls = count_calls(model)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        gradients.append([loss, *(p.grad for p in model.parameters())])
+        forwards.append(len(calls))
+    assert forwards == [5, 10]
+    for actual, expected in zip(*gradients):
+        assert_close(actual, expected, 1e-12)
+
+
 def test_the_loss_has_one_target_fewer_than_tokens_and_reads_the_last_thought():
     ids = tokens(2, 6)
     model = make(sweeps=5).train()

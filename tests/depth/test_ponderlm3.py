@@ -253,6 +253,33 @@ def test_the_router_learns_from_the_language_model_alone():
     assert len(calls) == 2 + 2 + 1 and model.depth.router.weight.grad.abs().max() > 1e-8
 
 
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_only_the_last_passes_have_a_backward(passes):
+    """As if states, shares and masks that the others leave were cut off by hand; K + J + 1 = 4 forwards."""
+    ids, gradients = tokens(2, 6), []
+    for wanted in (passes, None):
+        model, seen = make(thoughts=1, sweeps=2, gradient_passes=wanted).train(), []
+        shares = model.depth.shares
+
+        def cut(value, wanted=wanted, seen=seen):
+            return value.detach() if wanted is None and len(seen) <= 4 - passes else value
+
+        def cut_states(module, args, output, cut=cut, seen=seen):
+            seen.append(1)
+            return cut(output)
+
+        def cut_shares(h, real, cut=cut, shares=shares):
+            return tuple(map(cut, shares(h, real)))
+
+        model.model.norm.register_forward_hook(cut_states)
+        model.depth.shares = cut_shares
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        gradients.append([loss, *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*gradients):
+        assert_close(actual, expected, 1e-12)
+
+
 def test_the_channel_form_trains_as_the_dense_mask():
     ids, results = tokens(2, 6), []
     for backend in ("eager", "sdpa", CHANNEL):

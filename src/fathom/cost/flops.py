@@ -108,6 +108,13 @@ def forward_flops_per_token(
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     if parallel and depth.parallel is not None:
         depth = depth.parallel
+    return flop_terms(config, depth, mixer, residual, sequence_length, causal)
+
+
+def flop_terms(
+    config: FathomConfig, depth: Counts, mixer: Counts, residual: Counts, sequence_length: int, causal: bool
+) -> FlopTerms:
+    """The equation of this module's docstring."""
     slots, layers = sum(n * times for n, times in depth.forwards.items()), config.num_hidden_layers
     repeats = slots / depth.passes  # mixers and topologies count all passes of one slot
     norms = slots if depth.final_norms is None else depth.final_norms
@@ -138,28 +145,37 @@ def training_flops_per_token(
 ) -> float:
     """Matrix-product FLOPs of one token's forward and backward: 3 × the parallel forward's + recomputed.
 
-    The backward of a matrix product is two of the same size. What a method computes again in the backward pass counts
-    too; with `gradient_checkpointing` (torch's non-reentrant form, one region a layer) so do the layers, but for their
-    last product, which no gradient reads unless a dropout follows it or the residual topology's `write` multiplies it.
-    Elementwise work is not in it: its backward depends on the kernel. `ran` as in
-    `forward_flops_per_token`. Raises ValueError for sequence_length below 1.
+    The backward of a matrix product is two of the same size, but for the products that have none. What a method
+    computes again in the backward pass counts too; with `gradient_checkpointing` (torch's non-reentrant form, one
+    region a layer) so do the layers, but for their last product, which no gradient reads unless a dropout follows it or
+    the residual topology's `write` multiplies it. Elementwise work is not in it: its backward depends on the kernel.
+    `ran` as in `forward_flops_per_token`. Raises ValueError for sequence_length below 1.
     """
     forward = forward_flops_per_token(config, sequence_length, causal, parallel=True, ran=ran)
     counts = method_counts(config, ran)
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     depth = depth if depth.parallel is None else depth.parallel
-    slots = sum(n * times for n, times in depth.forwards.items())
+    slots, product = sum(n * times for n, times in depth.forwards.items()), forward.matmul
+    layers = forward.linear + forward.attention
+    if depth.no_gradient is not None:
+        without = flop_terms(config, depth.no_gradient, mixer, residual, sequence_length, causal)
+        slots -= sum(n * times for n, times in depth.no_gradient.forwards.items())
+        product -= without.matmul
+        layers -= without.linear + without.attention
     repeats = slots / depth.passes
+    layers += repeats * (mixer.matmul + residual.matmul)
     recomputed: float = depth.recomputed + repeats * (mixer.recomputed + residual.recomputed)
+    if depth.checkpointed:
+        recomputed += layers
     if gradient_checkpointing:
-        recomputed += forward.linear + forward.attention + repeats * (mixer.matmul + residual.matmul)
+        recomputed += layers
         if not config.residual_dropout:
             skipped = slots * config.num_hidden_layers - repeats * residual.recomputed_outputs
             recomputed -= skipped * 2 * config.hidden_size * config.intermediate_size
-    return 3 * forward.matmul + recomputed
+    return forward.matmul + 2 * product + recomputed
 
 
-def mean_keys(sequence_length: int, causal: bool) -> float:
+def mean_keys(sequence_length: float, causal: bool) -> float:
     """Keys that a query reads, the mean over a sequence: (T+1)/2 under a causal mask, T without."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length!r}: must be at least 1")

@@ -20,15 +20,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
 from fathom.models.slots import interleave
+
+if TYPE_CHECKING:
+    from fathom.models.decoder import Stack
 
 
 @register("depth", "ponderlm2")
@@ -60,6 +65,8 @@ class PonderLM2(DepthMethod):
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
         learned_scale: thoughts are multiplied by a learned a, which starts where a thought is as large as an embedding:
             for training a stock checkpoint on (there a is RMS(c·W_in) / RMS(h); from scratch 1).
+        checkpoint_passes: in training every forward keeps its inputs only; the backward pass runs it again.
+        gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper.
         """
 
         thoughts: int = 1
@@ -70,12 +77,16 @@ class PonderLM2(DepthMethod):
         interpolation: bool = False
         scale_embeds: bool | None = None
         learned_scale: bool = False
+        checkpoint_passes: bool = False
+        gradient_passes: int | None = None
         passes: ClassVar[int] = 1
 
         def __post_init__(self):
             check_range("ponderlm2", "thoughts", self.thoughts, 0)
             check_range("ponderlm2", "sweeps", self.sweeps, 0)
             check_choice("ponderlm2", "prefill", self.prefill, ("jacobi", "sequential"))
+            if self.gradient_passes is not None:
+                check_range("ponderlm2", "gradient_passes", self.gradient_passes, 1)
             if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
                 raise ValueError(f"ponderlm2 option tolerance={self.tolerance!r}: must be positive and finite, or None")
 
@@ -132,21 +143,24 @@ class PonderLM2(DepthMethod):
     def jacobi(self, stack, embeddings, vocabulary):
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
         thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
-        states = [embeddings]
-        for m in range(1, n):
-            slots = interleave(states)
-            y = stack.bind(slots, stack.layout(m), keep=False)(slots)
-            states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
-
         exact = thoughts * (length - 1)
         sweeps = min(draw_sweeps(self, embeddings.device), exact)
+        first = first_with_gradient(self, thoughts + sweeps + 1)
+        states = [embeddings]
+        for m in range(1, n):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and m > first):
+                slots = interleave(states)
+                y = run_pass(self, stack.bind(slots, stack.layout(m), keep=False), slots)
+                states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
+
         tolerance = None if self.training else self.options.tolerance
         change = float("inf")
         slots, layout = interleave(states), stack.layout(n)
         bound = stack.bind(slots, layout, keep=False)
-        for _ in range(sweeps):
-            y = bound(slots)
-            before, states = states, [embeddings, *(self.thought(y[:, i::n], vocabulary) for i in range(thoughts))]
+        for sweep in range(sweeps):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and thoughts + sweep >= first):
+                y = run_pass(self, bound, slots)
+                before, states = states, [embeddings, *(self.thought(y[:, i::n], vocabulary) for i in range(thoughts))]
             slots = interleave(states)
             if tolerance is not None:
                 change = stack.largest_change(before[1:], states[1:])
@@ -156,7 +170,7 @@ class PonderLM2(DepthMethod):
             warn_of_change(self, sweeps, change)
         if stack.cache is not None:
             bound = stack.bind(slots, layout)
-        return bound(slots)[:, thoughts::n]
+        return run_pass(self, bound, slots)[:, thoughts::n]
 
     @classmethod
     def counts(cls, config, options) -> Counts:
@@ -165,20 +179,30 @@ class PonderLM2(DepthMethod):
             return Counts()
         mixture = 4 * v + (d if config.embed_scale != 1.0 else 0) if options.interpolation else 0
 
-        def counts(thoughts: float, **fields) -> Counts:
-            mixtures = thoughts if options.interpolation else 0
+        def counts(thoughts: float, learned: float = 0, heads: int = 1, **fields) -> Counts:
+            mixtures, learned = (thoughts, learned) if options.interpolation else (0, 0)
             return Counts(
-                heads=1 + mixtures,
+                heads=heads + mixtures,
                 matmul=mixtures * 2 * d * v,
                 elementwise=thoughts * (mixture + d * options.learned_scale),
-                recomputed=mixtures * 2 * d * v,
+                recomputed=learned * 2 * d * v,
                 parameters=int(options.learned_scale),
                 **fields,
             )
 
-        forwards = jacobi_forwards(options)
-        made = k * (k + 1) // 2 + (forwards[k + 1] - 1) * k  # thoughts: 1 … K by the growing passes, K by a sweep
-        return counts(k, slots=k + 1, parallel=counts(made, sweeps=forwards))
+        def thoughts(forwards: dict[float, float]) -> float:
+            return sum(min(slots, k) * times for slots, times in forwards.items())
+
+        every, first = jacobi_forwards(options), jacobi_forwards(options, without_gradient=True)
+        made, unlearned = thoughts(every) - k, thoughts(first)  # the last forward makes none
+        parallel = counts(
+            made,
+            made - unlearned,
+            sweeps=every,
+            no_gradient=counts(unlearned, heads=0, sweeps=first),
+            checkpointed=options.checkpoint_passes,
+        )
+        return counts(k, slots=k + 1, parallel=parallel)
 
 
 def draw_sweeps(method: DepthMethod, device: torch.device) -> int:
@@ -187,6 +211,19 @@ def draw_sweeps(method: DepthMethod, device: torch.device) -> int:
     if not method.training or not method.options.random_sweeps:
         return sweeps
     return draw_for_all_ranks(min(2, sweeps), sweeps, device)
+
+
+def first_with_gradient(method: DepthMethod, forwards: int) -> int:
+    """The first of this many forwards that has a backward pass."""
+    wanted = method.options.gradient_passes if method.training else None
+    return 0 if wanted is None else max(forwards - wanted, 0)
+
+
+def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -> Float[Tensor, "B S d"]:
+    """One forward of the stack, checkpointed as a whole if the method says so."""
+    if method.training and method.options.checkpoint_passes and torch.is_grad_enabled():
+        return checkpoint(stack, slots, use_reentrant=False)
+    return stack(slots)
 
 
 def warn_of_change(method: DepthMethod, sweeps: int, change: float) -> None:
@@ -198,7 +235,16 @@ def warn_of_change(method: DepthMethod, sweeps: int, change: float) -> None:
     )
 
 
-def jacobi_forwards(options: Any) -> dict[int, float]:
-    """Forwards of the stack by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1 (J: its mean)."""
-    j = (min(2, options.sweeps) + options.sweeps) / 2 if options.random_sweeps else options.sweeps
-    return {**dict.fromkeys(range(1, options.thoughts + 1), 1), options.thoughts + 1: j + 1}
+def jacobi_forwards(options: Any, without_gradient: bool = False) -> dict[float, float]:
+    """Forwards of the stack by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1; or those of them that
+    have no backward pass. Means over the draw of J."""
+    k = options.thoughts
+    out: dict[float, float] = {}
+    draws = range(min(2, options.sweeps), options.sweeps + 1) if options.random_sweeps else (options.sweeps,)
+    for j in draws:
+        forwards = [*range(1, k + 1), *[k + 1] * (j + 1)]
+        if without_gradient:
+            forwards = forwards[: -options.gradient_passes] if options.gradient_passes else []
+        for slots in forwards:
+            out[slots] = out.get(slots, 0) + 1 / len(draws)
+    return out

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range
-from fathom.depth.ponderlm2 import draw_sweeps, jacobi_forwards, warn_of_change
+from fathom.depth.ponderlm2 import draw_sweeps, first_with_gradient, jacobi_forwards, run_pass, warn_of_change
 from fathom.models.registry import register
 from fathom.models.slots import interleave
 from fathom.ops.biased_attention import MASKED
@@ -94,7 +94,8 @@ class PonderLM3(DepthMethod):
         penalty_weight: λ; 0 leaves the choice to the language-model loss.
         target: thoughts a token, for penalty="target".
         prior: shares of 0 … K thoughts, for penalty="prior"; None is uniform.
-        sweeps, random_sweeps, prefill, tolerance, scale_embeds: as of `ponderlm2`; the tolerance is on thoughts and s.
+        sweeps, random_sweeps, prefill, tolerance, scale_embeds, checkpoint_passes, gradient_passes: as of `ponderlm2`;
+            the tolerance is on thoughts and s.
         """
 
         thoughts: int = 3
@@ -109,6 +110,8 @@ class PonderLM3(DepthMethod):
         prefill: str = "jacobi"
         tolerance: float | None = None
         scale_embeds: bool | None = None
+        checkpoint_passes: bool = False
+        gradient_passes: int | None = None
         passes: ClassVar[int] = 1
 
         def __post_init__(self):
@@ -118,6 +121,8 @@ class PonderLM3(DepthMethod):
             check_choice(name, "router", self.router, ("linear", "mlp"))
             check_choice(name, "penalty", self.penalty, ("steps", "target", "prior"))
             check_choice(name, "prefill", self.prefill, ("jacobi", "sequential"))
+            if self.gradient_passes is not None:
+                check_range(name, "gradient_passes", self.gradient_passes, 1)
             if not 0 <= self.threshold <= 1:
                 raise ValueError(f"{name} option threshold={self.threshold!r}: must be between 0 and 1")
             if not 0 <= self.penalty_weight < float("inf"):
@@ -200,23 +205,26 @@ class PonderLM3(DepthMethod):
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
         thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
         real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
-        states, key_bias = [embeddings], None
-        for m in range(1, n):
-            slots = interleave(states)
-            y = stack.bind(slots, stack.layout(m, key_bias=key_bias), keep=False)(slots)
-            s, bias, run = self.shares(y[:, ::m], real)
-            states, key_bias = [embeddings, *(y[:, i::m] for i in range(m))], bias[..., : m + 1].flatten(1)
-
         exact = thoughts * (length - 1)
         sweeps = min(draw_sweeps(self, embeddings.device), exact)
+        first = first_with_gradient(self, thoughts + sweeps + 1)
+        states, key_bias = [embeddings], None
+        for m in range(1, n):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and m > first):
+                slots = interleave(states)
+                y = run_pass(self, stack.bind(slots, stack.layout(m, key_bias=key_bias), keep=False), slots)
+                s, bias, run = self.shares(y[:, ::m], real)
+                states, key_bias = [embeddings, *(y[:, i::m] for i in range(m))], bias[..., : m + 1].flatten(1)
+
         tolerance = None if self.training else self.options.tolerance
         change = float("inf")
-        for _ in range(sweeps):
-            slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)
-            y = stack.bind(slots, layout, keep=False)(slots)
-            before, states, last = states, [embeddings, *(y[:, i::n] for i in range(thoughts))], s
-            s, bias, run = self.shares(y[:, ::n], real)
-            key_bias = bias.flatten(1)
+        for sweep in range(sweeps):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and thoughts + sweep >= first):
+                slots = interleave(states)
+                y = run_pass(self, stack.bind(slots, stack.layout(n, key_bias=key_bias), keep=False), slots)
+                before, states, last = states, [embeddings, *(y[:, i::n] for i in range(thoughts))], s
+                s, bias, run = self.shares(y[:, ::n], real)
+                key_bias = bias.flatten(1)
             if tolerance is not None:
                 of_thoughts = stack.largest_change(before[1:], states[1:], run[..., 1:])
                 change = max(of_thoughts, (s - last).abs().max().item())
@@ -232,7 +240,7 @@ class PonderLM3(DepthMethod):
             y = slots.new_zeros(len(slots), n * length, slots.shape[2])
             y[:, chosen] = stack.bind(slots, layout)(slots)
         else:
-            y = stack.bind(slots, layout)(slots)
+            y = run_pass(self, stack.bind(slots, layout), slots)
         s, _, _ = self.shares(y[:, ::n], real)  # the fusion's; which slots ran was known before
         mixed = (torch.where(run, s, 0.0)[..., None] * y.unflatten(1, (length, n))).sum(2).to(y.dtype)
         return self.output(mixed, s, run, real)
@@ -263,8 +271,9 @@ class PonderLM3(DepthMethod):
         routing = n + 4 * n + (n - 1) + n + (d if options.router == "mlp" else 0)
         mixing = d * n + d * k
 
-        def counts(routers: float, **fields) -> Counts:
+        def counts(routers: float, heads: int = 1, **fields) -> Counts:
             return Counts(
+                heads=heads,
                 matmul=routers * 2 * weights,
                 elementwise=routers * routing + mixing,
                 parameters=weights + n,
@@ -272,5 +281,11 @@ class PonderLM3(DepthMethod):
                 **fields,
             )
 
-        forwards = jacobi_forwards(options)
-        return counts(1, slots=n, parallel=counts(sum(forwards.values()), sweeps=forwards))
+        every, first = jacobi_forwards(options), jacobi_forwards(options, without_gradient=True)
+        parallel = counts(
+            sum(every.values()),
+            sweeps=every,
+            no_gradient=counts(sum(first.values()), heads=0, sweeps=first),
+            checkpointed=options.checkpoint_passes,
+        )
+        return counts(1, slots=n, parallel=parallel)
