@@ -64,6 +64,8 @@ def check_kv_bytes(config, dtype):
     with torch.no_grad():
         model(torch.randint(0, 97, (1, 5)), past_key_values=cache, use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    biases = [getattr(layer, "bias", None) for layer in cache.layers]
+    held += sum(bias.nbytes for bias in biases if bias is not None)
     assert held == pytest.approx(5 * kv_bytes_per_token(config, dtype, ran()))
 
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from fathom import FathomConfig, FathomForCausalLM
+from fathom.cost import forward_flops_per_token, training_flops_per_token
+from fathom.cost.sizes import kv_bytes_per_token
 from fathom.depth import ponderlm2
 from fathom.depth.ponderlm3 import tail_sums
 from fathom.models.slots import CHANNEL
@@ -187,7 +189,7 @@ def test_tail_sums_and_the_expected_number_of_thoughts():
     assert (s.sum(-1) - 1).abs().max() < 1e-12
     assert torch.equal(w[..., 0], torch.ones(2, 7, dtype=w.dtype)) and (w.diff(dim=-1) <= 0).all()
     assert_close(w[..., 1:].sum(-1), (s * torch.arange(4)).sum(-1), 1e-12)
-    assert torch.equal(seen[0].trace["slots"], torch.full((2, 7), 4))
+    assert torch.equal(seen[0].trace["passes"], torch.full((2, 7), 4))
 
 
 PENALTIES = {
@@ -372,6 +374,24 @@ def test_the_cache_holds_the_slots_that_ran_and_one_bias_each(prefill):
                 else:
                     assert bias[row, slot] == -4000
                 slot += 1
+
+
+@torch.no_grad()
+def test_pruned_decoding_costs_by_the_measured_slots():
+    """Linear maps and keys read are enumerated; K + 1 slots of every token is what nothing pruned costs."""
+    model, ids = make(prefill="sequential", **PRUNED), tokens(1, 12)
+    [slots] = slots_run(model, ids)
+    ran = [sum(n > step for n in slots) / len(slots) for step in range(4)]
+    total, vanilla = sum(slots), forward_flops_per_token(tiny_model().config, 12)
+    terms = forward_flops_per_token(model.config, 12, ran=ran)
+    assert total < 4 * 12 and terms.linear * 12 == pytest.approx(total * vanilla.linear)
+    assert terms.attention / vanilla.attention == pytest.approx(total * (total + 1) / (12 * 13))
+    assert forward_flops_per_token(model.config, 12, ran=(1, 1, 1, 1)) == forward_flops_per_token(model.config, 12)
+    assert training_flops_per_token(model.config, 12, ran=ran) == training_flops_per_token(model.config, 12)
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) + cache.layers[0].bias.nbytes
+    assert held == pytest.approx(12 * kv_bytes_per_token(model.config, torch.float64, ran))
 
 
 @torch.no_grad()

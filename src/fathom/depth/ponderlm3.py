@@ -81,6 +81,7 @@ class PonderLM3(DepthMethod):
     )  # fmt: skip
     identity = {"thoughts": 0}  # noqa: RUF012
     ragged = True
+    adaptive = True
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -152,6 +153,10 @@ class PonderLM3(DepthMethod):
     @property
     def slots(self) -> int:
         return self.options.thoughts + 1
+
+    @classmethod
+    def most_steps(cls, options) -> int:
+        return options.thoughts + 1
 
     @classmethod
     def embed_scale(cls, config, options) -> float:
@@ -249,7 +254,7 @@ class PonderLM3(DepthMethod):
         losses = {}
         if self.training and self.options.penalty_weight:
             losses["penalty"] = self.options.penalty_weight * self.penalty(s, real)
-        return DepthOutput(hidden_states, losses, {"shares": s, "slots": run.sum(-1)})
+        return DepthOutput(hidden_states, losses, {"shares": s, "passes": run.sum(-1)})
 
     def penalty(self, s: Float[Tensor, "B T n"], real: Bool[Tensor, "B T"] | None) -> Tensor:
         """Of the mean shares over the batch's tokens; linear in s, so E[k] of the mean is the mean of E[k]."""
@@ -261,21 +266,21 @@ class PonderLM3(DepthMethod):
         return expected if self.options.penalty == "steps" else (expected - self.options.target) ** 2
 
     @classmethod
-    def counts(cls, config, options) -> Counts:
+    def counts(cls, config, options, ran: tuple[float, ...] | None = None) -> Counts:
         k, d = options.thoughts, config.hidden_size
         if not k:
             return Counts()
         n = k + 1
         weights = d * n + (d * d if options.router == "mlp" else 0)
-        # biases, softmax, tail sums, logarithms; gelu; states mixed
+        # biases, softmax, tail sums, logarithms; gelu
         routing = n + 4 * n + (n - 1) + n + (d if options.router == "mlp" else 0)
-        mixing = d * n + d * k
 
-        def counts(routers: float, heads: int = 1, **fields) -> Counts:
+        def counts(routers: float, slots: float = n, heads: int = 1, **fields) -> Counts:
             return Counts(
+                slots=slots,
                 heads=heads,
                 matmul=routers * 2 * weights,
-                elementwise=routers * routing + mixing,
+                elementwise=routers * routing + d * slots + d * (slots - 1),  # and the states mixed
                 parameters=weights + n,
                 biased=True,
                 **fields,
@@ -288,4 +293,4 @@ class PonderLM3(DepthMethod):
             no_gradient=counts(sum(first.values()), heads=0, sweeps=first),
             checkpointed=options.checkpoint_passes,
         )
-        return counts(1, slots=n, parallel=parallel)
+        return counts(1, sum(ran or (1.0,) * n), parallel=parallel)  # training runs every slot
