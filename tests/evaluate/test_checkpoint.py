@@ -64,7 +64,7 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(folder):
     tensors = load_file(file)
     gone = next(name for name in tensors if "norm.weight" in name or "ln_f.weight" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file, metadata={"format": "pt"})
-    assert f"weights are missing: {gone}" in refusal(folder)
+    assert f"weights are missing from the checkpoint: {gone}" in refusal(folder)
 
 
 def test_tensors_of_another_shape_than_the_config_says(folder):

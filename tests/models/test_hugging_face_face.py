@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     Trainer,
@@ -22,7 +24,7 @@ from transformers import (
 )
 
 from fathom import FathomConfig, FathomForCausalLM
-from tiny import VOCABULARY, assert_close, tiny_model, tokens
+from tiny import SIZES, VOCABULARY, assert_close, tiny_model, tokens
 
 METHODS = {
     "vanilla": {},
@@ -115,6 +117,15 @@ def test_lora_step_changes_adapters_only(fields, family):
     adapted = adapted.unload()
     for name, parameter in adapted.named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+def test_get_decoder_is_the_module_of_the_layers():
+    model = tiny_model("llama")
+    stock = LlamaForCausalLM(LlamaConfig(**SIZES))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    for decoder in (model.get_decoder(), stock.get_decoder(), adapted.get_decoder()):
+        assert len(decoder.layers) == 2 and decoder.embed_tokens is not None and decoder.norm is not None
+    assert model.get_decoder() is model.model
 
 
 def test_an_adapter_on_the_head_trains_through_the_plain_path():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from fathom import FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM
 from tiny import assert_close, tiny_model, tokens
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -230,6 +232,46 @@ def test_missing_weights_are_refused(tmp_path):
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         FathomForCausalLM.from_pretrained(tmp_path)
+
+
+FEEDBACK = {"name": "pondering", "steps": 1, "feedback": "hidden_linear"}
+
+
+def without(folder, name):
+    state = load_file(folder / "model.safetensors")
+    del state[name]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "depth.feedback_proj.weight"])
+@pytest.mark.parametrize("loader", [FathomForCausalLM, AutoModelForCausalLM])
+def test_missing_weights_of_a_fathom_checkpoint_are_refused(tmp_path, loader, name):
+    model = tiny_model("llama", depth=FEEDBACK)
+    model.save_pretrained(tmp_path)
+    loaded, report = loader.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"] == set() and torch.equal(loaded(tokens(1, 5)).logits, model(tokens(1, 5)).logits)
+    without(tmp_path, name)
+    with pytest.raises(ValueError, match=f"weights are missing from the checkpoint: {re.escape(name)}$"):
+        loader.from_pretrained(tmp_path)
+
+
+def test_only_the_parameters_of_a_method_that_is_new_may_be_missing(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = FathomConfig.from_pretrained(tmp_path)
+    config.depth = tiny_model("llama", depth=FEEDBACK).config.depth
+    model = FathomForCausalLM.from_pretrained(tmp_path, config=config)
+    assert model.depth.feedback_proj.weight.isfinite().all() and model.depth.feedback_proj.weight.std() > 0
+    without(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match=r"checkpoint: model\.layers\.1\.mlp\.up_proj\.weight$"):
+        FathomForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+def test_a_long_list_of_missing_weights_is_cut(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.layers\.2\..* and 1 more$"):
+        config = FathomConfig.from_pretrained(tmp_path)
+        config.num_hidden_layers = 3
+        FathomForCausalLM.from_pretrained(tmp_path, config=config)
 
 
 def test_a_missing_folder_is_named(tmp_path):

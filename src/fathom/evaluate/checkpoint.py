@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
 from fathom.models import depth_attention_checkpoints
-from fathom.models.checkpoints import STOCK, damage_named
+from fathom.models.checkpoints import STOCK, damage_named, refuse_missing
 from fathom.models.configuration import FathomConfig
 
 
@@ -49,7 +49,8 @@ def load_checkpoint(
             "put the tokenizer that the model was trained with into the folder"
         )
     if depth_attention_checkpoints.recognised(config):  # transformers would take it for a plain Llama
-        return FathomForCausalLM.from_pretrained(checkpoint, dtype="auto").to(place).eval(), tokenizer
+        authors: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype="auto")
+        return authors.to(place).eval(), tokenizer
     with damage_named(checkpoint):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -58,8 +59,7 @@ def load_checkpoint(
         except OSError as error:
             raise ValueError(f"{checkpoint}: no weights could be read ({_first_line(error)})") from error
     model, report = loaded
-    if report["missing_keys"]:  # transformers would fill them with random numbers
-        raise ValueError(f"{checkpoint}: weights are missing: {', '.join(sorted(report['missing_keys']))}")
+    refuse_missing(checkpoint, report["missing_keys"])
     return model.to(place).eval(), tokenizer
 
 

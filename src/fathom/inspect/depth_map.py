@@ -161,9 +161,9 @@ class DepthMap(Picture):
         width = max(8.0, across * max(1.9, column * (len(self.columns) + 1) + 0.8))
         maps = down * max(1.4, row * len(self.rows) + 0.5) + 0.8
         bars = 0.2 * SHOWN + 0.9 if self.most else 0.0
-        figure = Figure(figsize=(width, maps + bars), dpi=160, facecolor=colours["page"], layout="constrained")
+        figure = Figure(figsize=(width, maps + bars), dpi=160, facecolor=colours["page"])
         FigureCanvasAgg(figure)
-        figure.get_layout_engine().set(wspace=0.05, hspace=0.05)  # type: ignore[union-attr]
+        figure.set_layout_engine("constrained", wspace=0.05, hspace=0.05)
         upper: Any = figure
         if bars:
             upper, lower = figure.subfigures(2, 1, height_ratios=[maps, bars], facecolor=colours["page"]).flat  # type: ignore[union-attr]

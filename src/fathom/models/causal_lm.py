@@ -211,22 +211,39 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
         For a stock checkpoint `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on
-        it. Raises ValueError for another family, a config field of the family that the decoder lacks, a damaged file,
-        and a stock checkpoint that lacks a tensor.
+        it; for a Fathom checkpoint, a `config` with them. Only such a method's parameters may be absent from the files.
+        Raises ValueError for any other tensor that is absent, another family, a config field of the family that the
+        decoder lacks, and a damaged file.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, **kwargs)
         with checkpoints.damage_named(pretrained_model_name_or_path):
             given = isinstance(kwargs.get("config"), FathomConfig)
             loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
-            if loaded is None:  # a Fathom checkpoint
-                return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            if loaded is None:
+                return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)
         config, state, generation_config, placement = loaded
         model = super().from_pretrained(None, config=config, state_dict=state, **placement)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
         return model
+
+    @classmethod
+    def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, report = loaded
+        hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
+        added = checkpoints.new_parameters(model.config, FathomConfig.from_pretrained(path, **hub))
+        missing = set(report["missing_keys"])
+        checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
+        if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
+            model.depth.adapt(model.model)
+        return loaded if output_loading_info else model
+
+    def get_decoder(self) -> Decoder:
+        """The module of the parameters: table, layers, norm. The depth method, not the decoder, runs the layers."""
+        return self.model
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
         """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,15 +279,26 @@ def load_stock(
     kwargs.update(hub, dtype=dtype, config=stock_config)
     read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
     stock, report = read
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{path}: weights are missing from the checkpoint: {', '.join(sorted(report['missing_keys']))}"
-        )
+    refuse_missing(path, report["missing_keys"])
     placement["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return config, state, stock.generation_config, placement
+
+
+def new_parameters(given: FathomConfig, stored: FathomConfig) -> tuple[str, ...]:
+    """Prefixes of the parameters that a method of `given` may add to a checkpoint whose config is `stored`."""
+    places = {"depth": "depth.", "mixer": "model.mixer.", "residual": "model.residual."}
+    return tuple(place for section, place in places.items() if getattr(given, section) != getattr(stored, section))
+
+
+def refuse_missing(path: Any, names: Iterable[str]) -> None:
+    """Raise ValueError if there are any: transformers would fill these tensors with random numbers."""
+    missing = sorted(names)
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ValueError(f"{path}: weights are missing from the checkpoint: {', '.join(missing[:8])}{more}")
 
 
 @contextlib.contextmanager
