@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from filelock import FileLock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -270,6 +272,21 @@ def test_sweep_takes_the_best_and_keeps_all(recipe, data, folder) -> None:
         train_run(swept, VANILLA, seed=0, folder=folder / "run", data=data)
     with pytest.raises(ValueError, match="a sweep needs held-out text"):
         sweep_lr(swept, VANILLA, seed=0, folder=folder, data=dataclasses.replace(data, validation=None))
+
+
+def test_a_second_process_waits_for_the_sweep_of_the_first(recipe, data, folder) -> None:
+    swept = recipe(lr=(1e-3, 1e-2))
+    done = sweep_lr(swept, VANILLA, seed=0, folder=folder, data=data)
+    found: list[Any] = []
+    second = threading.Thread(
+        target=lambda: found.append(sweep_lr(swept, VANILLA, seed=0, folder=folder, data=data)), daemon=True
+    )
+    with FileLock(folder / ".lock"):
+        second.start()
+        second.join(1.0)
+        assert second.is_alive() and not found
+    second.join(30.0)
+    assert found == [done]
 
 
 def test_fewer_tokens_than_a_step(recipe, data, folder) -> None:

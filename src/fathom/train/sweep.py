@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from fathom.data import PreparedData
 from fathom.train.recipe import MethodConfig, Recipe
@@ -36,7 +40,8 @@ def sweep_lr(
     """Train every candidate on `sweep_fraction` of the tokens, each with its full schedule, and compare held-out loss.
 
     Candidates are the method's `lr`, else `training.lr`; one that diverges loses. Trials are kept in `folder`, finished
-    ones are not repeated. Raises ValueError without held-out text or if every candidate diverges.
+    ones are not repeated, and a second process that wants the same sweep waits for the first. Raises ValueError without
+    held-out text or if every candidate diverges.
     """
     candidates = recipe.training.lr if method.lr is None else method.lr
     if not isinstance(candidates, tuple):
@@ -46,10 +51,14 @@ def sweep_lr(
     if data.validation is None:
         raise ValueError(f"training.lr={list(candidates)!r}: a sweep needs held-out text; set data.validation")
     tokens = int(recipe.training.tokens * recipe.training.sweep_fraction)
-    trials = [
-        train_run(recipe, method, seed=seed, folder=Path(folder) / f"lr-{lr:g}", data=data, lr=lr, tokens=tokens)
-        for lr in candidates
-    ]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of one run share the folder, and wait for each other
+    with FileLock(folder / ".lock") if alone else contextlib.nullcontext():
+        trials = [
+            train_run(recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=tokens)
+            for lr in candidates
+        ]
     losses = [math.inf if trial.validation_loss is None else trial.validation_loss for trial in trials]
     if min(losses) == math.inf:
         raise ValueError(
