@@ -22,12 +22,10 @@ import math
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
-from fathom.depth.halting import CollapseWatch, check_mean_passes, scheduled_passes
+from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
 from fathom.models.steps import Chosen, appended_segments, choose
 from fathom.ops.cross_entropy import mean_over_targets
@@ -114,7 +112,7 @@ class AdaptiveLatentCoT(DepthMethod):
 
     def __init__(self, config, options):
         super().__init__(config, options)
-        self.routers = nn.ModuleList(Router(config.hidden_size, options.router_bias) for _ in range(options.routers))
+        self.routers = nn.ModuleList(Score(config.hidden_size, options.router_bias) for _ in range(options.routers))
         self.segments = appended_segments(options.steps + 1) if options.steps else ()
         self.watch = CollapseWatch(self.name, "lower penalty or threshold, or raise beta, router_bias or explore")
 
@@ -263,20 +261,3 @@ class AdaptiveLatentCoT(DepthMethod):
             recomputed=scored * 2 * d * v,
             parameters=options.routers * (d + 1),
         )
-
-
-class Router(nn.Module):
-    """w·z + b, in fp32 or wider under autocast too."""
-
-    def __init__(self, width: int, start: float):
-        super().__init__()
-        self.start = start
-        self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(1))
-
-    def initialize_parameters(self) -> None:
-        init.zeros_(self.weight)
-        init.constant_(self.bias, self.start)
-
-    def forward(self, z: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
-        wide = torch.promote_types(z.dtype, torch.float32)
-        return (z.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)

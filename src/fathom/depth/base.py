@@ -178,6 +178,7 @@ class DepthMethod(Method):
     # `ran`, and the trace has `passes`, the steps that every token ran.
     adaptive: ClassVar[bool] = False
     segments: tuple[tuple[int, int], ...] = ()  # of the cache, for adaptive methods
+    progress: float = 0.0  # share of the training steps that are done; the trainer sets it before every step
 
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:
@@ -193,6 +194,15 @@ class DepthMethod(Method):
     def most_steps(cls, options: Any) -> int:
         """Steps that a token runs at most, of an adaptive method."""
         return options.steps + 1
+
+    @classmethod
+    def refuse_checkpoint(cls, stored: dict[str, Any], options: Any) -> str | None:
+        """Why weights of a Fathom checkpoint with the depth section `stored` cannot go on here; None if they can."""
+        return None
+
+    def trains_alone(self) -> bool:
+        """Whether only this method's own parameters train at this `progress`."""
+        return False
 
     def adapt(self, decoder: Decoder) -> None:
         """Set own parameters by those of a stock checkpoint that has been loaded into the decoder."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import initialization as init
 
 COLLAPSED_AFTER = 20  # evaluation forwards in a row
 
@@ -55,6 +56,23 @@ def _chance(mean: float, most: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle**k for k in range(most)) < mean else (low, middle)
     return 0.0 if mean <= 1 else high
+
+
+class Score(nn.Module):
+    """w·x + b, in fp32 or wider whatever runs around it; w starts at 0, b at `start`."""
+
+    def __init__(self, width: int, start: float):
+        super().__init__()
+        self.start = start
+        self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(1))
+
+    def initialize_parameters(self) -> None:
+        init.zeros_(self.weight)
+        init.constant_(self.bias, self.start)
+
+    def forward(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)
 
 
 class CollapseWatch:

@@ -219,6 +219,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             return super().from_pretrained(None, *args, **kwargs)
         with checkpoints.damage_named(pretrained_model_name_or_path):
             given = isinstance(kwargs.get("config"), FathomConfig)
+            if given:
+                checkpoints.check_depth(pretrained_model_name_or_path, kwargs["config"])
             loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
             if loaded is None:
                 return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fathom.models import depth_attention_checkpoints
 from fathom.models.configuration import FAMILIES, FathomConfig
+from fathom.models.registry import build_options, lookup
 
 State = dict[str, Tensor]
 
@@ -299,6 +300,15 @@ def refuse_missing(path: Any, names: Iterable[str]) -> None:
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ValueError(f"{path}: weights are missing from the checkpoint: {', '.join(missing[:8])}{more}")
+
+
+def check_depth(path: Any, config: FathomConfig) -> None:
+    """Raise ValueError if the weights of a Fathom checkpoint cannot go on under another config's depth method."""
+    stored = FathomConfig.get_config_dict(path)[0].get("depth") or {"name": "vanilla"}
+    method: Any = lookup("depth", config.depth["name"])
+    reason = method.refuse_checkpoint(stored, build_options("depth", config.depth))
+    if reason:
+        raise ValueError(f"{path} with depth={config.depth['name']!r}: {reason}")
 
 
 @contextlib.contextmanager

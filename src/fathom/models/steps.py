@@ -336,7 +336,7 @@ class StepStack(Stack):
                 ]
         if self.numbers.shape[1] == 1 and not gaps:  # one new token sees everything
             return None
-        key, query = torch.cat((*past, *keys), dim=1).to(torch.int32), self.numbers_of(chosen).to(torch.int32)
+        key, query = torch.cat((*past, *keys), dim=1).to(torch.int32), chosen.take(self.numbers).to(torch.int32)
         first = None
         if self.packed and self.attention_mask is None and self.cache is None:
             restarts = self.position_ids.diff(prepend=self.position_ids[:, :1] - 1) != 1

@@ -1,0 +1,270 @@
+"""AdaPonderLM: gated pondering with token-wise adaptive depth (arXiv 2603.01914).
+
+    E_0 = c·W_in[x]                                     m_0 = 1
+    for i = 0 … K:
+        h_i = F(E_i), keys and values of halted tokens frozen:  K_i ← where(m_i, K_i, K_{i−1}),  V likewise
+        s_i = σ(MLP_i(h_i));   m_{i+1} = m_i·1(s_i ≥ τ)
+        E_{i+1} = E_i + m_{i+1}·s_i·Σ_v softmax(h_i W_outᵀ)_v c·W_in[v]
+    logits = W_out out,   out_t = h_{j,t} of the last pass j that t was active
+
+    loss = CE + λ·mean of the smallest share k of all gate logits;   k = 0 up to S0, then linear to k_max at S1
+
+With the readout frozen a halted token's recomputed states are read by nobody: dense training, sparse prefill (halted
+tokens gathered out) and decoding with a cache of the passes that ran are equal, exactly. Penalised logits are clamped
+at logit(τ) − 2, where a token is safely halted: below, the penalty has no end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
+from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
+from fathom.models.registry import register
+from fathom.models.steps import Chosen, choose, replaced_segments
+
+CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
+
+
+class Gate(nn.Module):
+    """w·GELU(W h + a) + b, hidden width 4d; the last product in fp32 or wider."""
+
+    def __init__(self, width: int, start: float):
+        super().__init__()
+        self.up_proj, self.score = nn.Linear(width, 4 * width), Score(4 * width, start)
+
+    def forward(self, hidden_states: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
+        return self.score(F.gelu(self.up_proj(hidden_states)))
+
+
+def mean_of_smallest(values: Float[Tensor, " N"], share: float) -> Float[Tensor, ""]:
+    """Mean of the smallest max(1, ⌊share·N⌋) values; 0 for share = 0."""
+    if share == 0:
+        return values.new_zeros(())
+    return values.topk(max(1, int(share * len(values))), largest=False).values.mean()
+
+
+@register("depth", "adaponderlm")
+class AdaPonderLM(DepthMethod):
+    """PonderLM whose tokens leave the loop one by one, when their gate of the pass closes."""
+
+    summary = "Pondering in which a gate halts each token on its own; halted tokens keep their keys."
+    paper = "2603.01914"
+    variants = (
+        {"steps": 2, "threshold": 0.5},
+        {"steps": 3, "threshold": 0.4, "top_k": 5, "premultiply_steps": True, "scale_embeds": True},
+        {"steps": 2, "threshold": 0.5, "accumulate": False},
+        {"steps": 2, "halting": "uniform", "mean_passes": 2.3},
+    )
+    adaptive = True
+    identity = {"steps": 0, "scale_embeds": None}  # noqa: RUF012
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of AdaPonderLM; the paper's values, where it gives them.
+
+        steps: K, pondering passes (the total is K + 1); 0 is the ordinary decoder.
+        threshold: τ, compared on the logit; 0 halts nobody.
+        freeze_readout: a halted token is read out as its last active pass left it; False as the last pass recomputes
+            it, which nothing can skip: all passes then run for all tokens, at inference too.
+        accumulate: E_{i+1} = E_i + …; False E_0 + …, a halted token's input staying as it is.
+        premultiply_steps: start from K·E_0.
+        top_k: mix only the k likeliest tokens, renormalised; None mixes the whole vocabulary.
+        scale_embeds: True sets embed_scale to √d, False to 1; None leaves it.
+        penalty: λ.
+        prune: k_max, in effect the share of gates that end up closed.
+        penalty_on: the gates' "logit", or "prob" σ(logit), which has next to no gradient near τ.
+        prune_from, prune_full: S0 and S1, shares of the training steps.
+        gate_only: the first share of the training steps, in which the gates alone train (continued pretraining).
+        gate_bias: initial b of the gates; 5 starts continued pretraining close to the PonderLM checkpoint.
+        halting: "gates"; or baselines without gates, s = 1: "fixed", PonderLM itself; "random", "uniform" (halting.py).
+        mean_passes: mean number of passes of a token under "random" and "uniform", 1 … K + 1.
+        """
+
+        steps: int = 3
+        threshold: float = 1e-4
+        freeze_readout: bool = True
+        accumulate: bool = True
+        premultiply_steps: bool = False
+        top_k: int | None = None
+        scale_embeds: bool | None = None
+        penalty: float = 0.1
+        prune: float = 0.1
+        penalty_on: str = "logit"
+        prune_from: float = 0.1
+        prune_full: float = 0.5
+        gate_only: float = 0.0
+        gate_bias: float = 0.0
+        halting: str = "gates"
+        mean_passes: float | None = None
+        passes: ClassVar[int] = 1
+
+        def __post_init__(self):
+            name = "adaponderlm"
+            check_range(name, "steps", self.steps, 0)
+            if self.top_k is not None:
+                check_range(name, "top_k", self.top_k, 1)
+            remedy = "1 or more halts every token after its first pass: use steps=0 for that"
+            check_number(name, "threshold", self.threshold, 0, 1, remedy)
+            check_number(name, "penalty", self.penalty, 0)
+            for option in ("prune", "prune_from", "prune_full", "gate_only"):
+                check_number(name, option, getattr(self, option), 0, 1)
+            if self.prune_from > self.prune_full:
+                raise ValueError(
+                    f"{name} option prune_from={self.prune_from!r}: must not be above prune_full={self.prune_full!r}"
+                )
+            check_number(name, "gate_bias", self.gate_bias, -math.inf)
+            check_choice(name, "penalty_on", self.penalty_on, ("logit", "prob"))
+            check_choice(name, "halting", self.halting, ("gates", "fixed", "random", "uniform"))
+            check_mean_passes(name, self.halting, self.mean_passes, self.steps + 1)
+
+        @property
+        def gates(self) -> int:
+            return self.steps if self.halting == "gates" else 0
+
+        @property
+        def threshold_logit(self) -> float:
+            return math.log(self.threshold / (1 - self.threshold)) if self.threshold else -math.inf
+
+    def __init__(self, config, options):
+        super().__init__(config, options)
+        self.gates = nn.ModuleList(Gate(config.hidden_size, options.gate_bias) for _ in range(options.gates))
+        self.segments = replaced_segments(options.steps + 1) if options.steps else ()
+        self.watch = CollapseWatch(self.name, "lower prune, penalty or threshold, or raise gate_bias")
+
+    @classmethod
+    def unsupported(cls, config, options):
+        if options.top_k is not None and options.top_k > config.vocab_size:
+            return f"top_k={options.top_k} exceeds vocab_size={config.vocab_size}"
+        return super().unsupported(config, options)
+
+    @classmethod
+    def refuse_checkpoint(cls, stored: dict[str, Any], options) -> str | None:
+        if stored["name"] != "pondering":
+            return None
+        wanted = {
+            **{name: getattr(options, name) for name in ("steps", "accumulate", "premultiply_steps", "top_k")},
+            "feedback": "mixture",
+            "temperature": 1.0,
+        }
+        for name, value in wanted.items():
+            if stored.get(name, value) != value:
+                remedy = (
+                    f"set {name}={stored[name]!r}" if name in cls.Options.__annotations__ else "it cannot be continued"
+                )
+                return f"it was trained with depth 'pondering', {name}={stored[name]!r}, not {value!r}; {remedy}"
+        return None
+
+    @property
+    def slots(self) -> int:
+        return self.options.steps + 1
+
+    @property
+    def pruned_share(self) -> float:
+        """k at this progress."""
+        start, full = self.options.prune_from, self.options.prune_full
+        if self.progress < start:
+            return 0.0
+        return self.options.prune * (min(1.0, (self.progress - start) / (full - start)) if full > start else 1.0)
+
+    def trains_alone(self) -> bool:
+        return self.progress < self.options.gate_only
+
+    def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
+        if not self.options.steps:
+            return DepthOutput(stack(embeddings))
+        return self.step_by_step(stack, embeddings, vocabulary)
+
+    @torch.compiler.disable(recursive=False)  # how many tokens run next is known when a pass has run
+    def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput:
+        options = self.options
+        dense = self.training or not options.freeze_readout
+        inputs = first = embeddings * options.steps if options.premultiply_steps else embeddings
+        out, passes, logits, active = embeddings, torch.zeros_like(stack.numbers), [], stack.real
+        planned = self.planned(stack)
+        chosen = Chosen()
+
+        for i in range(options.steps + 1):
+            h = stack.replace(chosen.take(inputs), chosen)
+            out = chosen.put(out, h) if i and options.freeze_readout else h
+            passes = chosen.put(passes, chosen.take(passes) + 1)
+            if i == options.steps:
+                break
+            strength, stays = None, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
+            if options.gates:
+                logits.append(self.gates[i](h))
+                strength, stays = logits[-1].sigmoid().to(h.dtype), logits[-1] >= options.threshold_logit
+            elif planned is not None:
+                stays = chosen.take(planned) > i + 1
+            active = chosen.put(torch.zeros_like(active), stays) & active
+            following = Chosen(None, active) if dense else choose(active)[0]
+            if following is None:
+                break
+            states = following.take(chosen.put(torch.zeros_like(embeddings, dtype=h.dtype), h))
+            thought = vocabulary.mixture(states, top_k=options.top_k)
+            if strength is not None:
+                thought = (
+                    following.take(chosen.put(torch.zeros_like(passes, dtype=h.dtype), strength))[..., None] * thought
+                )
+            before = following.take(inputs if options.accumulate else first)
+            inputs, chosen = following.put(inputs, before + thought), following
+
+        if stack.cache is not None:
+            stack.store_replaced(passes)
+        if not self.training:
+            self.watch(int(passes.max()) if not passes.is_meta else 0, passes.shape[1])
+        losses = {}
+        if self.training and options.gates and self.pruned_share:
+            losses["penalty"] = options.penalty * self.penalty(torch.stack(logits), stack)
+        return DepthOutput(out, losses, {"passes": passes})
+
+    def planned(self, stack) -> Tensor | None:
+        """The number of passes of every token, where a schedule decides."""
+        if self.options.halting not in ("random", "uniform"):
+            return None
+        return scheduled_passes(self.options.halting, stack.position_ids, self.options.mean_passes, self.slots)
+
+    def penalty(self, logits: Float[Tensor, "K B T"], stack) -> Float[Tensor, ""]:
+        """Mean of the smallest gates of the real tokens in this batch, those of halted tokens among them."""
+        values = logits.sigmoid() if self.options.penalty_on == "prob" else logits
+        if self.options.penalty_on == "logit":
+            values = values.clamp(min=self.options.threshold_logit - CLAMP_BELOW)
+        values = values.flatten() if stack.attention_mask is None else values[:, stack.real].flatten()
+        return mean_of_smallest(values, self.pruned_share)
+
+    @classmethod
+    def counts(cls, config, options, ran: tuple[float, ...] | None = None) -> Counts:
+        if not options.steps:
+            return Counts()
+        every = (1.0,) * (options.steps + 1)
+        sparse = cls.sums(config, options, every if ran is None or not options.freeze_readout else ran)
+        return dataclasses.replace(sparse, parallel=cls.sums(config, options, every))
+
+    @classmethod
+    def sums(cls, config, options, ran: tuple[float, ...]) -> Counts:
+        """Of tokens of which the share ran[i] runs pass i."""
+        d, v = config.hidden_size, config.vocab_size
+        passes, gated = sum(ran), sum(ran[:-1]) if options.gates else 0
+        thoughts = passes - 1
+        # softmax over the mixed tokens (4 each); top-k sums K weighted rows of the table without a matrix product
+        mixture = 4 * v if options.top_k is None else (4 + 2 * d) * options.top_k
+        mixture += d if config.embed_scale != 1.0 else 0
+        update = 2 * d if options.gates else d  # s·mixture, + E
+        gate = (4 * d + 4 * d) + (2 * 4 * d + 1) + 1  # bias and GELU, w·x + b, σ
+        return Counts(
+            slots=passes,
+            sweeps={1: passes},
+            keys=passes,
+            heads=1 + thoughts,
+            matmul=gated * 2 * d * 4 * d + (0 if options.top_k else thoughts * 2 * d * v),
+            elementwise=thoughts * (mixture + update) + gated * gate + (d if options.premultiply_steps else 0),
+            recomputed=thoughts * 2 * d * v,  # the logits; the product with the table need not be computed again
+            parameters=options.gates * (4 * d * d + 4 * d + 4 * d + 1),
+        )
