@@ -103,6 +103,15 @@ def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch):
     assert compare(path, folder, say=lambda line: None) == results
 
 
+def test_a_run_measured_before_there_were_pictures_is_measured_again(finished):
+    folder, path, results, _ = finished
+    file = folder / "tiny" / results.runs[-1].folder / "measured.json"
+    measured = json.loads(file.read_text())
+    assert measured.pop("pictures")
+    file.write_text(json.dumps(measured))
+    assert compare(path, folder, say=lambda line: None) == results
+
+
 def test_the_same_run_is_trained_once(finished):
     runs = finished[2].runs
     first = {run.budget: run.folder for run in runs if run.method == "vanilla" and run.seed == 0}

@@ -43,8 +43,9 @@ def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, fol
         _write(where / PROVENANCE, provenance())
     result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
     try:
-        run = Run(**json.loads((where / MEASURED).read_text(encoding="utf-8")))
-    except (FileNotFoundError, TypeError):  # not yet measured, or by another version of this file
+        measured = json.loads((where / MEASURED).read_text(encoding="utf-8"))
+        run = Run(pictures=measured.pop("pictures"), **measured)
+    except (FileNotFoundError, KeyError, TypeError):  # not yet measured, or by another version of this file
         began_with = json.loads((where / PROVENANCE).read_text(encoding="utf-8"))
         run = _describe(planned, result, recipe, data, began_with)
         _write(where / MEASURED, dataclasses.asdict(run))
