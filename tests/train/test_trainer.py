@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -272,6 +273,18 @@ def test_sweep_takes_the_best_and_keeps_all(recipe, data, folder) -> None:
         train_run(swept, VANILLA, seed=0, folder=folder / "run", data=data)
     with pytest.raises(ValueError, match="a sweep needs held-out text"):
         sweep_lr(swept, VANILLA, seed=0, folder=folder, data=dataclasses.replace(data, validation=None))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory cannot be reset here")
+def test_peak_memory_is_that_of_training(recipe, data, folder) -> None:
+    class Hungry(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            torch.ones(400 * 2**18)  # 400 MiB
+
+    options: Any = {"eval_every": 2, "log_every": 1}
+    result = train_run(recipe(**options), VANILLA, seed=0, folder=folder, data=data, callbacks=[Hungry()])
+    peaks = [line["peak_memory_bytes"] for line in result.history if "loss" in line]
+    assert max(peaks) - min(peaks) < 200 * 2**20
 
 
 def test_a_second_process_waits_for_the_sweep_of_the_first(recipe, data, folder) -> None:

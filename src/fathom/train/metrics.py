@@ -77,6 +77,7 @@ class Metrics(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self._write(state, validation_loss=metrics["eval_loss"])
+        _reset_peak_memory()  # training's own: held-out loss needs all logits at once
         self._mark = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
