@@ -38,6 +38,7 @@ from fathom.train import checkpoints
 from fathom.train.atomic import write_json
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
+from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
 
@@ -203,7 +204,7 @@ def train_run(
     metrics = Metrics(folder, tokens_per_step, flops_per_token)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
-    for callback in (complete, metrics, display, *_tensorboard(training, folder), *callbacks):
+    for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
         trainer.add_callback(callback)
 
     if arguments.should_save:
