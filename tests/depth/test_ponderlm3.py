@@ -294,6 +294,20 @@ def test_the_channel_form_trains_as_the_dense_mask():
             assert_close(actual, expected, 1e-9)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU only")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_trains_as_the_dense_mask(compiled):
+    ids, results = tokens(2, 60).cuda(), []
+    for backend in ("eager", "sdpa"):
+        model = make("qwen3", double=False, thoughts=2).cuda().train()  # kernels want 16 channels a head
+        model.set_attn_implementation(backend)
+        step = torch.compile(model) if compiled and backend == "sdpa" else model
+        step(input_ids=ids, labels=ids).loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    for actual, expected in zip(results[1], results[0]):
+        assert_close(actual, expected, 1e-3)
+
+
 # ---------------------------------------------------------------- decoding with rows of different depths
 
 PRUNED = {"thoughts": 3, "threshold": 0.3}

@@ -34,7 +34,7 @@ class Stages:
         return (key % self.tokens <= query % self.tokens) & (key // self.tokens <= query // self.tokens)
 
 
-def inputs(queries, keys, dtype=torch.float64):
+def inputs(queries, keys, dtype=torch.float64, width=WIDTH):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -42,9 +42,9 @@ def inputs(queries, keys, dtype=torch.float64):
 
     bias = -3 * normal(BATCH, keys).abs().to(torch.promote_types(dtype, torch.float32))
     return (
-        normal(BATCH, HEADS, queries, WIDTH),
-        normal(BATCH, GROUPS, keys, WIDTH),
-        normal(BATCH, GROUPS, keys, WIDTH),
+        normal(BATCH, HEADS, queries, width),
+        normal(BATCH, GROUPS, keys, width),
+        normal(BATCH, GROUPS, keys, width),
         bias,
     )
 
@@ -66,27 +66,27 @@ def oracle(query, key, value, bias, sees=causal):
 
 def by_dense(query, key, value, bias, sees=causal):
     queries, keys = query.shape[2], key.shape[2]
-    index = torch.arange(keys)
+    index = torch.arange(keys, device=query.device)
     mask = dense_mask(bias, sees(index[keys - queries :, None], index)[None], query.dtype)
-    return eager_attention(torch.nn.Module(), query, key, value, mask, SCALING)[0]
+    return eager_attention(torch.nn.Module(), query, key, value, mask, query.shape[-1] ** -0.5)[0]
 
 
 def by_flex(query, key, value, bias, sees=causal):
     blocks = ops.block_mask(sees, query.shape[2], key.shape[2], query.device)
-    return ops.biased_attention(None, None, query, key, value, KeyBias(bias, blocks), SCALING)[0]
+    return ops.biased_attention(None, None, query, key, value, KeyBias(bias, blocks), query.shape[-1] ** -0.5)[0]
 
 
 def by_channel(query, key, value, bias):
     """Under SDPA's own causal flag, as a flash kernel would see it."""
 
     def attend(module, query, key, value, mask, scaling):
-        assert mask is None and query.shape[-1] == key.shape[-1] == value.shape[-1] == 24
+        assert mask is None and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
         key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
         is_causal = query.shape[2] > 1
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling)
         return out.transpose(1, 2), None
 
-    return ops.biased_attention(attend, None, query, key, value, KeyBias(bias), SCALING)[0]
+    return ops.biased_attention(attend, None, query, key, value, KeyBias(bias), query.shape[-1] ** -0.5)[0]
 
 
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
@@ -143,6 +143,27 @@ def test_gradients_equal_the_oracles(form):
         gradients.append([x.grad for x in tensors])
     for actual, expected in zip(*gradients):
         assert_close(actual, expected, 1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU only")
+@pytest.mark.parametrize("form", [by_flex, by_channel])
+@pytest.mark.parametrize(("queries", "keys"), [(140, 140), (256, 640)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_gpu_kernels_equal_the_dense_form_in_float64(form, queries, keys, dtype, tolerance):
+    if form is by_channel and queries != keys:
+        pytest.skip("SDPA's causal flag aligns the first query with the first key")
+    results = []
+    for function, kind in ((form, dtype), (by_dense, torch.float64)):
+        tensors = list(inputs(queries, keys, width=64))
+        bias = tensors.pop().to("cuda", torch.promote_types(kind, torch.float32))
+        tensors = [*(x.to("cuda", kind) for x in tensors), bias]
+        tensors = [x.requires_grad_() for x in tensors]
+        out = function(*tensors)
+        weights = torch.arange(out.numel(), device="cuda", dtype=torch.float64).view_as(out).sin().to(out.dtype)
+        (out * weights).sum().backward()
+        results.append([out, *(x.grad for x in tensors)])
+    for actual, expected in zip(*results):
+        assert_close(actual.double(), expected, tolerance)
 
 
 def test_block_masks_are_made_once_a_shape():
