@@ -271,10 +271,17 @@ def test_a_stock_checkpoint_takes_thoughts(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thoughts_of_a_stock_checkpoint_start_as_large_as_its_embeddings(family, tmp_path):
-    tiny_model(family, embed_scale=1.0).save_stock_pretrained(tmp_path)
+@pytest.mark.parametrize("stock", [True, False])
+def test_thoughts_of_a_checkpoint_start_as_large_as_its_embeddings(family, stock, tmp_path):
     depth = {"name": "ponderlm2", "learned_scale": True, "sweeps": 5}
-    model = FathomForCausalLM.from_pretrained(tmp_path, depth=depth).eval()
+    vanilla = tiny_model(family, embed_scale=1.0)
+    if stock:
+        vanilla.save_stock_pretrained(tmp_path)
+        model = FathomForCausalLM.from_pretrained(tmp_path, depth=depth).eval()
+    else:
+        vanilla.save_pretrained(tmp_path)
+        config = FathomConfig(**{**FathomConfig.get_config_dict(tmp_path)[0], "depth": depth})
+        model = FathomForCausalLM.from_pretrained(tmp_path, config=config).eval()
     thoughts = []
     hook = model.model.norm.register_forward_hook(lambda module, args, out: thoughts.append(model.depth.scale * out))
     ids = tokens(8, 12)

@@ -205,7 +205,7 @@ class DepthMethod(Method):
         return False
 
     def adapt(self, decoder: Decoder) -> None:
-        """Set own parameters by those of a stock checkpoint that has been loaded into the decoder."""
+        """Set own parameters by those of a checkpoint that was loaded into the decoder and has none of them."""
 
     def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
         """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""

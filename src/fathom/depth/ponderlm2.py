@@ -63,8 +63,8 @@ class PonderLM2(DepthMethod):
             `sweeps` are not enough; None always runs them all.
         interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
-        learned_scale: thoughts are multiplied by a learned a, which starts where a thought is as large as an embedding:
-            for training a stock checkpoint on (there a is RMS(c·W_in) / RMS(h); from scratch 1).
+        learned_scale: thoughts are multiplied by a learned a: for training a checkpoint on, where it starts at
+            RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch 1.
         checkpoint_passes: in training every forward keeps its inputs only; the backward pass runs it again.
         gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper.
         """
