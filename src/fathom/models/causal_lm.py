@@ -191,11 +191,12 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Refuses reentrant checkpointing where more than one tensor passes from layer to layer, or layers read a bias
-        that has a gradient: it would lose gradients without a word."""
+        or earlier slots that have a gradient: it would lose gradients without a word."""
         function = args[0] if args else kwargs.get("gradient_checkpointing_func")
         reentrant = getattr(function, "keywords", {}).get("use_reentrant")
         depth, mixer, residual = (getattr(self.config, section)["name"] for section in ("depth", "mixer", "residual"))
-        if enable and reentrant and (self.depth.ragged or (mixer, residual) != ("none", "standard")):
+        several = self.depth.ragged or self.depth.adaptive or (mixer, residual) != ("none", "standard")
+        if enable and reentrant and several:
             raise ValueError(
                 f"use_reentrant=True loses gradients with mixer={mixer!r}, residual={residual!r}, depth={depth!r}; "
                 "use False, which is the default"

@@ -1,0 +1,191 @@
+"""Steps over all tokens: choosing, gathering, the cache's segments, backends, compilation and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from fathom.models.steps import BUCKET, NOWHERE, Chosen, StepLayer, appended_segments, choose, replaced_segments
+from tiny import assert_close, tiny_model, tokens
+
+COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0}
+ADA = {"name": "adaponderlm", "steps": 3, "threshold": 0.45}
+both = pytest.mark.parametrize("depth", [COT, ADA], ids=lambda depth: depth["name"])
+
+
+def test_chosen_tokens_are_taken_and_put_back_in_place():
+    mask = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    [chosen] = choose(mask)
+    assert chosen.index.shape == (3, 3) and chosen.index[0].tolist() == [1, 3, 4] and chosen.index[1, 0] == 0
+    assert chosen.live.tolist() == [[True] * 3, [True, False, False], [False] * 3]
+    for dim, x in ((1, torch.randn(3, 5)), (1, torch.randn(3, 5, 4)), (2, torch.randn(3, 2, 5, 4))):
+        taken = chosen.take(x, dim)
+        assert torch.equal(taken.select(dim, 2)[0], x.select(dim, 4)[0])
+        put = chosen.put(x, torch.full_like(taken, 7.0), dim)
+        where = mask.view(3, *(1,) * (dim - 1), 5, *(1,) * (x.ndim - dim - 1)).expand_as(x)
+        assert torch.equal(put, torch.where(where, 7.0, x))
+
+
+def test_choosing_all_some_and_none():
+    everyone, nobody = torch.ones(2, 4).bool(), torch.zeros(2, 4).bool()
+    whole, none = choose(everyone, nobody)
+    assert whole == Chosen() and none is None
+    [one_row] = choose(torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]).bool())
+    assert one_row.index is None and one_row.live.sum() == 5  # a row needs all: in place
+
+
+def test_numbers_above_the_bucket_are_its_multiples():
+    for wanted, size in ((BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET), (2 * BUCKET, 2 * BUCKET), (5 * BUCKET - 3, None)):
+        mask = torch.zeros(1, 5 * BUCKET - 3).bool()
+        mask[0, torch.randperm(mask.shape[1])[:wanted]] = True
+        [chosen] = choose(mask)
+        assert (None if chosen.index is None else chosen.index.shape[1]) == size
+        live = torch.ones(1, size or mask.shape[1]).bool() if chosen.live is None else chosen.live
+        assert live.sum() == wanted
+
+
+def test_segments_show_what_each_rule_shows():
+    appended, replaced = StepLayer(appended_segments(3)), StepLayer(replaced_segments(3))
+    appended.sizes, replaced.sizes = [4, 3, 2], [1, 2, 3, 5, 4]
+    assert [appended.visible(k) for k in range(3)] == [[slice(0, 4)], [slice(0, 7)], [slice(0, 9)]]
+    # last slots of steps ≤ k, and at k the slots of tokens that went on
+    assert [replaced.visible(k) for k in range(3)] == [
+        [slice(0, 1), slice(6, 11)],
+        [slice(0, 3), slice(11, 15)],
+        [slice(0, 6)],
+    ]
+
+
+@both
+@torch.no_grad()
+def test_cropping_to_any_length_leaves_what_was_there(depth):
+    model, ids = tiny_model(depth=depth), tokens(3, 9)
+    for keep in range(1, 9):
+        cache, short = DynamicCache(), DynamicCache()
+        model(ids, past_key_values=cache)
+        cache.crop(keep - 9)
+        model(ids[:, :keep], past_key_values=short)
+        assert cache.get_seq_length() == short.get_seq_length() == keep
+        new = tokens(3, 2, seed=4)
+        assert_close(model(new, past_key_values=cache).logits, model(new, past_key_values=short).logits)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@both
+@torch.no_grad()
+def test_packing_drops_columns_that_no_row_uses(depth):
+    model, ids, cache = tiny_model(depth=depth), tokens(3, 9), DynamicCache()
+    for t in range(9):
+        model(ids[:, t : t + 1], past_key_values=cache)
+    layer, new = cache.layers[0], tokens(3, 2, seed=4)
+    expected = model(new, past_key_values=copy.deepcopy(cache)).logits
+    before = layer.token.shape[1]
+    used = (layer.token != NOWHERE).sum()
+    for each in cache.layers:
+        each.pack()
+    assert layer.token.shape[1] == layer.keys.shape[2] == sum(layer.sizes) < before
+    assert (layer.token != NOWHERE).sum() == used
+    assert_close(model(new, past_key_values=cache).logits, expected)
+
+
+@both
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_backends_agree_in_every_form(depth, backend):
+    model, ids = tiny_model(depth=depth), tokens(2, 9)
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation(backend)
+    assert_close(model(ids, use_cache=False).logits, expected)
+    cache = DynamicCache()
+    pieces = [model(part, past_key_values=cache).logits for part in ids.split((4, 1, 4), dim=1)]
+    assert_close(torch.cat(pieces, dim=1), expected)
+
+
+@both
+@torch.no_grad()
+def test_block_masks_serve_flex_attention(depth):
+    """The form of a GPU, uncompiled: forward only on a CPU. The first step's mask is transformers' own."""
+    model, ids = tiny_model(depth=depth), tokens(2, 9)
+    expected = model(ids, use_cache=False).logits
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    padded = model(ids, attention_mask=mask, use_cache=False).logits
+    model.config._attn_implementation = "sdpa_flash"  # a name with "flash": FlexAttention serves what it cannot
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("sdpa_flash", sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa_flash", sdpa_mask)
+    assert_close(model(ids, use_cache=False).logits, expected)
+    actual = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(actual[mask.bool()], padded[mask.bool()])
+
+
+@both
+@torch.no_grad()
+def test_documents_of_a_packed_row_do_not_see_each_other(depth):
+    model, ids = tiny_model(depth=depth), tokens(2, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 0, 1]])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    for row, part in ((0, slice(0, 4)), (0, slice(4, 9)), (1, slice(0, 2)), (1, slice(2, 7)), (1, slice(7, 9))):
+        assert_close(packed[row, part], model(ids[row : row + 1, part]).logits[0])
+
+
+@both
+@torch.no_grad()
+def test_mixers_work_between_the_layers_of_a_step(depth):
+    model, ids, cache = tiny_model(depth=depth, mixer={"name": "depth_attention"}), tokens(2, 9), DynamicCache()
+    pieces = [model(chunk, past_key_values=cache).logits for chunk in ids.split((4, 1, 4), dim=1)]
+    assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
+
+
+@both
+def test_compiled_shapes_are_bounded(depth):
+    """Forwards of many halting patterns compile few graphs: the numbers of gathered tokens are dynamic."""
+    model = tiny_model(depth=depth)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=count)
+    with torch.no_grad():
+        after = []
+        for seed in range(12):
+            ids = tokens(2, 20 + seed, seed=seed)
+            assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+            after.append(len(graphs))
+    assert after[-1] == after[3], after  # the first patterns compile what all others reuse
+
+
+@both
+@torch.no_grad()
+def test_caches_of_other_methods_are_refused(depth):
+    model = tiny_model(depth=depth)
+    other = tiny_model(depth={"name": "pause", "pauses": 1})(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=rf"another method's slots.*{depth['name']}.*empty DynamicCache"):
+        model(tokens(1, 2), past_key_values=other)
+    fewer = tiny_model(depth={**depth, "steps": 2})(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="those of other options"):
+        model(tokens(1, 2), past_key_values=fewer)
+    with pytest.raises(ValueError, match=r"StaticLayer.*pass a DynamicCache"):
+        model(tokens(1, 2), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+    with pytest.raises(ValueError, match=r"attention_mask.*\[batch, tokens\]"):
+        model(tokens(1, 2), attention_mask=torch.zeros(1, 1, 2, 2))
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = tiny_model(depth=COT).train()
+    with pytest.raises(ValueError, match="use_reentrant=True loses gradients"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
