@@ -1,0 +1,87 @@
+"""A depth method that trains in phases, through whole runs: continued pretraining of AdaPonderLM, gates first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from fathom import FathomForCausalLM
+from fathom.train import MethodConfig, train_run
+
+PONDERING = MethodConfig("pondering", {"depth": {"name": "pondering", "steps": 2}})
+
+
+def ada(**options):
+    section = {"name": "adaponderlm", "steps": 2, "gate_bias": 5.0, **options}
+    return MethodConfig("adaponderlm", {"depth": section})
+
+
+@pytest.fixture(scope="module")
+def pondering(recipe, data, tmp_path_factory):
+    return train_run(recipe(), PONDERING, seed=0, folder=tmp_path_factory.mktemp("pondering"), data=data).model
+
+
+class Weights(TrainerCallback):
+    """The weights after every step, and what was seen on the way."""
+
+    def __init__(self):
+        self.after, self.progress, self.norms = [], [], []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        self.progress.append(model.depth.progress)
+
+
+def test_gates_train_alone_first(recipe, data, pondering, tmp_path):
+    start = dataclasses.replace(recipe(), model={"checkpoint": str(pondering)})
+    seen = Weights()
+    train_run(start, ada(gate_only=0.4), seed=0, folder=tmp_path / "run", data=data, callbacks=[seen])
+    before = FathomForCausalLM.from_pretrained(pondering).state_dict()
+    assert seen.progress == pytest.approx([i / 10 for i in range(10)])
+    for step, weights in enumerate(seen.after):
+        for name, weight in weights.items():
+            if not name.startswith("depth."):
+                assert torch.equal(weight, before[name]) == (step < 4), (step, name)
+        moved = [not torch.equal(weights[n], seen.after[step - 1][n]) for n in weights if n.startswith("depth.")]
+        assert step == 0 or any(moved)
+
+
+def test_a_run_stopped_in_the_gates_phase_ends_with_the_same_weights(recipe, data, pondering, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    start = dataclasses.replace(recipe(), model={"checkpoint": str(pondering)})
+    method = ada(gate_only=0.5, prune_from=0.2, prune_full=0.8, prune=0.5)
+    whole = train_run(start, method, seed=0, folder=tmp_path / "whole", data=data)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(start, method, seed=0, folder=tmp_path / "run", data=data, callbacks=[Stop()])
+    resumed = train_run(start, method, seed=0, folder=tmp_path / "run", data=data)
+    a, b = (FathomForCausalLM.from_pretrained(run.model).state_dict() for run in (whole, resumed))
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_another_number_of_passes_is_refused(recipe, data, pondering, tmp_path):
+    start = dataclasses.replace(recipe(), model={"checkpoint": str(pondering)})
+    with pytest.raises(ValueError, match=r"steps=2, not 3; set steps=2"):
+        train_run(start, ada(steps=3), seed=0, folder=tmp_path / "run", data=data)
+
+
+def test_clipping_counts_the_gates_alone(recipe, data, pondering, tmp_path):
+    """A large gradient of the frozen weights must not shrink the gates' update."""
+
+    class Norm(TrainerCallback):
+        seen: list[float] = []  # noqa: RUF012
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            own = [p.grad for p in model.depth.parameters()]
+            self.seen.append(torch.stack([g.norm() for g in own]).norm().item())
+
+    start = dataclasses.replace(recipe(grad_clip=1e-5), model={"checkpoint": str(pondering)})
+    train_run(start, ada(gate_only=1.0), seed=0, folder=tmp_path / "run", data=data, callbacks=[Norm()])
+    assert Norm.seen == pytest.approx([1e-5] * 10, rel=1e-2)
