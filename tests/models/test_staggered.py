@@ -1,0 +1,41 @@
+"""Staggered decoding writes what generate() writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fathom.models.staggered import generate_staggered
+from tiny import tiny_model, tokens
+
+DEPTHS = (
+    {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0},
+    {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0, "router_per_step": True},
+    {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.3, "router_bias": -0.7, "halting": "act"},
+    {"name": "adaponderlm", "steps": 3, "threshold": 0.45},
+    {"name": "adaponderlm", "steps": 3, "threshold": 0.45, "accumulate": False, "premultiply_steps": True},
+)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("depth", DEPTHS, ids=str)
+@torch.no_grad()
+def test_staggered_decoding_equals_generate(depth, family, padded):
+    model, ids = tiny_model(family, depth=depth).double(), tokens(3, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 0, 0, 0, 0, 0, 1]]) if padded else torch.ones_like(ids)
+    passes = []
+    hook = model.depth.register_forward_hook(lambda module, args, out: passes.append(out.trace["passes"]))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, 7:]
+    hook.remove()
+    assert len(torch.unique(torch.cat(passes[1:], dim=1))) > 1  # rows stop at different steps
+    assert any(len(step.unique()) > 1 for step in passes[1:])
+    actual = generate_staggered(model, ids, 20, mask if padded else None)
+    assert actual.tolist() == expected.tolist()
+
+
+def test_methods_without_turns_are_refused():
+    for depth in ({"name": "vanilla"}, {"name": "adaponderlm", "halting": "fixed"}):
+        with pytest.raises(ValueError, match=rf"{depth['name']}.*use generate"):
+            generate_staggered(tiny_model(depth=depth), tokens(1, 3), 2)
