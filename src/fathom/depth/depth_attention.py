@@ -144,10 +144,10 @@ class DepthAttention(Mixer):
         return mixed.get("k", key), mixed.get("v", value), (key, *(mixed[letter] for letter in target))
 
     def weights(self, query, key, sources):
-        """α: [B, G, T, sources + 1], the layer itself last."""
+        """α_j: one [B, G, T, 1] a source, the layer itself last."""
         if self.options.mix_rule == "uniform":
             count = len(sources) + 1
-            return query.new_full((1, 1, 1, count), 1 / count)
+            return (query.new_full((1, 1, 1, 1), 1 / count),) * count
         return depth_weights(query, [*(state[0] for state in sources), key], self.options.score_dtype == "float32")
 
     @classmethod

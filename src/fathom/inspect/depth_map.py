@@ -284,7 +284,7 @@ def depth_weights_of(model: Any) -> Iterator[dict[int, Tensor]]:
     def read(mixer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         query, key, _, sources = args
         if sources:
-            found[current] = mixer.weights(query, key, sources).expand(*key.shape[:3], -1)
+            found[current] = torch.cat(mixer.weights(query, key, sources), dim=-1).expand(*key.shape[:3], -1)
 
     blocks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in model.model.layers]
     handle = model.model.mixer.register_forward_pre_hook(read, with_kwargs=True)
