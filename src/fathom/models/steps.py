@@ -134,8 +134,11 @@ class StepLayer(DynamicLayer):
                 slices.append(slice(start, stop))
         return slices
 
-    def append(self, tokens: int, pieces: dict[int, tuple[KeyValue, Tensor]], gaps: bool) -> None:
-        """Add slots, by segment: keys and values, and their tokens' numbers."""
+    def append(
+        self, tokens: int, pieces: dict[int, tuple[KeyValue, Tensor]], gaps: bool, numbers: Tensor | None
+    ) -> Tensor:
+        """Add slots, by segment: keys and values, and their tokens' numbers. `numbers`: what a layer with the same
+        slots has returned, so that all share one tensor."""
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         stop = 0
         for segment, size in enumerate(self.sizes):
@@ -150,13 +153,14 @@ class StepLayer(DynamicLayer):
                 self.unpacked += token.shape[1] * gaps
         if not self.is_initialized:
             self.lazy_initialization(parts[0][0], parts[0][1])
-        keys, values, numbers = zip(*parts, strict=True)
+        keys, values, tokens_of = zip(*parts, strict=True)
         self.keys, self.values = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
-        self.token = torch.cat(numbers, dim=1)
+        self.token = joined = torch.cat(tokens_of, dim=1) if numbers is None else numbers
         self.tokens += tokens
         self.gaps |= gaps
         if self.unpacked >= PACK_EVERY:
             self.pack()
+        return joined
 
     def pack(self) -> None:
         """Move every row's used columns to the front of their segment and drop the columns that no row uses."""
@@ -372,9 +376,10 @@ class StepStack(Stack):
     def store(self, pieces: list[tuple[int, int, Chosen, Tensor]]) -> None:
         """Pieces: the segment, the step, which of the slots kept of that step, and their tokens' numbers."""
         gaps = self.attention_mask is not None or any(c.live is not None for c in (*self.ran, *(p[2] for p in pieces)))
+        numbers = None
         for layer, held in enumerate(self.cache.layers):  # type: ignore[union-attr]
             new: dict[int, tuple[KeyValue, Tensor]] = {}
             for segment, step, chosen, token in pieces:
                 key, value = self.slots[step][layer]
                 new[segment] = (chosen.take(key, 2), chosen.take(value, 2)), token
-            held.append(self.numbers.shape[1], new, gaps)  # type: ignore[attr-defined]
+            numbers = held.append(self.numbers.shape[1], new, gaps, numbers)  # type: ignore[attr-defined]
