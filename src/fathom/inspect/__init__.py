@@ -10,8 +10,9 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
+from fathom.inspect.steps import StepMap
 
-PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap,)}
+PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap)}
 
 
 def offered(config: Any) -> list[type[Picture]]:
@@ -28,4 +29,4 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
     return ValueError(f"{checkpoint}: nothing to show of {found}; can be inspected: {can}")
 
 
-__all__ = ["PICTURES", "DepthMap", "Picture", "nothing_to_show", "offered"]
+__all__ = ["PICTURES", "DepthMap", "Picture", "StepMap", "nothing_to_show", "offered"]
