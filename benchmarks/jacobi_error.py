@@ -95,6 +95,7 @@ def draw(found: dict[str, Any], name: str, path: Path) -> None:
         js, [errors[0] * PAPER[name] ** j for j in js], "--", color=COLOURS[5][0], label=f"paper, × {PAPER[name]}"
     )
     axes.set_ylim(min(errors) / 3, errors[0] * 3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("Jacobi sweeps J")
     axes.set_ylabel("RMSE of the states / their RMS")
     axes.grid(color="#e3e7ec")
