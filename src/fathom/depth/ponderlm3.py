@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.ponderlm2 import draw_sweeps, first_with_gradient, jacobi_forwards, run_pass, warn_of_change
 from fathom.models.registry import register
 from fathom.models.slots import interleave
@@ -124,14 +124,9 @@ class PonderLM3(DepthMethod):
             check_choice(name, "prefill", self.prefill, ("jacobi", "sequential"))
             if self.gradient_passes is not None:
                 check_range(name, "gradient_passes", self.gradient_passes, 1)
-            if not 0 <= self.threshold <= 1:
-                raise ValueError(f"{name} option threshold={self.threshold!r}: must be between 0 and 1")
-            if not 0 <= self.penalty_weight < float("inf"):
-                raise ValueError(f"{name} option penalty_weight={self.penalty_weight!r}: must be finite and at least 0")
-            if not 0 <= self.target <= self.thoughts and (self.penalty == "target" or not 0 <= self.target < math.inf):
-                raise ValueError(
-                    f"{name} option target={self.target!r}: must be between 0 and thoughts={self.thoughts}"
-                )
+            check_number(name, "threshold", self.threshold, 0, 1)
+            check_number(name, "penalty_weight", self.penalty_weight, 0)
+            check_number(name, "target", self.target, 0, self.thoughts if self.penalty == "target" else math.inf)
             if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
                 raise ValueError(f"{name} option tolerance={self.tolerance!r}: must be positive and finite, or None")
             if self.prior is not None:
