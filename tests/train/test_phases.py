@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from fathom import FathomForCausalLM
-from fathom.train import MethodConfig, train_run
+from fathom.cost import training_flops_per_token
+from fathom.train import MethodConfig, model_config, train_run
 
 PONDERING = MethodConfig("pondering", {"depth": {"name": "pondering", "steps": 2}})
 
@@ -85,3 +86,37 @@ def test_clipping_counts_the_gates_alone(recipe, data, pondering, tmp_path):
     start = dataclasses.replace(recipe(grad_clip=1e-5), model={"checkpoint": str(pondering)})
     train_run(start, ada(gate_only=1.0), seed=0, folder=tmp_path / "run", data=data, callbacks=[Norm()])
     assert Norm.seen == pytest.approx([1e-5] * 10, rel=1e-2)
+
+
+def test_training_flops_count_the_steps_that_ran(recipe, data, tmp_path):
+    depth = {"name": "adaptive_latent_cot", "steps": 2, "threshold": 0.45, "router_bias": 0.0, "penalty": 0.5}
+    method = MethodConfig("cot", {"depth": depth})
+    result = train_run(recipe(lr=3e-2), method, seed=0, folder=tmp_path / "run", data=data)
+    lines = [line for line in result.history if "mean_steps" in line]
+    assert len(lines) == 10 and 1 <= min(line["mean_steps"] for line in lines) < 3
+    config = model_config(recipe(), method, data.tokenizer)
+    total = 0.0
+    for line, before in zip(lines, [0.0, *(line["train_flops"] for line in lines)], strict=False):
+        steps = line["mean_steps"]
+        low = training_flops_per_token(config, 16, ran=(1.0, min(steps - 1, 1.0), max(steps - 2, 0.0)))
+        high = training_flops_per_token(config, 16, ran=(1.0, (steps - 1) / 2, (steps - 1) / 2))
+        total += line["train_flops"] - before
+        assert min(low, high) * 0.999 <= (line["train_flops"] - before) / 64 <= max(low, high) * 1.001
+    assert result.train_flops == pytest.approx(total)
+    assert result.train_flops < 640 * training_flops_per_token(config, 16)
+
+
+def test_measured_flops_go_on_after_a_stop(recipe, data, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    depth = {"name": "adaptive_latent_cot", "steps": 2, "threshold": 0.45, "router_bias": 0.0}
+    method = MethodConfig("cot", {"depth": depth})
+    whole = train_run(recipe(), method, seed=0, folder=tmp_path / "whole", data=data)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(recipe(), method, seed=0, folder=tmp_path / "run", data=data, callbacks=[Stop()])
+    resumed = train_run(recipe(), method, seed=0, folder=tmp_path / "run", data=data)
+    assert resumed.train_flops == pytest.approx(whole.train_flops)
+    assert [line.get("mean_steps") for line in resumed.history] == [line.get("mean_steps") for line in whole.history]

@@ -25,6 +25,7 @@ def command(
     """Draw what a checkpoint does with a text. Which pictures it has follows from its methods.
 
     depth_attention: from which earlier layers every layer takes its values, and for which tokens.
+    adaptive_latent_cot, adaponderlm, ponderlm3: which tokens run how many steps, against their loss and kind.
 
     \b
     Example:

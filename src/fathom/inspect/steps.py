@@ -113,6 +113,11 @@ class StepMap(Picture):
             ],
         )
 
+    @property
+    def ran(self) -> tuple[float, ...]:
+        """The share of tokens that ran step 0, 1, …: what `fathom.cost` takes as `ran`."""
+        return tuple(sum(self.histogram[step:]) / self.tokens for step in range(self.most))
+
     def summary(self):
         lines = [f"{self.mean:.3f} of {self.most} steps a token over {self.tokens:,} tokens"]
         for n, (count, loss) in enumerate(zip(self.histogram, self.losses, strict=True), start=1):

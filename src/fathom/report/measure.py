@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fathom.cost import kv_bytes_per_token, parameter_counts
 from fathom.data import PreparedData
 from fathom.evaluate import bits_per_byte, unigram_loss
-from fathom.inspect import offered
+from fathom.inspect import StepMap, offered
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
@@ -111,6 +111,11 @@ def _describe(
     counts = parameter_counts(config)
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     tail = history[-max(1, len(history) // 10) :]
+    pictures = {
+        kind.name: kind.measure(model, data.tokenizer, _beginning(data), recipe.data.block_size)
+        for kind in offered(config)
+    }
+    ran = getattr(pictures.get(StepMap.name), "ran", None)  # what tokens that stop on their own really cost
     return Run(
         method=planned.method.name,
         options={"depth": config.depth, "mixer": config.mixer, "residual": config.residual},
@@ -125,18 +130,13 @@ def _describe(
         non_embedding_params=counts.non_embedding,
         train_tokens=result.tokens,
         train_flops=result.train_flops,
-        inference_flops_per_token=inference_flops(config, recipe),
-        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
+        inference_flops_per_token=inference_flops(config, recipe, ran),
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype, ran),
         tokens_per_second=result.tokens_per_second,
         peak_memory_bytes=result.peak_memory_bytes,
         seconds=result.seconds,
         history=history,
-        pictures={
-            picture.name: dataclasses.asdict(
-                picture.measure(model, data.tokenizer, _beginning(data), recipe.data.block_size)
-            )
-            for picture in offered(config)
-        },
+        pictures={name: dataclasses.asdict(picture) for name, picture in pictures.items()},
         samples=write_samples(model, data.tokenizer, prompts(data), recipe.data.block_size),
         folder=planned.folder,
         **began_with,

@@ -46,9 +46,10 @@ def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
     return planned
 
 
-def inference_flops(config: FathomConfig, recipe: Recipe) -> float:
-    """Matrix-product FLOPs of one generated token, the mean over a context of `data.block_size`."""
-    return forward_flops_per_token(config, recipe.data.block_size).matmul
+def inference_flops(config: FathomConfig, recipe: Recipe, ran: tuple[float, ...] | None = None) -> float:
+    """Matrix-product FLOPs of one generated token, the mean over a context of `data.block_size`; by measured shares of
+    tokens that run each step, or with all of them."""
+    return forward_flops_per_token(config, recipe.data.block_size, ran=ran).matmul
 
 
 def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:

@@ -1,8 +1,10 @@
 """What a run measures while it trains: `metrics.jsonl`, one line a log.
 
 Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second and
-peak_memory_bytes; validation lines have step, tokens, train_flops and validation_loss. Losses are nats per target
-token, null where not finite. `seconds` is training alone, over all restarts; tokens per second is since the last line.
+peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
+counts these (on rank 0's tokens). Validation lines have step, tokens, train_flops and validation_loss. Losses are nats
+per target token, null where not finite. `seconds` is training alone, over all restarts; tokens per second is since the
+last line.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,21 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 class Metrics(TrainerCallback):
     """Writes `metrics.jsonl`. A loss is logged with every checkpoint and evaluation too, so none is lost on resume."""
 
-    def __init__(self, folder: Path, tokens_per_step: int, flops_per_token: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokens_per_step: int,
+        flops_per_token: Callable[[Sequence[float] | None], float],
+        depth: torch.nn.Module | None = None,
+    ) -> None:
+        """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all.
+        `depth`: the method whose tokens stop on their own, step by step; None for others."""
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
+        self.adaptive = depth is not None
+        self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
+        if depth is not None:
+            depth.register_forward_hook(self._count)
+        self.train_flops, self._counted = 0.0, 0  # up to which step
         self.seconds = 0.0
         self._mark = 0.0
         self._last = (0, 0.0)  # step and seconds of the last training line
@@ -50,6 +66,7 @@ class Metrics(TrainerCallback):
         if state.is_world_process_zero:
             write_text(self.folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))
         self.seconds = max((line.get("seconds", 0.0) for line in lines), default=0.0)
+        self.train_flops, self._counted = max((line["train_flops"] for line in lines), default=0.0), state.global_step
         self._last = (state.global_step, self.seconds)
         self._mark = time.perf_counter()
         _reset_peak_memory()
@@ -88,11 +105,33 @@ class Metrics(TrainerCallback):
         self.seconds += now - self._mark
         self._mark = now
 
+    def _count(self, depth: Any, arguments: Any, output: Any) -> None:
+        if depth.training:
+            passes = output.trace["passes"]
+            shares = [(passes > step).double().mean() for step in range(depth.most_steps(depth.options))]
+            self.ran.append(torch.stack(shares))
+
+    def _add_flops(self, state: Any) -> float | None:
+        """Count the steps since the last time; returns how many steps a token ran in them."""
+        tokens = (state.global_step - self._counted) * self.tokens_per_step
+        self._counted = state.global_step
+        if not self.adaptive:
+            self.train_flops = state.global_step * self.tokens_per_step * self.flops_per_token(None)
+        elif self.ran:
+            shares = torch.stack(self.ran).mean(0).tolist()
+            self.ran.clear()
+            self.train_flops += tokens * self.flops_per_token(shares)
+            return sum(shares)
+        return None
+
     def _write(self, state: Any, **values: float | None) -> None:
+        mean_steps = self._add_flops(state)
         if not state.is_world_process_zero:
             return
         tokens = state.global_step * self.tokens_per_step
-        line = {"step": state.global_step, "tokens": tokens, "train_flops": tokens * self.flops_per_token, **values}
+        line = {"step": state.global_step, "tokens": tokens, "train_flops": self.train_flops, **values}
+        if mean_steps is not None:
+            line["mean_steps"] = mean_steps
         line = {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
         with (self.folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")

@@ -67,11 +67,10 @@ class ProgressDisplay(TrainerCallback):
     def _text(self, state: Any) -> str:
         steps = state.global_step - self._start_step
         seconds_a_step = (self.metrics.seconds - self._start_seconds) / max(steps, 1)
-        tokens = state.global_step * self.metrics.tokens_per_step
         parts = [
             f"loss {self.loss:.4f}",
             f"{self.metrics.tokens_per_step / max(seconds_a_step, 1e-9):,.0f} tokens/s",
-            f"{tokens * self.metrics.flops_per_token:.2e} FLOPs",
+            f"{self.metrics.train_flops:.2e} FLOPs",
             f"{_clock((state.max_steps - state.global_step) * seconds_a_step)} left",
         ]
         if self.validation_loss == self.validation_loss:

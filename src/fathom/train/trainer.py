@@ -201,7 +201,12 @@ def train_run(
         processing_class=data.tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
-    metrics = Metrics(folder, tokens_per_step, flops_per_token)
+    metrics = Metrics(
+        folder,
+        tokens_per_step,
+        lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
+        model.depth if model.depth.segments else None,
+    )
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
     for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
