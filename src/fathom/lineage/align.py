@@ -43,7 +43,7 @@ class Alignment:
             return weight @ self.rotation
         if self.index is None or self.sign is None:
             return weight
-        return weight[:, self.index] * self.sign
+        return weight.index_select(1, self.index).mul_(self.sign)
 
     @property
     def moved(self) -> bool:
@@ -69,8 +69,8 @@ def cross_covariance(a: Tensor, b: Tensor, rows_a: list[int], rows_b: list[int])
         part_a = a[torch.tensor(rows_a[start : start + _CHUNK], device=a.device)]
         part_b = b[torch.tensor(rows_b[start : start + _CHUNK], device=b.device)]
         cross.addmm_(part_a.T, part_b)
-        norm_a += part_a.square().sum(0, dtype=torch.float64)
-        norm_b += part_b.square().sum(0, dtype=torch.float64)
+        norm_a += part_a.square().sum(0).double()
+        norm_b += part_b.square().sum(0).double()
     return cross, norm_a.sqrt(), norm_b.sqrt()
 
 

@@ -113,8 +113,8 @@ class Checkpoint:
     def _load(self, name: str, rows: slice | None = None) -> Tensor:
         # Stored values travel as they are (bf16: half the bytes) and are widened and checked where they arrive.
         tensor = self.store.read(name, rows).to(self.device).to(self.dtype)
-        # One NaN or infinity makes the sum one; a finite fp64 sum of fp32 values cannot overflow.
-        if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+        # One NaN or infinity makes the sum one. The reverse may be overflow, so only then every entry is looked at.
+        if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise CheckpointError(
                 f"{self.source}: tensor {name!r} has NaN or infinite entries; the file is damaged or training diverged"
             )

@@ -38,12 +38,17 @@ class Samples:
             raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
         # Scale-free, and far from the ends of float32: mean square row norm 1.
         x = x / (x.norm() / math.sqrt(x.shape[0])).clamp_min(torch.finfo(x.dtype).tiny)
-        k = x.square().sum(1, dtype=torch.float64)
+        k = torch.linalg.vector_norm(x, dim=1).double().square()
         r = (x @ x.sum(0)).double() - k
-        products = x.T @ x if x.shape[1] <= x.shape[0] else x @ x.T
-        square = products.square().sum(dtype=torch.float64).item()
+        square = _energy(x.T @ x if x.shape[1] <= x.shape[0] else x @ x.T)
         hsic = square - k.dot(k).item() + _mean_terms(r, r)
         return cls(x, k, r, hsic if hsic > _FLOOR * square else 0.0)
+
+
+def _energy(x: Tensor) -> float:
+    """‖X‖²_F: rows in the dtype of x, their sum in float64 (summing float32 entries in float64 costs ten times as
+    much)."""
+    return torch.linalg.vector_norm(x, dim=1).double().square().sum().item()
 
 
 def _mean_terms(r: Tensor, s: Tensor) -> float:
@@ -59,9 +64,9 @@ def unbiased_cka(a: Samples, b: Samples) -> float:
         return 0.0
     d, p, q = a.x.shape[0], a.x.shape[1], b.x.shape[1]
     if p * q * d <= (p + q + 1) * d * d:
-        cross = (a.x.T @ b.x).square().sum(dtype=torch.float64).item()
+        cross = _energy(a.x.T @ b.x)
     else:  # wide matrices: d × d Grams cost less
-        cross = (a.x @ a.x.T).mul_(b.x @ b.x.T).sum(dtype=torch.float64).item()
+        cross = torch.linalg.vecdot(a.x @ a.x.T, b.x @ b.x.T).sum(dtype=torch.float64).item()
     hsic = cross - a.k.dot(b.k).item() + _mean_terms(a.r, b.r)
     return hsic / math.sqrt(a.self_hsic * b.self_hsic)
 
@@ -74,15 +79,15 @@ def centred_gram(x: Tensor) -> Tensor:
     d = x.shape[0]
     gram = x @ x.T
     gram.fill_diagonal_(0)
-    square = gram.square().sum(dtype=torch.float64)
+    square = _energy(gram)
     m = gram.sum(1, dtype=torch.float64) / (d - 2)
     m = (m - m.sum() / (2 * (d - 1))).to(gram.dtype)
     gram -= m[:, None] + m
     gram.fill_diagonal_(0)
-    norm = gram.square().sum(dtype=torch.float64)
+    norm = _energy(gram)
     if norm <= _FLOOR * square:
         return torch.zeros_like(gram)
-    return gram.div_(norm.sqrt().to(gram.dtype))
+    return gram.div_(math.sqrt(norm))
 
 
 def biased_cka(x: Tensor, y: Tensor) -> float:

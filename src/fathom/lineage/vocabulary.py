@@ -31,9 +31,10 @@ def token_bytes(piece: str, byte_level: bool) -> bytes:
     """The bytes one vocabulary entry stands for."""
     if byte_level:
         # Added tokens (<|im_end|>) are plain text inside a byte-level vocabulary; so is what holds any other character.
-        if all(c in _ALPHABET for c in piece):
-            return bytes(_ALPHABET[c] for c in piece)
-        return piece.encode("utf-8", "surrogatepass")
+        try:
+            return bytes(map(_ALPHABET.__getitem__, piece))
+        except KeyError:
+            return piece.encode("utf-8", "surrogatepass")
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     return piece.replace("▁", " ").encode("utf-8", "surrogatepass")
