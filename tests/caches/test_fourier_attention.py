@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from cache_cases import VOCABULARY, get_model, relative
 
 from fathom.caches import ChannelSets, FourierAttention, cache_shape, compress, load_channels, prefill, search_channels
 from fathom.caches.channels import affine_repair, default_channels, paper_ratios
+from fathom.caches.fourier_attention import FourierState, Side
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops import fourier_coefficients as fourier
 
@@ -88,6 +93,127 @@ def test_fft_equals_dense(family, reconstruction):
             assert cache.layers[0].states[0].compressed
             logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)], 1))
     assert relative(logits[1], logits[0]) < 2e-5
+
+
+@torch.no_grad()
+def tiled_partials(scores, query, raw_key, raw_value, key_place, key_starts, value_starts, widest, scaling, block=8):
+    """The Triton kernel's tiling, program by program, in plain PyTorch."""
+    rows, heads, slots = scores.shape
+    groups, tokens, blocks = len(key_starts) - 1, raw_key.shape[1], -(-slots // block)
+    highest, total = scores.new_zeros(rows, heads, blocks), scores.new_zeros(rows, heads, blocks)
+    mixed = scores.new_zeros(rows, heads, blocks, widest + 3)
+    for b in range(rows):
+        for h in range(heads):
+            g = h // (heads // groups)
+            keys = slice(int(key_starts[g]), int(key_starts[g + 1]))
+            values = slice(int(value_starts[g]), int(value_starts[g + 1]))
+            q = query[b, h, key_place[g, : keys.stop - keys.start]]
+            for i in range(blocks):
+                top, e = -1e30, scores.new_zeros(block)
+                for j in range(block):
+                    t = i * block + j
+                    e[j] = (scores[b, h, t] + q @ raw_key[b, t, keys]) * scaling if t < tokens else -math.inf
+                    top = max(top, float(e[j]))
+                e = (e - top).exp()
+                scores[b, h, i * block : (i + 1) * block] = e[: slots - i * block]
+                highest[b, h, i], total[b, h, i] = top, e.sum()
+                for j in range(block):
+                    if i * block + j < tokens:
+                        mixed[b, h, i, : values.stop - values.start] += e[j] * raw_value[b, i * block + j, values]
+    return highest, total, mixed
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("reconstruction", ["affine", "projection"])
+def test_the_tiling_of_the_kernel_equals_dense(family, reconstruction, monkeypatch):
+    """The whole decode path of attention="triton", its kernel replaced by a transcription with blocks of 8."""
+    model, ids = get_model(family), long_ids()
+    logits = []
+    for attention in ("dense", "fft"):
+        if attention == "fft":
+            stand_in = SimpleNamespace(BLOCK=8, raw_partials=tiled_partials)
+            monkeypatch.setitem(sys.modules, "fathom.ops.fourier_decode", stand_in)
+            monkeypatch.setattr(FourierState, "attend_fft", FourierState.attend_triton)
+        with compress(model, FourierAttention(reconstruction=reconstruction, attention=attention, **SIZE)):
+            cache = prefill(model, ids[:, :30])[CACHE_NAME]
+            logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 36)], 1))
+    assert relative(logits[1], logits[0]) < 2e-5
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
+)
+ATTENTION_SHAPES = [(2, 8, 2, 64, 300, 320), (1, 4, 4, 32, 128, 500), (1, 6, 1, 128, 77, 77)]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("rows,heads,groups,width,tokens,slots", ATTENTION_SHAPES)
+def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, slots):
+    """Against softmax written out, with ragged heads."""
+    from fathom.ops.fourier_decode import raw_partials
+
+    if dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip("Triton's interpreter has no bfloat16")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    # the first head keeps nothing raw, the last one everything, those between two of three
+    chosen = [c for c in range(groups * width) if c >= (groups - 1) * width or (c >= width and c % 3)]
+    side = Side(tuple(c for c in range(groups * width) if c not in set(chosen)), groups, width).to(device)
+    random = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    raw_key, raw_value = (random(rows, tokens, len(chosen)).to(dtype) for _ in range(2))
+    query, x = random(rows, heads, width).to(dtype), random(rows, heads, slots)
+    dense = torch.zeros(2, rows, tokens, groups * width, device=device)
+    dense[0][..., chosen], dense[1][..., chosen] = raw_key.float(), raw_value.float()
+    keys, values = (
+        d.unflatten(2, (groups, width)).transpose(1, 2).repeat_interleave(heads // groups, 1) for d in dense
+    )
+    p = ((x[..., :tokens] + torch.einsum("bhd,bhtd->bht", query.float(), keys)) * 0.3).softmax(-1)
+    expected = torch.einsum("bht,bhtd->bhd", p, values)
+
+    widest = side.place.shape[1]
+    highest, total, mixed = raw_partials(
+        x, query, raw_key, raw_value, side.place, side.starts, side.starts, widest, 0.3
+    )
+    factor = (highest - highest.amax(-1, keepdim=True)).exp()
+    factor = factor / (factor * total).sum(-1, keepdim=True)
+    assert relative((x * factor.repeat_interleave(128, -1)[..., :slots])[..., :tokens], p) < tolerance
+    assert not x[..., tokens:].any()
+    got = (factor.unsqueeze(2) @ mixed).squeeze(2)
+    for g in range(groups):
+        channels = side.place[g][side.place[g] < width]
+        heads_of = slice(g * (heads // groups), (g + 1) * (heads // groups))
+        if len(channels):
+            assert relative(got[:, heads_of, : len(channels)], expected[:, heads_of, channels]) < tolerance
+        assert not got[:, heads_of, len(channels) : widest].any()
+
+
+@needs_triton
+def test_triton_equals_dense():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, ids = get_model("llama").to(device), long_ids().to(device)
+    try:
+        logits = []
+        for attention in ("dense", "triton"):
+            with compress(model, FourierAttention(attention=attention, **SIZE)):
+                cache = prefill(model, ids[:, :30])[CACHE_NAME]
+                steps = [model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)]
+                logits.append(torch.cat(steps, 1))
+        assert relative(logits[1], logits[0]) < 2e-5
+    finally:
+        model.to("cpu")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 allows the kernel on a CPU")
+def test_triton_without_a_gpu_says_what_to_use():
+    method = FourierAttention(attention="triton", **SIZE)
+    with (
+        pytest.raises(ValueError, match=r"attention='triton'.*CUDA.*Use attention='fft'"),
+        compress(get_model("llama"), method),
+    ):
+        pass
 
 
 def test_prompt_logits_are_exact_and_nothing_compressed_is_exact():

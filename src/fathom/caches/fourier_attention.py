@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
@@ -28,8 +32,9 @@ class FourierAttention(CacheMethod):
     window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
     rounded up to an FFT-friendly length. A full window raises.
     reconstruction: "affine" (the paper's, statistics frozen at compression) or "projection" (orthogonal, none).
-    attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt) or "dense" (rebuild, then attend: the
-    reference). Keys post-RoPE at their true positions.
+    attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same, but one kernel
+    reads the raw channels; on a GPU) or "dense" (rebuild, then attend: the reference). Keys post-RoPE at their true
+    positions.
     Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n_sink + n_local)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
     """
@@ -53,7 +58,7 @@ class FourierAttention(CacheMethod):
         self.check_at_least("frequencies", 1)
         self.check_at_least("headroom", 1)
         self.check_choice("reconstruction", ("affine", "projection"))
-        self.check_choice("attention", ("fft", "dense"))
+        self.check_choice("attention", ("fft", "triton", "dense"))
         if self.window != "auto":
             self.check_at_least("window", 2 * self.frequencies + 1)
 
@@ -66,6 +71,18 @@ class FourierAttention(CacheMethod):
         sets = load_channels(self.channels, model) if self.channels else default_channels(shape)
         if len(sets.key) != shape.layers or (sets.kv_heads, sets.head_dim) != (shape.kv_heads, shape.key_dim):
             raise self.refuse("channels", self.channels, f"sets are for another shape than {shape}")
+        if self.attention == "triton":
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own CPU interpreter, for tests
+            installed = find_spec("triton") is not None
+            if not installed or (model.device.type != "cuda" and not interpreted):
+                raise self.refuse(
+                    "attention",
+                    "triton",
+                    f"it needs a CUDA device and the package triton; the model is on {model.device}, triton is "
+                    f"{'installed' if installed else 'missing'}. Use attention='fft': the same result on every device",
+                )
+            if model.dtype == torch.float64:
+                raise self.refuse("attention", "triton", "the kernel computes in fp32; use attention='fft' for float64")
         return sets
 
     def new_state(self, context: LayerContext) -> FourierState:
@@ -86,15 +103,23 @@ class FourierAttention(CacheMethod):
 
 
 class Side:
-    """Where the channels of keys or values of one layer go: ids of the coefficients' channels and of the raw ones."""
+    """Where the channels of keys or values of one layer go: ids of the coefficients' channels and of the raw ones.
 
-    def __init__(self, compressed: tuple[int, ...], width: int):
+    Flat ids are sorted, so head g's raw channels lie side by side, from starts[g] to starts[g + 1]; place[g] names them
+    within the head, filled up with D to the length of the longest list.
+    """
+
+    def __init__(self, compressed: tuple[int, ...], heads: int, width: int):
         chosen = set(compressed)
         self.compressed = torch.tensor(compressed, dtype=torch.long)
-        self.raw = torch.tensor([c for c in range(width) if c not in chosen], dtype=torch.long)
+        self.raw = torch.tensor([c for c in range(heads * width) if c not in chosen], dtype=torch.long)
+        self.starts = torch.searchsorted(self.raw, torch.arange(heads + 1) * width).to(torch.int32)
+        lists = [ids % width for ids in self.raw.split(self.starts.diff().tolist())]
+        self.place = pad_sequence(lists, batch_first=True, padding_value=width)
 
     def to(self, device: torch.device) -> Side:
-        self.compressed, self.raw = self.compressed.to(device), self.raw.to(device)
+        for name in ("compressed", "raw", "starts", "place"):
+            setattr(self, name, getattr(self, name).to(device))
         return self
 
 
@@ -104,8 +129,8 @@ class FourierState(State):
     def __init__(self, method: FourierAttention, context: LayerContext):
         super().__init__()
         self.method, sets = method, context.prepared
-        width = sets.kv_heads * sets.head_dim
-        self.sides = {"key": Side(sets.key[context.index], width), "value": Side(sets.value[context.index], width)}
+        chosen = {"key": sets.key[context.index], "value": sets.value[context.index]}
+        self.sides = {name: Side(ids, sets.kv_heads, sets.head_dim) for name, ids in chosen.items()}
         self.middle = 0
         self.window = 0
         for name in ("sink", "local", "raw", "coefficients", "scale", "shift"):
@@ -132,9 +157,10 @@ class FourierState(State):
             return output
         if length == 1:  # slide first, then attend
             self.slide()
-            if self.method.attention == "fft":
-                return self.attend_fft(query, scaling)
-            return causal_attention(query, *self.dense(), scaling, dropout)
+            if self.method.attention == "dense":
+                return causal_attention(query, *self.dense(), scaling, dropout)
+            attend = self.attend_triton if self.method.attention == "triton" else self.attend_fft
+            return attend(query, scaling)
         output = blockwise_attention(query, self.blocks, self.full(), scaling)
         self.slide()
         return output
@@ -231,46 +257,86 @@ class FourierState(State):
             sides.append(torch.cat(parts, dim=2))
         return sides[0], sides[1]
 
-    def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
-        """One query over coefficients: project q on them, one inverse FFT gives all scores; outputs the other way.
+    # One query over coefficients: project q on them, one inverse FFT gives all scores; outputs the other way.
+    #   scores_t = Σ_n w_n [cos·(C_k[n]·q s) + sin·(C_k[N+n]·q s)] + q·shift + q_raw·k_raw,t
+    #   output_c = s_c Σ_n w_n (C_v[n,c] Σ_t p_t cos + C_v[N+n,c] Σ_t p_t sin) + shift_c Σ_t p_t
 
-        scores_t = Σ_n w_n [cos·(C_k[n]·q s) + sin·(C_k[N+n]·q s)] + q·shift + q_raw·k_raw,t
-        output_c = s_c Σ_n w_n (C_v[n,c] Σ_t p_t cos + C_v[N+n,c] Σ_t p_t sin) + shift_c Σ_t p_t
-        """
+    def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
         batch, heads, _, width = query.shape
         keys, values = self.full()
         groups = keys.shape[1]
-        wide = self.coefficients_key.dtype  # type: ignore[attr-defined]
-        # every query head as a column over the flat channels of its own key head, zero elsewhere
-        own = query.new_zeros(batch, heads, groups, width)
-        group_of = torch.arange(heads, device=query.device) // (heads // groups)
-        own[:, torch.arange(heads, device=query.device), group_of] = query[:, :, 0]
-        own = own.flatten(2)
-
-        side = self.sides["key"]
-        coefficients, raw = self.coefficients_key, self.raw_key  # type: ignore[attr-defined]
-        weight = self.weight(coefficients)
-        q = own[..., side.compressed].to(wide)
-        bias = 0.0
-        if self.method.reconstruction == "affine":
-            bias = q @ self.shift_key.transpose(1, 2)  # type: ignore[attr-defined]
-            q = q * self.scale_key  # type: ignore[attr-defined]
-        amplitude = q @ coefficients.transpose(1, 2) * weight
-        middle = fourier.evaluate(amplitude, self.middle, self.window) + bias
-        middle = middle + (own[..., side.raw] @ raw.transpose(1, 2)).to(wide)
+        own, group_of = self.own_channels(query)
+        raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
+        middle = self.scores_of_coefficients(own, self.middle)
+        middle = middle + (own[..., self.sides["key"].raw] @ raw_key.transpose(1, 2)).to(middle.dtype)
         grouped = query.reshape(batch, groups, heads // groups, width)
-        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(wide)
+        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(middle.dtype)
         weights = (torch.cat((middle, exact), dim=-1) * scaling).softmax(-1)
         p, p_exact = weights[..., : self.middle], weights[..., self.middle :]
 
-        side = self.sides["value"]
-        coefficients, raw = self.coefficients_value, self.raw_value  # type: ignore[attr-defined]
-        mixed = fourier.project(p, self.method.frequencies, self.window) * weight @ coefficients
-        if self.method.reconstruction == "affine":
-            mixed = mixed * self.scale_value + self.shift_value * p.sum(-1, keepdim=True)  # type: ignore[attr-defined]
-        flat = mixed.new_zeros(batch, heads, groups * width)
-        flat[..., side.compressed] = mixed
-        flat[..., side.raw] = (p.to(raw.dtype) @ raw).to(wide)
+        flat = p.new_zeros(batch, heads, groups * width)
+        flat[..., self.sides["value"].compressed] = self.output_of_coefficients(p)
+        flat[..., self.sides["value"].raw] = (p.to(raw_value.dtype) @ raw_value).to(p.dtype)
         of_group = flat.unflatten(2, (groups, width))[:, torch.arange(heads, device=query.device), group_of]
         from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
         return (of_group.to(values.dtype) + from_exact.reshape(batch, heads, width)).unsqueeze(2)
+
+    def attend_triton(self, query: Tensor, scaling: float) -> Tensor:
+        """As `attend_fft`; raw channels are read once a key head, by `raw_partials`, whose blocks are merged here."""
+        from fathom.ops.fourier_decode import BLOCK, raw_partials
+
+        batch, heads, _, width = query.shape
+        keys, values = self.full()
+        groups = keys.shape[1]
+        own, group_of = self.own_channels(query)
+        key, value = self.sides["key"], self.sides["value"]
+        e = self.scores_of_coefficients(own, self.window).contiguous()
+        raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
+        widest = value.place.shape[1]
+        highest, total, mixed = raw_partials(
+            e, query[:, :, 0], raw_key, raw_value, key.place, key.starts, value.starts, widest, scaling
+        )
+        grouped = query.reshape(batch, groups, heads // groups, width)
+        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(e.dtype) * scaling
+        top = torch.maximum(highest.amax(-1), exact.amax(-1)).unsqueeze(-1)
+        factor, exact = (highest - top).exp(), (exact - top).exp()
+        norm = (factor * total).sum(-1, keepdim=True) + exact.sum(-1, keepdim=True)
+        factor, p_exact = factor / norm, exact / norm
+        p = e * factor.repeat_interleave(BLOCK, dim=-1)[..., : self.window]
+
+        flat = p.new_zeros(batch, heads, groups * width)
+        flat[..., value.compressed] = self.output_of_coefficients(p)
+        of_group = flat.unflatten(2, (groups, width))[:, torch.arange(heads, device=query.device), group_of]
+        raw = (factor.unsqueeze(2) @ mixed).squeeze(2)[..., :widest]
+        place = value.place[group_of].expand(batch, -1, -1)
+        of_group = F.pad(of_group, (0, 1)).scatter(2, place, raw)[..., :width]
+        from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
+        return (of_group.to(values.dtype) + from_exact.reshape(batch, heads, width)).unsqueeze(2)
+
+    def own_channels(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]; head → key head."""
+        batch, heads, _, width = query.shape
+        groups = self.local_key.shape[1]  # type: ignore[union-attr]
+        own = query.new_zeros(batch, heads, groups, width)
+        group_of = torch.arange(heads, device=query.device) // (heads // groups)
+        own[:, torch.arange(heads, device=query.device), group_of] = query[:, :, 0]
+        return own.flatten(2), group_of
+
+    def scores_of_coefficients(self, own: Tensor, length: int) -> Tensor:
+        """q·k̃_t over the compressed channels, unscaled, for t = 0 … length − 1, [B,H,length]."""
+        coefficients = self.coefficients_key  # type: ignore[attr-defined]
+        q, bias = own[..., self.sides["key"].compressed].to(coefficients.dtype), 0.0
+        if self.method.reconstruction == "affine":
+            bias = q @ self.shift_key.transpose(1, 2)  # type: ignore[attr-defined]
+            q = q * self.scale_key  # type: ignore[attr-defined]
+        amplitude = q @ coefficients.transpose(1, 2) * self.weight(coefficients)
+        return fourier.evaluate(amplitude, length, self.window) + bias
+
+    def output_of_coefficients(self, p: Tensor) -> Tensor:
+        """Σ_t p_t ṽ_t over the compressed channels of all heads, [B,H,|D_c|]; p [B,H,t]."""
+        coefficients = self.coefficients_value  # type: ignore[attr-defined]
+        projected = fourier.project(p, self.method.frequencies, self.window)
+        mixed = projected * self.weight(coefficients) @ coefficients
+        if self.method.reconstruction == "affine":
+            mixed = mixed * self.scale_value + self.shift_value * p.sum(-1, keepdim=True)  # type: ignore[attr-defined]
+        return mixed
