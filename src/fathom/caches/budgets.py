@@ -76,7 +76,8 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
 
         path = files.get("codebooks", "")
         candidates = [
-            VQKV(codebooks=path, n_local=n, flush_every=min(n, 64), pack="bits") for n in (1024, 512, 256, 128, 64)
+            VQKV(codebooks=path, n_local=n, flush_every=min(n, 64), pack="bits")
+            for n in (1024, 512, 256, 128, 64, 32, 16)
         ]
     else:
         raise ValueError(

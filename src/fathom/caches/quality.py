@@ -25,8 +25,8 @@ def perplexity(
 ) -> dict[str, Any]:
     """Teacher-forced negative log-likelihood (nats a token) of rows [B,T] of equal length, but for the first token.
 
-    Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_std_rows (spread over
-    rows), and bytes, real_ratio and note (CompressionReport) after the last chunk.
+    Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_by_row, and bytes,
+    real_ratio and note (CompressionReport) after the last chunk.
     """
     if chunk < 1 or input_ids.shape[1] < 2:
         raise ValueError(f"perplexity needs chunk ≥ 1 and at least 2 tokens, got {chunk} and {input_ids.shape[1]}")
@@ -47,7 +47,7 @@ def perplexity(
         "nll": nll,
         "perplexity": math.exp(nll),
         "nll_by_position": [part.mean().item() for part in loss.chunk(bins, dim=1)],
-        "nll_std_rows": loss.mean(1).std().item() if len(loss) > 1 else None,
+        "nll_by_row": loss.mean(1).tolist(),
         "bytes": report.compressed_bytes,
         "real_ratio": report.real_ratio,
         "note": report.note,
@@ -78,15 +78,26 @@ def retrieval(
     return found
 
 
-def passkey_prompt(tokenizer: Any, filler: str, tokens: int, depth: float, key: int) -> tuple[str, str, str]:
-    """A pass key at `depth` (0 … 1) of `tokens` tokens of filler text."""
-    needle = f" The pass key is {key}. Remember it. {key} is the pass key. "
+# task → (sentence to hide, question, answer); {} is the secret
+TASKS = {
+    "passkey": (" The pass key is {0}. Remember it. {0} is the pass key. ", "\nWhat is the pass key? The pass key is"),
+    "needle": (
+        " The best fruit to eat in the harbour town is the {0}. ",
+        "\nThe best fruit to eat in the harbour town is the",
+    ),
+}
+FRUITS = ("mango", "cherry", "banana", "orange", "lemon", "peach", "apple", "grape")
+
+
+def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, secret: str) -> tuple[str, str, str]:
+    """(context, question, answer): a sentence with a secret at `depth` (0 … 1) of `tokens` tokens of filler text."""
+    sentence, question = TASKS[task]
+    needle = sentence.format(secret)
     ids = tokenizer(filler, add_special_tokens=False).input_ids
     room = tokens - len(tokenizer(needle, add_special_tokens=False).input_ids)
     ids = (ids * (room // max(1, len(ids)) + 1))[:room]
     cut = int(depth * room)
-    context = tokenizer.decode(ids[:cut]) + needle + tokenizer.decode(ids[cut:])
-    return context, "\nWhat is the pass key? The pass key is", f" {key}"
+    return tokenizer.decode(ids[:cut]) + needle + tokenizer.decode(ids[cut:]), question, f" {secret}"
 
 
 def grid(
@@ -97,13 +108,19 @@ def grid(
     depths: list[float],
     method_at: Any,
     chunk: int = 512,
+    task: str = "passkey",
 ) -> dict[str, Any]:
-    """Recall over lengths × depths; `method_at(length)` gives the method (its budget may depend on the length)."""
+    """Recall over lengths × depths; `method_at(length)` gives the method (its budget may depend on the length).
+
+    task: "passkey" (five digits, stated twice) or "needle" (a fruit, stated once). Every depth has its own secret.
+    """
     cells = {}
     for length in lengths:
-        prompts = [
-            passkey_prompt(tokenizer, filler, length, d, 10000 + 7919 * (i + 1) % 89999) for i, d in enumerate(depths)
+        secrets = [
+            FRUITS[i % len(FRUITS)] if task == "needle" else str(10000 + 7919 * (i + 1) % 89999)
+            for i in range(len(depths))
         ]
+        prompts = [hidden(task, tokenizer, filler, length, d, secret) for d, secret in zip(depths, secrets)]
         hits = retrieval(model, tokenizer, prompts, method_at(length), chunk)
         cells[str(length)] = dict(zip((str(depth) for depth in depths), hits))
     values = [hit for row in cells.values() for hit in row.values()]
