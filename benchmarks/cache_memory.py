@@ -67,16 +67,16 @@ def main() -> None:
         },
         "rows": [],
     }
-    m, recent = args.budget, (args.budget - 4) // 2
+    m = args.budget
     with tempfile.TemporaryDirectory() as folder:
         codebooks = random_codebooks(model, folder)
         fourier = {"n_local": 32, "frequencies": 16} if small else {}
         methods: dict[str, Any] = {
             "full": lambda _: Full(),
-            "treekv": lambda _: TreeKV(budget=m, n_recent=recent, block=4 if small else 32),
-            "weightedkv": lambda _: WeightedKV(budget=m, n_recent=recent),
+            "treekv": lambda _: TreeKV(budget=m),
+            "weightedkv": lambda _: WeightedKV(budget=m),
             "streaming_llm": lambda _: StreamingLLM(budget=m),
-            "h2o": lambda _: H2O(budget=m, n_recent=m // 2),
+            "h2o": lambda _: H2O(budget=m),
             "tova": lambda _: TOVA(budget=m),
             "snapkv": lambda _: SnapKV(budget=m),
             "pyramidkv": lambda _: PyramidKV(budget=m),

@@ -144,14 +144,14 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         save()
 
-    m, recent = args.budget, (args.budget - 4) // 2
+    m = args.budget
     with tempfile.TemporaryDirectory() as folder:
         small = args.tiny
         fixed: dict[str, Any] = {
-            "treekv": TreeKV(budget=m, n_recent=recent, block=4 if small else 32),
-            "weightedkv": WeightedKV(budget=m, n_recent=recent),
+            "treekv": TreeKV(budget=m),
+            "weightedkv": WeightedKV(budget=m),
             "streaming_llm": StreamingLLM(budget=m),
-            "h2o": H2O(budget=m, n_recent=m // 2),
+            "h2o": H2O(budget=m),
             "tova": TOVA(budget=m),
         }
         growing: dict[str, Any] = {
@@ -168,6 +168,8 @@ def main() -> None:
                 attention="dense", **({"n_local": 32, "frequencies": 16} if small else {})
             ),
         }
+        if device == "cuda":
+            growing["fourier_triton"] = FourierAttention(attention="triton")
         codebooks = random_codebooks(model, folder)
         local = 32 if small else 1024
         growing["vqkv_lut"] = VQKV(codebooks=codebooks, n_local=local)

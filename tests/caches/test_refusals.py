@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from cache_cases import SIZES, get_model
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache, pipeline
+from cache_cases import SIZES, build, get_model
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    pipeline,
+)
 
 from fathom.caches import (
     H2O,
     KIVI,
     TOVA,
     FreqKV,
+    PyramidKV,
     Scored,
     SnapKV,
     StreamingLLM,
@@ -21,8 +33,12 @@ from fathom.caches import (
     compress,
     from_dict,
     prefill,
+    search_channels,
 )
+from fathom.caches.base import CacheShape
+from fathom.caches.budgets import at_fraction
 from fathom.caches.versions import CACHE_NAME
+from fathom.cli.cache import parse_method
 from fathom.ops.tree_sweep import tree_sweep
 
 
@@ -51,6 +67,68 @@ from fathom.ops.tree_sweep import tree_sweep
 def test_options(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("budget", [6, 16, 64, 100, 1024])
+def test_defaults_follow_from_the_budget(budget):
+    """One rule in Python, in JSON and on the command line: sinks and recent tokens are half the budget."""
+    for cls in (TreeKV, WeightedKV, H2O):
+        method = cls(budget=budget)
+        assert method.n_recent == max(0, budget // 2 - method.n_sink)
+        assert parse_method(cls.name, budget, None) == from_dict({"name": cls.name, "budget": budget}) == method
+        assert from_dict(method.to_dict()) == method
+    tree = TreeKV(budget=budget)
+    assert tree.block == max(1, min(32, (budget - tree.n_sink - tree.n_recent) // 3))
+    assert SnapKV(budget=budget).n_recent == PyramidKV(budget=budget).n_recent == min(32, budget // 2)
+    shape = CacheShape(1, 2, 8, 8, 2, 3)
+    assert at_fraction("treekv", 0.25, shape, 512).n_recent == at_fraction("treekv", 0.25, shape, 512).budget // 2 - 4
+
+
+def test_papers_split():
+    assert TreeKV() == TreeKV(budget=1024, n_sink=4, n_recent=508, block=32)
+
+
+def test_flash_backend_is_switched_and_says_so():
+    """Another attention backend gives no weights: inside the context ours runs, with a warning; outside, it is back."""
+
+    def fused(*args, **kwargs):
+        raise AssertionError("the model's own backend ran under compress")
+
+    AttentionInterface.register("backend_without_weights", fused)
+    model, ids = build("llama"), torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+    with compress(model, H2O(budget=16)):
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("backend_without_weights")
+    with pytest.raises(AssertionError, match="own backend"):
+        model(ids)
+    with pytest.warns(UserWarning, match="instead of 'backend_without_weights'"), compress(model, H2O(budget=16)):
+        got = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, expected)
+    assert model.config._attn_implementation == "backend_without_weights"
+    model.set_attn_implementation("sdpa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with compress(model, H2O(budget=16)):
+            pass
+
+
+def test_models_without_rotary_positions():
+    """GPT-2: slot positions cannot be given, and the error says what works; original ones can."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None, "eos_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, **sizes)).eval()
+    ids = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+    for method, words in ((TreeKV(budget=16), "TreeKV.*GPT2LMHeadModel.*use positions='original'"), (FreqKV(), "TOVA")):
+        with pytest.raises(ValueError, match=words), compress(model, method):
+            pass
+    with pytest.raises(ValueError, match="calibration='post_rope'"):
+        search_channels(model, [ids[:1]], frequencies=2, n_sink=1, n_local=4)
+    stock = model(ids).logits
+    for cls in (TreeKV, WeightedKV, H2O, TOVA, SnapKV, StreamingLLM):
+        with compress(model, cls(budget=16, positions="original")):
+            cache = prefill(model, ids)[CACHE_NAME]
+            assert cache.layers[0].states[0].stored <= 16
+            torch.testing.assert_close(model(ids).logits, stock, rtol=1e-5, atol=1e-5)
 
 
 def test_equality_of_budget_and_protected_is_streaming_llm():

@@ -47,6 +47,7 @@ class CacheMethod(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]  # one line for `fathom methods`
+    pre_rope_remedy: ClassVar[str] = "use a method that keeps keys as they are, such as TOVA(positions='original')"
 
     @property
     def pre_rope(self) -> bool:

@@ -33,20 +33,15 @@ class NotReachable:
         return f"not reachable (minimum {self.minimum:.3f})"
 
 
-def _half(budget: int) -> int:
-    """The papers' split: half of what the sinks leave is recent (4 + 512 + 508 of 1024)."""
-    return max(0, (budget - 4) // 2)
-
-
 # name → (options at a given number of slots, fewest slots at which the method is itself)
 SLOTTED: dict[str, tuple[Callable[[int], CacheMethod], int]] = {
-    "treekv": (lambda m: TreeKV(budget=m, n_recent=_half(m), block=max(1, min(32, (m - 4 - _half(m)) // 3))), 16),
-    "weightedkv": (lambda m: WeightedKV(budget=m, n_recent=_half(m)), 16),
+    "treekv": (lambda m: TreeKV(budget=m), 16),
+    "weightedkv": (lambda m: WeightedKV(budget=m), 16),
     "streaming_llm": (lambda m: StreamingLLM(budget=m), 8),
-    "h2o": (lambda m: H2O(budget=m, n_recent=m // 2), 8),
+    "h2o": (lambda m: H2O(budget=m), 8),
     "tova": (lambda m: TOVA(budget=m), 8),
-    "snapkv": (lambda m: SnapKV(budget=m, n_recent=min(32, m // 2)), 16),
-    "pyramidkv": (lambda m: PyramidKV(budget=m, n_recent=min(32, m // 2)), 16),
+    "snapkv": (lambda m: SnapKV(budget=m), 16),
+    "pyramidkv": (lambda m: PyramidKV(budget=m), 16),
     "freqkv": (lambda m: FreqKV(budget=m), 16),
 }
 

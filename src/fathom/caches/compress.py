@@ -40,7 +40,7 @@ class Binding:
         self.shape = cache_shape(self.model)
         rope = None
         if method.pre_rope:
-            rope = SlotRope(_rotary(self.model, self.modules), versions.rope_type(self.model))
+            rope = SlotRope(_rotary(self.model, method), versions.rope_type(self.model))
         prepared = method.prepare(self.model, self.shape)
         self.contexts = {
             layer: LayerContext(index, len(compressed), rope, prepared) for index, layer in enumerate(compressed)
@@ -239,21 +239,24 @@ def _check_model(
             f"{family} has {len(layers)} cache layers but {len(modules)} attention modules that can be hooked"
         )
     if method.pre_rope:
-        rotary = _rotary(model, modules)
+        rotary = _rotary(model, method)
         norm_after = any(getattr(module, "k_norm_after_rotation", False) for module in modules)
         if norm_after or not versions.rotates_half_split(
             modules[compressed[0] % len(modules)], rotary, cache_shape(model).key_dim
         ):
             raise ValueError(
-                f"{family} does not rotate keys in the half-split way as its last step, so they cannot be "
-                "re-positioned; use positions='original'"
+                f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
+                f"as its last step: {method.pre_rope_remedy}"
             )
 
 
-def _rotary(model: PreTrainedModel, modules: list[nn.Module]) -> nn.Module:
+def _rotary(model: PreTrainedModel, method: CacheMethod) -> nn.Module:
     rotary = versions.rotary_module(model)
     if rotary is None:
-        raise ValueError(f"{type(model).__name__} has no rotary positions to re-assign: use positions='original'")
+        raise ValueError(
+            f"{type(method).__name__} stores unrotated keys, but {type(model).__name__} has no rotary positions: "
+            f"{method.pre_rope_remedy}"
+        )
     return rotary
 
 

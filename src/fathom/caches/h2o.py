@@ -15,7 +15,8 @@ from fathom.caches.slots import SlotState, TokenBudget, keep_highest
 class H2O(TokenBudget):
     """Score h_s = Σ_queries a_s, accumulated and never normalised; the lowest non-recent slot leaves.
 
-    Heavy hitters: budget − n_recent. Sinks are not protected unless n_sink says so. Ties drop the oldest.
+    Heavy hitters: budget − n_recent (by default half of it). Sinks are not protected unless n_sink says so. Ties drop
+    the oldest.
     """
 
     n_sink: int = 0

@@ -23,8 +23,12 @@ from fathom.ops.cached_attention import causal_attention
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unrotated(Full):
+class Unrotated(Full):
     """The full cache with unrotated keys: same outputs, and the cache holds what the projections gave."""
+
+    pre_rope_remedy = (
+        "calibrate on keys as they are cached: calibration='post_rope' (channels) or rope='post' (codebooks)"
+    )
 
     @property
     def pre_rope(self) -> bool:
@@ -51,7 +55,7 @@ def record(
     model: nn.Module, input_ids: Tensor, pre_rope: bool, chunk_size: int = 2048
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values [B,G,T,D] of every full-attention layer for these tokens [B,T], in layer order."""
-    with compress(model, _Unrotated() if pre_rope else Full()):
+    with compress(model, Unrotated() if pre_rope else Full()):
         cache = None
         for part in input_ids.split(chunk_size, dim=1):
             out = model(input_ids=part, use_cache=True, logits_to_keep=1, **{versions.CACHE_NAME: cache})

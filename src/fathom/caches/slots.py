@@ -30,7 +30,8 @@ class TokenBudget(CacheMethod):
     """Options that all token-budgeted methods share.
 
     budget: tokens stored per key/value head.
-    n_sink, n_recent: first and newest tokens that are never dropped.
+    n_sink, n_recent: first and newest tokens that are never dropped. n_recent=None takes what the budget implies: sinks
+        and recent tokens are half of it (4 + 508 of 1024), unless a method says otherwise.
     positions: "slot" re-assigns RoPE positions 0 … n−1 to the stored tokens (keys are stored unrotated), "original"
         keeps the true positions.
     granularity: "kv_head" (each head keeps its own tokens) or "layer" (one set for all heads of a layer).
@@ -39,9 +40,11 @@ class TokenBudget(CacheMethod):
         token ("exact", the definition; slow).
     """
 
+    pre_rope_remedy = "use positions='original'"
+
     budget: int = 1024
     n_sink: int = 4
-    n_recent: int = 508
+    n_recent: int = None  # type: ignore[assignment]  # None only until __post_init__
     positions: str = "slot"
     granularity: str = "kv_head"
     group_reduce: str = "mean"
@@ -51,6 +54,8 @@ class TokenBudget(CacheMethod):
     def __post_init__(self) -> None:
         self.check_at_least("budget", 1)
         self.check_at_least("n_sink", 0)
+        if self.n_recent is None:
+            object.__setattr__(self, "n_recent", self.recent_of_budget())
         self.check_at_least("n_recent", 0)
         self.check_at_least("chunk", 1)
         self.check_choice("positions", ("slot", "original"))
@@ -63,6 +68,10 @@ class TokenBudget(CacheMethod):
                 self.budget,
                 f"use at least n_sink + n_recent = {self.n_sink} + {self.n_recent}, or protect fewer",
             )
+
+    def recent_of_budget(self) -> int:
+        """n_recent where none is given."""
+        return max(0, self.budget // 2 - self.n_sink)
 
     def prefill_modes(self) -> tuple[str, ...]:
         return ("once", "chunked", "exact")

@@ -15,13 +15,12 @@ from fathom.caches.slots import SlotState, TokenBudget, keep_highest
 class SnapKV(TokenBudget):
     """Prompt only: s = pool(Σ over the last w queries of softmax weights); the top budget − w and the last w stay.
 
-    n_recent is the window w; `kernel` the width of the average pooling along tokens. A call shorter than w is decoding
-    and drops nothing, so the cache then grows with what is generated. Long prompts read in chunks are compressed after
-    every chunk of at least w tokens.
+    n_recent is the window w (None: 32, at most half the budget); `kernel` the width of the average pooling along
+    tokens. A call shorter than w is decoding and drops nothing, so the cache then grows with what is generated.
+    Long prompts read in chunks are compressed after every chunk of at least w tokens.
     """
 
     n_sink: int = 0
-    n_recent: int = 32
     positions: str = "original"
     kernel: int = 5
 
@@ -35,6 +34,9 @@ class SnapKV(TokenBudget):
         self.check_at_least("n_recent", 1)
         if self.kernel % 2 == 0:
             raise self.refuse("kernel", self.kernel, "use an odd width")
+
+    def recent_of_budget(self) -> int:
+        return min(32, max(1, self.budget // 2))
 
     def prefill_modes(self) -> tuple[str, ...]:
         return ("once", "chunked")

@@ -19,7 +19,6 @@ class StreamingLLM(TokenBudget):
         that attention sees at most `budget` slots; calls longer than `chunk` are split).
     """
 
-    n_recent: int | None = None  # type: ignore[assignment]
     evict: str = "after"
 
     name = "streaming_llm"
@@ -27,14 +26,15 @@ class StreamingLLM(TokenBudget):
     summary = "Keep the first tokens (sinks) and a window of the newest."
 
     def __post_init__(self) -> None:
-        if self.n_recent is None:
-            object.__setattr__(self, "n_recent", max(0, self.budget - self.n_sink))
         super().__post_init__()
         self.check_choice("evict", ("after", "before"))
         if self.n_recent != self.budget - self.n_sink:
             raise self.refuse("n_recent", self.n_recent, f"use None or budget − n_sink = {self.budget - self.n_sink}")
         if self.evict == "before" and self.chunk > self.budget - self.n_sink:
             raise self.refuse("chunk", self.chunk, f"with evict='before' use at most {self.budget - self.n_sink}")
+
+    def recent_of_budget(self) -> int:
+        return max(0, self.budget - self.n_sink)
 
     @property
     def plain(self) -> bool:

@@ -21,6 +21,7 @@ class TreeKV(TokenBudget):
 
     S attention received, C queries seen. Every sweep halves everything older. c = 0 is StreamingLLM.
 
+    block: None is the largest of 1 … 32 that three times fits the tree slots.
     score: "avg" (S/C), "sum" (S), "last" (the last query's weights), "none" (always keep the older of the pair).
     scope: slots that compete at a time; the method is defined for 2.
     prefill: "block" (default: a long first call is swept in blocks of `block` tokens, scored by the last block's
@@ -33,7 +34,7 @@ class TreeKV(TokenBudget):
     stride: int = 1
     scope: int = 2
     prefill: str = "block"
-    block: int = 32
+    block: int = None  # type: ignore[assignment]  # None only until __post_init__
 
     name = "treekv"
     paper = "TreeKV: Smooth Key-Value Cache Compression with Tree Structures, arXiv 2501.04987"
@@ -42,6 +43,8 @@ class TreeKV(TokenBudget):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_choice("score", ("avg", "sum", "last", "none"))
+        if self.block is None:
+            object.__setattr__(self, "block", max(1, min(32, self.tree_slots // 3)))
         self.check_at_least("block", 1)
         if self.stride not in (1, 2):
             raise self.refuse("stride", self.stride, "use 1 (the paper's walk) or 2")

@@ -55,10 +55,6 @@ def parse_method(name: str, budget: int | None, options: list[str] | None) -> An
             chosen[key] = json.loads(value)
         except json.JSONDecodeError:
             chosen[key] = value
-    if budget is not None and name in ("treekv", "weightedkv", "h2o") and "n_recent" not in chosen:
-        chosen["n_recent"] = max(0, (budget - 4) // 2)  # the papers' split, at every budget
-        if name == "treekv":
-            chosen.setdefault("block", max(1, min(32, (budget - 4 - chosen["n_recent"]) // 3)))
     return from_dict(chosen)
 
 
