@@ -27,10 +27,14 @@ def test_compiled_training_is_causal_without_a_mask(position_ids):
         assert node.kwargs["is_causal"] == (position_ids is None)
 
 
-def test_mixers_see_half_precision_keys_under_autocast(monkeypatch):
+@pytest.mark.parametrize("mixer", [{}, {"k_norm_position": "post_rope"}])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_mixers_see_half_precision_keys_under_autocast(monkeypatch, family, mixer):
     """fp32 keys and queries would double what a cross-layer mixer reads and keeps for its backward pass."""
+    if mixer and family == "llama":
+        pytest.skip("no QK-norm")
     seen = set()
-    model = tiny_model(mixer={"name": "depth_attention"}).train()
+    model = tiny_model(family, mixer={"name": "depth_attention", **mixer}).train()
     forward = model.model.mixer.forward
 
     def record(query, key, value, sources, layer):

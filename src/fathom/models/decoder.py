@@ -140,6 +140,9 @@ class Attention(nn.Module):
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if self.k_norm_after_rotation:
             key = self.k_norm(key)
+        # Under autocast norms and rotation leave fp32, which attention rounds anyway: kept wide, keys would double what
+        # the cache and a mixer's backward pass hold.
+        query, key = query.to(value.dtype), key.to(value.dtype)
 
         state = None
         if mixer is not None:  # between the rotation and the cache write, so the cache holds what attention reads

@@ -136,7 +136,6 @@ def biased_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B S H D"], None]:
     """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under the channel form."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # a QK-norm under autocast leaves fp32
     if mask.blocks is not None:
         return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
     query, key, padded = append_bias_channels(query, key, value, mask.bias, scaling)
