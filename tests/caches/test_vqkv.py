@@ -16,9 +16,10 @@ from fathom.caches import (
     compress,
     load_codebooks,
     prefill,
+    rope_bands,
     train_codebooks,
 )
-from fathom.caches.codebooks import learn, residual_energy, simvq_loss
+from fathom.caches.codebooks import learn, learn_groups, residual_energy, simvq_loss
 from fathom.caches.record import fingerprint, record
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.bitpack import pack, packed_bytes, unpack
@@ -63,6 +64,51 @@ def test_lookup_attention_equals_rebuilding():
     dense = decode(codes, books[0])
     torch.testing.assert_close(lookup_scores(query, codes, books), query @ dense.transpose(2, 3))
     torch.testing.assert_close(histogram_mix(weights, codes, books), weights @ dense)
+
+
+def test_key_groups_are_quantisers_of_their_own():
+    """Codes over all stages = the codes of two residual quantisers, each on its own dims."""
+    assert rope_bands(8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    x = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+    options = CodebookTraining(steps=5, batch=128)
+    fast, slow = rope_bands(8)
+    books = learn_groups(x, 5, 12, (fast, slow), options)
+    parts = learn(x[:, fast], 2, 12, options), learn(x[:, slow], 3, 12, options)
+    codes = torch.cat([encode(x[:, dims], part) for dims, part in zip((fast, slow), parts)], dim=-1)
+    assert torch.equal(encode(x, books), codes)
+    rebuilt = torch.empty_like(x)
+    rebuilt[:, fast], rebuilt[:, slow] = decode(codes[:, :2], parts[0]), decode(codes[:, 2:], parts[1])
+    torch.testing.assert_close(decode(codes, books), rebuilt)
+    unequal = learn_groups(x, 3, 12, ((0,), (1,), tuple(range(2, 8))), options)
+    assert (unequal != 0).any(1).sum(1).tolist() == [1, 1, 6]
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"key_groups": ((0, 1), (1, 2))}, "each dim"),
+        ({"key_groups": ((0,), ())}, "each dim"),
+        ({"key_groups": ((0,), (1,)), "key_stages": 1}, "one stage or more"),
+    ],
+)
+def test_key_groups_are_checked(options, words):
+    with pytest.raises(ValueError, match=words):
+        CodebookTraining(**options)
+
+
+def test_key_groups_of_another_width_are_refused():
+    with pytest.raises(ValueError, match="name 4 dims, but a key has 8"):
+        train_codebooks(get_model("llama"), long_ids(), CodebookTraining(key_groups=rope_bands(4), steps=1))
+
+
+def test_two_branches_attend_like_any_codes():
+    model, ids, logits = get_model("llama"), long_ids(), []
+    path = codebooks("llama", key_groups=rope_bands(8))
+    for attention in ("dense", "lut"):
+        with compress(model, VQKV(codebooks=path, attention=attention, **SIZE)):
+            cache = prefill(model, ids[:, :30])[CACHE_NAME]
+            logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 40)], 1))
+    assert relative(logits[1], logits[0]) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from fathom.caches.base import CacheMethod, CacheShape, CompressedCache
 from fathom.caches.channels import ChannelSets, load_channels, search_channels
-from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, train_codebooks
+from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, rope_bands, train_codebooks
 from fathom.caches.compress import build_cache, cache_shape, compress, prefill
 from fathom.caches.fourier_attention import FourierAttention
 from fathom.caches.freqkv import FreqKV
@@ -81,6 +81,7 @@ __all__ = [
     "load_codebooks",
     "prefill",
     "register_scorer",
+    "rope_bands",
     "search_channels",
     "train_codebooks",
 ]

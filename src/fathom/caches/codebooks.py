@@ -101,6 +101,9 @@ class CodebookTraining:
 
     init: "gaussian" (the method), "samples" (codewords drawn from residuals), "kmeans" (classical residual k-means, the
     baseline: no W is trained). zero_codeword forces one zero codeword a stage, so more stages never hurt.
+    key_groups: dims of a key that are quantised apart, () for all together; the paper's earlier version has two,
+    `rope_bands(D)`. Stages are shared out by numbers of dims. A group's codewords are 0 elsewhere, so that greedy
+    residual codes over all stages are the groups' own codes, and attention reads them like any others.
     """
 
     key_stages: int = 56
@@ -109,6 +112,7 @@ class CodebookTraining:
     value_entries: int = 512
     share: str = "layer"
     rope: str = "post"
+    key_groups: tuple[tuple[int, ...], ...] = ()
     init: str = "gaussian"
     zero_codeword: bool = False
     joint: float = 1.0
@@ -132,6 +136,21 @@ class CodebookTraining:
                 raise ValueError(f"CodebookTraining({name}={getattr(self, name)}): use at least 1")
         if max(self.key_entries, self.value_entries) > 65536:
             raise ValueError("CodebookTraining: at most 65536 entries a codebook (16-bit codes)")
+        dims = [dim for group in self.key_groups for dim in group]
+        if sorted(dims) != list(range(len(dims))) or not all(self.key_groups):
+            raise ValueError(
+                f"CodebookTraining(key_groups={self.key_groups}): groups must hold each dim 0 … D − 1 of a key once"
+            )
+        if len(self.key_groups) > self.key_stages:
+            raise ValueError(
+                f"CodebookTraining(key_stages={self.key_stages}): use one stage or more for each key group"
+            )
+
+
+def rope_bands(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two `key_groups`: the faster and the slower half of the RoPE pairs (pair j is dims j and j + D/2)."""
+    pairs = torch.arange(head_dim).view(2, -1).chunk(2, dim=1)
+    return tuple(pairs[0].flatten().tolist()), tuple(pairs[1].flatten().tolist())
 
 
 def train_codebooks(model: nn.Module, input_ids: Tensor, options: CodebookTraining) -> Codebooks:
@@ -140,12 +159,12 @@ def train_codebooks(model: nn.Module, input_ids: Tensor, options: CodebookTraini
     recorded = list(record(model, input_ids, pre_rope=options.rope == "pre"))
     units = {"model": _pool_model, "layer": _pool_layers, "head": _pool_heads}[options.share]
     tables = []
-    for which, stages, entries in (
-        (0, options.key_stages, options.key_entries),
-        (1, options.value_stages, options.value_entries),
+    for which, stages, entries, groups in (
+        (0, options.key_stages, options.key_entries, options.key_groups),
+        (1, options.value_stages, options.value_entries, ()),
     ):
         sets = units([pair[which] for pair in recorded])
-        learned = [torch.stack([learn(x, stages, entries, options) for x in heads]) for heads in sets]
+        learned = [torch.stack([learn_groups(x, stages, entries, groups, options) for x in heads]) for heads in sets]
         learned = [books.to(inner.dtype) for books in learned]
         tables.append(tuple(learned * len(recorded)) if options.share == "model" else tuple(learned))
     name = versions.text_config(inner)._name_or_path
@@ -162,6 +181,26 @@ def _pool_layers(layers: list[Tensor]) -> list[list[Tensor]]:
 
 def _pool_heads(layers: list[Tensor]) -> list[list[Tensor]]:
     return [[head.flatten(0, 1) for head in x.unbind(1)] for x in layers]
+
+
+def learn_groups(
+    x: Tensor, stages: int, entries: int, groups: tuple[tuple[int, ...], ...], options: CodebookTraining
+) -> Tensor:
+    """Codebooks [N,S,D] of x [n,D]: for each group of dims its own stages, 0 in the other dims."""
+    if not groups:
+        return learn(x, stages, entries, options)
+    width = sum(map(len, groups))
+    if x.shape[1] != width:
+        raise ValueError(f"CodebookTraining: key_groups name {width} dims, but a key has {x.shape[1]}")
+    # stages up to each boundary, so that they add up; one at least for each group
+    ends = [round(stages * sum(map(len, groups[: g + 1])) / width) for g in range(len(groups))]
+    counts = [max(1, end - start) for start, end in zip([0, *ends], ends)]
+    while sum(counts) > stages:
+        counts[counts.index(max(counts))] -= 1
+    books = x.new_zeros(stages, entries, width, dtype=torch.float32)
+    for dims, part in zip(groups, books.split(counts)):
+        part[..., list(dims)] = learn(x[:, list(dims)], part.shape[0], entries, options)
+    return books
 
 
 def learn(x: Tensor, stages: int, entries: int, options: CodebookTraining) -> Tensor:
