@@ -91,12 +91,12 @@ def gguf_vocabulary(store: GGUFStore) -> dict[bytes, int] | None:
 def shared_rows(
     a: Mapping[bytes, int] | None, b: Mapping[bytes, int] | None, rows_a: int, rows_b: int
 ) -> tuple[list[int], list[int]]:
-    """Rows of the same token in two embedding tables, ordered by token bytes; ids beyond a table are left out.
+    """Rows of the same token in two embedding tables, ordered by the row in a; ids beyond a table are left out.
 
     Without any tokenizer on one side, rows are matched by id as far as both tables go (the caller should say so).
     """
     if a is None or b is None:
         same = list(range(min(rows_a, rows_b)))
         return same, same
-    pairs = [(a[t], b[t]) for t in sorted(a.keys() & b.keys()) if a[t] < rows_a and b[t] < rows_b]
+    pairs = sorted((i, b[t]) for t, i in a.items() if t in b and i < rows_a and b[t] < rows_b)
     return [i for i, _ in pairs], [j for _, j in pairs]
