@@ -20,16 +20,21 @@ def backbone(request) -> str:
 
 
 @pytest.mark.parametrize(
-    ("depth", "passes"),
+    ("depth", "steps"),
     [
         ({"name": "vanilla"}, 1),
         ({"name": "loop", "passes": 4}, 4),
         ({"name": "pondering", "steps": 2, "feedback": "hidden_linear"}, 3),
+        ({"name": "adaponderlm", "steps": 2}, 3),
+        ({"name": "ponderlm2", "thoughts": 1}, 2),  # slots one on the other; Jacobi sweeps do not count
+        ({"name": "ponderlm3", "thoughts": 2}, 3),
+        ({"name": "adaptive_latent_cot", "steps": 3}, 4),
+        ({"name": "pause", "pauses": 3}, 1),  # slots beside each other
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("init", ["scaled", "hf"])
-def test_statistics(backbone, depth, passes, init) -> None:
+def test_statistics(backbone, depth, steps, init) -> None:
     set_seed(0)
     config = FathomConfig(
         backbone=backbone,
@@ -44,6 +49,8 @@ def test_statistics(backbone, depth, passes, init) -> None:
     model = FathomForCausalLM(config)
     groups: dict[str, list[torch.Tensor]] = {}
     for name, weight in model.named_parameters():
+        if name.startswith("depth.") and depth["name"] != "pondering":
+            continue  # a method's own rule for its own parameters
         groups.setdefault(name.rsplit(".", 2)[-2] + "." + name.rsplit(".", 1)[-1], []).append(weight.detach().flatten())
     plain = math.sqrt(2 / (5 * WIDTH))
     for name, weights in groups.items():
@@ -54,7 +61,7 @@ def test_statistics(backbone, depth, passes, init) -> None:
             continue
         sigma = 0.02 if init == "hf" else plain
         if init == "scaled" and module in ("o_proj", "down_proj"):
-            sigma /= math.sqrt(2 * LAYERS * passes)
+            sigma /= math.sqrt(2 * LAYERS * steps)
         measured = values.std().item()
         expected = sigma * (CUT if init == "scaled" else 1)
         # the standard error of a standard deviation is σ/√(2n)

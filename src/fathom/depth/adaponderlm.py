@@ -140,6 +140,10 @@ class AdaPonderLM(DepthMethod):
         self.watch = CollapseWatch(self.name, "lower prune, penalty or threshold, or raise gate_bias")
 
     @classmethod
+    def most_steps(cls, options) -> int:
+        return options.steps + 1
+
+    @classmethod
     def unsupported(cls, config, options):
         if options.top_k is not None and options.top_k > config.vocab_size:
             return f"top_k={options.top_k} exceeds vocab_size={config.vocab_size}"

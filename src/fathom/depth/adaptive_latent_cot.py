@@ -121,6 +121,10 @@ class AdaptiveLatentCoT(DepthMethod):
         return self.options.steps + 1
 
     @classmethod
+    def most_steps(cls, options) -> int:
+        return options.steps + 1
+
+    @classmethod
     def embed_scale(cls, config, options) -> float:
         # unit-variance rows for a table of deviation √(2/(5d)): a step's input is a normalised state, so
         return math.sqrt(2.5 * config.hidden_size)

@@ -192,8 +192,8 @@ class DepthMethod(Method):
 
     @classmethod
     def most_steps(cls, options: Any) -> int:
-        """Steps that a token runs at most, of an adaptive method."""
-        return options.steps + 1
+        """Forwards of the stack, one on the other's output, that a token runs at inference (at most, if adaptive)."""
+        return options.passes
 
     @classmethod
     def refuse_checkpoint(cls, stored: dict[str, Any], options: Any) -> str | None:

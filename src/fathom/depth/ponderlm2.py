@@ -114,6 +114,10 @@ class PonderLM2(DepthMethod):
             self.scale.copy_((table.square().mean() / thought).sqrt())
 
     @classmethod
+    def most_steps(cls, options) -> int:
+        return options.thoughts + 1
+
+    @classmethod
     def embed_scale(cls, config, options) -> float:
         # unit-variance rows for a table of deviation √(2/(5d)): a thought is a normalised state, of unit variance too
         return math.sqrt((1.0 if options.interpolation else 2.5) * config.hidden_size)

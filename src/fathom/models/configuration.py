@@ -235,6 +235,13 @@ class FathomConfig(PreTrainedConfig):
         return build_options("depth", self.depth).passes
 
     @property
+    def most_steps(self) -> int:
+        """Forwards of the stack, one on the other's output, per token at inference: the passes, or the slots that a
+        method runs one by one (Jacobi sweeps, which only parallelise them, not counted)."""
+        method: Any = lookup("depth", self.depth["name"])
+        return method.most_steps(build_options("depth", self.depth))
+
+    @property
     def is_vanilla(self) -> bool:
         """True when no method is active: the model is an ordinary decoder of its family."""
         return (self.depth["name"], self.mixer["name"], self.residual["name"]) == ("vanilla", "none", "standard")

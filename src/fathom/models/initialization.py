@@ -4,15 +4,15 @@
 |---|---|---|
 | input table, learned positions, head | TN(√(2/(5d))) | N(initializer_range) |
 | q, k, v, gate, up and method projections | TN(√(2/(5d))) | N(initializer_range) |
-| o_proj, down_proj (write to the residual stream) | TN(√(2/(5d)) / √(2·L·passes)) | N(initializer_range) |
+| o_proj, down_proj (write to the residual stream) | TN(√(2/(5d)) / √(2·L·steps)) | N(initializer_range) |
 | biases | 0 | 0 |
 | norm gains / shifts | 1 / 0 | 1 / 0 |
 | other parameters of a method | the method's `initialize_parameters` | the same |
 | embed_scale (config) | √d | 1 |
 
 N(σ) is the normal distribution of mean 0 and standard deviation σ, TN(σ) the same cut at ±3σ. d = hidden size, L =
-layers, passes = forwards of the stack per token at inference. Every method of a comparison is initialised by the same
-rule: the rule moves the loss more than most methods do.
+layers, steps = forwards of the stack, one on the other's output, that a token runs at inference (at most). Every method
+of a comparison is initialised by the same rule: the rule moves the loss more than most methods do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
         else:
             std = math.sqrt(2 / (5 * config.hidden_size))
             if getattr(module, "writes_residual", False):
-                std /= math.sqrt(2 * config.num_hidden_layers * config.passes)
+                std /= math.sqrt(2 * config.num_hidden_layers * config.most_steps)
             init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
