@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fathom.lineage.errors import CheckpointError
-from fathom.lineage.families import FAMILIES, Family, Geometry, geometry, gguf_config, gguf_family, roles
+from fathom.lineage.families import Family, Geometry, family_of, geometry, gguf_config, gguf_family, roles, without_role
 from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, open_store
 from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
 
@@ -60,7 +60,7 @@ def open_checkpoint(
     else:
         folder = path if path.is_dir() else path.parent
         config = _read_config(folder)
-        family = FAMILIES.get(config.get("model_type", ""), Family())
+        family = family_of(config)
         vocabulary = read_vocabulary(folder)
     return Checkpoint(
         str(source), store, config, family, geometry(config, family), vocabulary, torch.device(device), dtype
@@ -109,6 +109,15 @@ class Checkpoint:
         self._layer_names, self._names = roles(list(self.store.names()), self.family, self.geometry.layers)
         if "embed" not in self._names:
             raise CheckpointError(f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint")
+
+    @property
+    def extra(self) -> list[str]:
+        """Names of stored tensors that have no role: what `read` cannot give and no method compares."""
+        return without_role(list(self.store.names()), [*self._layer_names.values(), *self._names.values()])
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor by the name it is stored under."""
+        return self._load(name)
 
     def _load(self, name: str, rows: slice | None = None) -> Tensor:
         # Stored values travel as they are (bf16: half the bytes) and are widened and checked where they arrive.

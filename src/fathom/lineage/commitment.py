@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import CheckpointError
+from fathom.lineage.families import family_of
 from fathom.lineage.huref import DEFAULT, Fingerprint, HuRefOptions, fingerprint
 from fathom.lineage.weights import Weights
 
@@ -49,13 +50,16 @@ class CommitmentError(ValueError):
 
 
 def _tensors(model: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by role, in the order of their names, one at a time."""
+    """Every weight by role (those without one by their stored name), in the order of their names, one at a time."""
     names = ["embed", *(["head"] if not model.tied else []), *model.outer_roles()]
     entries: list[tuple[str, int, str]] = [(name, -1, name) for name in names]
     for layer in range(model.geometry.layers):
         entries += [(f"layers.{layer:05d}.{role}", layer, role) for role in model.unfused_roles(layer)]
+    entries += [(f"extra.{name}", -1, name) for name in model.extra]
     for key, layer, role in sorted(entries):
-        if layer >= 0:
+        if key.startswith("extra."):
+            yield key, model.stored(role)
+        elif layer >= 0:
             yield key, model.read(layer, role)
         elif role == "embed":
             yield key, model.embedding()
@@ -298,10 +302,8 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
 
 def _opened_model(record: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     """A model of which only some rows and layers are known; enough for HuRef."""
-    from fathom.lineage.families import FAMILIES, Family
-
     config = dict(record["config"])
-    family = FAMILIES.get(config.get("model_type", ""), Family())
+    family = family_of(config)
     renamed = {}
     for name, tensor in tensors.items():
         part = name.split(".", 2)

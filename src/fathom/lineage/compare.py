@@ -1,6 +1,7 @@
 """Two models, or many: run the methods, judge the scores, keep the evidence in one record."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,10 @@ Alignment = Literal["auto", "lap", "procrustes"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome for a pair. `score`, `z` and `method` are those of the deciding method; `details` holds all."""
+    """The outcome for a pair. `score`, `z` and `method` are those of the deciding method; `details` holds all.
+
+    not_compared: by model, parameters that no method reads (a Fathom method's own ones): how many, names, share of all.
+    """
 
     a: str
     b: str
@@ -33,6 +37,7 @@ class Comparison:
     reasons: list[str]
     details: dict[str, dict[str, Any]]
     layers: list[dict[str, Any]] = field(default_factory=list)
+    not_compared: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -110,9 +115,24 @@ def compare(
     reasons = [*best.reasons, *failures]
     for record in details.values():
         reasons += [note for note in record.get("notes", ()) if note not in reasons]
+    left_out = {side: found for side, model in (("a", a), ("b", b)) if (found := _not_compared(model))}
+    for side, found in left_out.items():
+        reasons.append(
+            f"{side}: {found['tensors']} tensors ({found['share']:.2%} of the parameters) were not compared, "
+            f"e.g. {found['names'][0]}"
+        )
     return Comparison(
-        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers
+        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers, left_out
     )  # fmt: skip
+
+
+def _not_compared(model: Checkpoint) -> dict[str, Any]:
+    def size(names: Iterable[str]) -> int:
+        return sum(math.prod(model.store.shape(name)) for name in names)
+
+    if not (extra := model.extra):
+        return {}
+    return {"tensors": len(extra), "share": size(extra) / size(model.store.names()), "names": extra}
 
 
 def _awm_record(result: AWMResult, verdict: Verdict) -> dict[str, Any]:

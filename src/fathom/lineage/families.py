@@ -7,7 +7,7 @@ rotate-half layout (rotary pair i = rows i and i + rotary/2), q/k/v apart, whate
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -139,6 +139,18 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(names=_LLAMA | {"up": "mlp.c_fc", "down": "mlp.c_proj"}, norm="layer"),
 }  # fmt: skip
 
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a Hugging Face configuration; unknown ones are read as Llama."""
+    if config.get("model_type") == "fathom":  # one naming, Llama's, for all its backbones
+        return Family(
+            norm="layer" if config.get("norm") == "layernorm" else "rms",
+            positions="embed_positions",
+            rotary=0.0 if config.get("positions") == "learned" else 1.0,
+        )
+    return FAMILIES.get(config.get("model_type", ""), Family())
+
+
 # Architectures whose GGUF rotary pairs are neighbours (llama.cpp's "norm" rope): its converter permutes q and k rows.
 _GGUF_INTERLEAVED = {
     "llama", "llama4", "deci", "baichuan", "internlm2", "minicpm", "xverse", "command-r", "cohere2", "olmo", "arctic",
@@ -254,6 +266,10 @@ _LAYER = re.compile(r"^(?P<prefix>.*?)(?:layers|h|blocks|blk)\.(?P<layer>\d+)\.(
 _FOREIGN = re.compile(
     r"(?:^|\.)(?:vision|visual|audio|image|vit|talker|code2wav|encoder|mm_|speech|mtp)", re.IGNORECASE
 )
+# What is no parameter: tables and masks that a configuration determines, scales of quantised weights.
+_DERIVED = re.compile(
+    r"(inv_freq|rope_freqs\.weight|masked_bias|attn\.bias|attention\.bias|_scale_inv|SCB|weight_format)$"
+)
 
 
 def language_prefix(names: list[str]) -> str:
@@ -272,6 +288,8 @@ def roles(names: list[str], family: Family, layers: int) -> tuple[dict[tuple[int
     """({(layer, role): tensor name}, {"embed" | "head" | "final_norm" | "positions"[.bias]: tensor name})."""
     prefix = language_prefix(names)
     role_of = {tail: role for role, tail in family.names.items() if tail}
+    # Outer names nearest to the root first: model.norm is the final norm, model.depth.norm is not.
+    names = sorted(names, key=lambda name: name.count("."))
     # A fixed expert number hides in the tail; `{e}` patterns are matched after it is lifted out.
     in_layer: dict[tuple[int, str], str] = {}
     outside: dict[str, str] = {}
@@ -295,3 +313,9 @@ def roles(names: list[str], family: Family, layers: int) -> tuple[dict[tuple[int
             if role := wanted.get(stem.rsplit(".", 1)[-1]):
                 outside.setdefault(role + bias, name)
     return in_layer, outside
+
+
+def without_role(names: list[str], known: Iterable[str]) -> list[str]:
+    """Tensors of the language model that no role names: parameters of a method that Fathom's lineage does not read."""
+    read = set(known)
+    return sorted(n for n in names if n not in read and not _FOREIGN.search(n) and not _DERIVED.search(n))

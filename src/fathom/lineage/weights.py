@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fathom.lineage.checkpoint import Checkpoint, join_fused, pairs_from_halves
 from fathom.lineage.errors import CheckpointError
-from fathom.lineage.families import FAMILIES, Family, Geometry, geometry
+from fathom.lineage.families import Family, Geometry, family_of, geometry
 from fathom.lineage.store import GGUFStore
 from fathom.lineage.vocabulary import spelled
 
@@ -45,7 +45,15 @@ class Weights:
 
     @classmethod
     def load(cls, model: Checkpoint) -> "Weights":
-        """Read everything. GGUF models become their Hugging Face family (llama, qwen2, qwen3, gemma3)."""
+        """Read everything. GGUF models become their Hugging Face family (llama, qwen2, qwen3, gemma3).
+
+        Raises CheckpointError for tensors without a role: they would be missing from the changed model.
+        """
+        if extra := model.extra:
+            raise CheckpointError(
+                f"{model.source}: {len(extra)} tensors have no role here (first: {extra[0]!r}), so the whole model "
+                "cannot be rewritten; compare and fingerprint still read what they need"
+            )
         config, family = deepcopy(model.config), model.family
         if isinstance(model.store, GGUFStore):
             config, family = _hub_config(model)
@@ -271,4 +279,4 @@ def _hub_config(model: Checkpoint) -> tuple[dict[str, Any], Family]:
         if kind == "gemma3_text":  # sliding layers turn faster; GGUF keeps only the global base
             slow, fast = {"rope_type": "default", "rope_theta": theta}, {"rope_type": "default", "rope_theta": 10_000.0}
             config["rope_parameters"] = {"full_attention": slow, "sliding_attention": fast}
-    return config, FAMILIES.get(kind, Family())
+    return config, family_of(config)
