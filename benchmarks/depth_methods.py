@@ -196,8 +196,9 @@ def main() -> None:
         write(args.out, results)
     if args.only != "training":
         blocks, new = (2, 4) if args.tiny else (7, 128)
-        results["rows"] += decoding(shape, sizes, vocab, (1, 32), device, blocks, new)
-        write(args.out, results)
+        for size in (1, 32):
+            results["rows"] += decoding(shape, sizes, vocab, (size,), device, blocks, new)
+            write(args.out, results)
 
 
 def write(path: str, results: dict[str, Any]) -> None:
