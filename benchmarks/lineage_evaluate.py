@@ -1,30 +1,32 @@
 """Every lineage method on every pair that can be made from the given models: AUC, pAUC, TPR at 1 % FPR, d', nulls.
 
-    python benchmarks/lineage_evaluate.py OUT.json MODEL [MODEL …] [--related A:B …] [--derive N] [--reef]
+    python benchmarks/lineage_evaluate.py OUT.json MODEL [MODEL …] [--related A:B …] [--derive N]
 
-Negatives: all pairs of the given models, except those named by --related (positives) or --by-design A:B (same
-seed, other
-data: listed apart). Positives: for the first N models (default 1) every exact and inexact attack. Models are
-folders or GGUF
-files; name them LABEL=PATH. OUT.json is rewritten after every pair.
+Negatives: all pairs of the given models, except those named by --related (positives) or --by-design A:B (same seed,
+other data: listed apart). Positives: for the first N models (default 1) every exact and inexact attack. Models are
+folders or GGUF files; name them LABEL=PATH. REEF compares hidden states on the same --texts passages (0 leaves
+it out). OUT.json is rewritten after every pair; its
+`summary` has AUC, pAUC, TPR, d' and the null of each method with the number of pairs behind it.
 """
 
 import argparse
 import json
+import lzma
 import math
 import os
 import platform
 import subprocess
 import time
+from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fathom.lineage.attack import apply_exact, probe_tokens
+from fathom.lineage.attack import apply_exact
 from fathom.lineage.awm import awm
-from fathom.lineage.baselines import activations, pcs, reef, sigma_profile
+from fathom.lineage.baselines import activations, pcs, reef, sigma_profile, token_ids
 from fathom.lineage.checkpoint import Checkpoint, open_checkpoint
 from fathom.lineage.detection import detection
 from fathom.lineage.errors import NoAnchorError
@@ -58,6 +60,20 @@ def score(a: Checkpoint, b: Checkpoint, methods: list[str]) -> dict[str, float]:
     return found
 
 
+def passages(count: int) -> list[str]:
+    """`count` passages of 40 words, evenly spaced over the validation text that comes with Fathom."""
+    file = files("fathom.data") / "corpus" / "validation.jsonl.xz"
+    with lzma.open(str(file), "rt", encoding="utf-8") as lines:
+        words = " ".join(json.loads(line)["text"] for line in lines).split()
+    return [" ".join(words[i * len(words) // count :][:40]) for i in range(count)]
+
+
+def states(model: Weights, texts: list[str]) -> torch.Tensor:
+    if model.vocabulary is None:
+        raise ValueError("REEF reads texts: every model needs its vocabulary")
+    return activations(model, [token_ids(text, model.vocabulary) for text in texts])
+
+
 def descendants(base: Weights, exact: list[str], inexact: list[str]):
     for name in exact:
         try:
@@ -88,7 +104,7 @@ def main() -> None:
     parser.add_argument("--exact", nargs="*", default=list(EXACT), help="exact transforms to derive")
     parser.add_argument("--inexact", nargs="*", default=list(INEXACT), help="inexact attacks to derive")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--reef", action="store_true", help="also REEF-style CKA (needs forward passes)")
+    parser.add_argument("--texts", type=int, default=64, help="passages for REEF; 0 leaves it out")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
@@ -108,17 +124,12 @@ def main() -> None:
         )
         write(args.out, args, pairs)
 
-    states = {}
-    if args.reef:
-        text = torch.Generator().manual_seed(0)
-        for label, model in models.items():
-            w = Weights.load(model)
-            ids = torch.randint(0, min(m.vocab_rows for m in models.values()), (64, 16), generator=text.manual_seed(0))
-            states[label] = activations(w, list(ids))
+    texts = passages(args.texts)
+    seen = {label: states(Weights.load(model), texts) for label, model in models.items()} if texts else {}
     for a, b in combinations(models, 2):
         found = score(models[a], models[b], args.methods)
-        if args.reef:
-            found["reef"] = reef(states[a], states[b])
+        if texts:
+            found["reef"] = reef(seen[a], seen[b])
         add(named.get(tuple(sorted((a, b))), "negative"), a, b, found)
     for label in list(models)[: args.derive]:
         base = Weights.load(models[label])
@@ -126,13 +137,18 @@ def main() -> None:
         own.source = label
         for name, child in descendants(base, args.exact, args.inexact):
             found = score(own, child.checkpoint(), args.methods)
-            if args.reef and len(child.tensors["embed"]) == len(base.tensors["embed"]) and child.renumbering is None:
-                ids = probe_tokens(base, 64 * 16).reshape(64, 16)
-                found["reef"] = reef(activations(base, list(ids)), activations(child, list(ids)))
+            if texts:
+                found["reef"] = reef(seen[label], states(child, texts))
             add("positive", label, f"{label}/{name}", found)
+    for method, found in write(args.out, args, pairs).items():
+        print(
+            f"{method:26} AUC {found['auc']:.3f}  pAUC {found['pauc']:.3f}  TPR@1% {found['tpr_at_1pct_fpr']:.3f}  "
+            f"d' {found['d_prime']:.1f}  gap {found['gap']:.3f}  null {found['null_mean']:.4f} ± "
+            f"{found['null_std']:.4f} (max {found['null_max']:.4f}, n = {found['negatives']})"
+        )
 
 
-def write(out: Path, args: argparse.Namespace, pairs: list[dict]) -> None:
+def write(out: Path, args: argparse.Namespace, pairs: list[dict]) -> dict[str, dict[str, float]]:
     summary = {}
     for method in sorted({m for p in pairs for m in p["scores"]}):
         values = {
@@ -151,6 +167,7 @@ def write(out: Path, args: argparse.Namespace, pairs: list[dict]) -> None:
     work = out.with_suffix(".tmp")
     work.write_text(json.dumps(record, indent=1))
     os.replace(work, out)
+    return summary
 
 
 if __name__ == "__main__":

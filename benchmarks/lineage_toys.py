@@ -1,19 +1,26 @@
 """Train small Llamas that are hard to tell apart: same data other seed, same seed other data, and their descendants.
 
-    python benchmarks/lineage_toys.py OUT_DIR TEXT.xz [--seeds 4] [--width 96] [--layers 3] [--steps 300] [--device cpu]
+    python benchmarks/lineage_toys.py OUT_DIR TEXT [TEXT …] [--seeds 4] [--width 96] [--layers 3] [--steps 300]
+    python benchmarks/lineage_toys.py OUT_DIR TEXT [TEXT …] --seconds 35 --seeds 6 --width 512 --layers 8 --batch 32 \
+        --length 512 --vocab 8192 --lr 1e-3 --chars 20000000 --device cuda
 
-TEXT: .txt, .jsonl or their .xz. Writes OUT_DIR/seed{i}, OUT_DIR/other-data (seed 0 on the second half of the text) and
-OUT_DIR/continued (seed 0, trained on with the second half): ordinary checkpoints with one shared byte-pair tokenizer.
+TEXT: .txt, .jsonl or their .xz. Writes OUT_DIR/seed{i}, trained on the first half of every text, OUT_DIR/other-data
+(seed 0 on the second halves) and OUT_DIR/continued (seed 0, trained on with the second halves), as stock Llama
+checkpoints with one shared byte-pair tokenizer, and OUT_DIR/training.json. With --seconds the number of steps is what
+the first model manages in that time, the same for all.
 """
 
 import argparse
 import json
 import lzma
+import time
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.models.checkpoints import save_stock
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -31,16 +38,17 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def train(
-    model: LlamaForCausalLM, ids: torch.Tensor, steps: int, batch: int, length: int, lr: float, seed: int
+    model: FathomForCausalLM, ids: torch.Tensor, steps: int, batch: int, length: int, lr: float, seed: int
 ) -> float:
-    device = next(model.parameters()).device
+    """AdamW with one cycle of the learning rate; returns the mean loss of the last tenth of the steps."""
+    device = ids.device
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, lr, total_steps=steps, pct_start=0.1)
-    loss = torch.zeros(())
-    for step in range(steps):
-        starts = torch.randint(0, len(ids) - length - 1, (batch,), generator=generator)
-        rows = torch.stack([ids[s : s + length] for s in starts]).to(device)
+    offsets, losses = torch.arange(length, device=device), []
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - length, (batch, 1), generator=generator).to(device)
+        rows = ids[starts + offsets]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(rows, labels=rows).loss
         loss.backward()
@@ -48,58 +56,76 @@ def train(
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
-        if step % max(1, steps // 5) == 0:
-            print(f"  step {step} loss {loss.item():.3f}", flush=True)
-    return loss.item()
+        losses.append(loss.detach())
+    return torch.stack(losses[-max(1, steps // 10) :]).mean().item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seconds", type=float, help="training time of one model, instead of --steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--chars", type=int, default=4_000_000)
+    parser.add_argument("--chars", type=int, default=4_000_000, help="of each text")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
-    text = read_text(args.text, args.chars)
+    texts = [read_text(path, args.chars) for path in args.texts]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=args.vocab, initial_alphabet=alphabet))
-    halves = [torch.tensor(tokenizer.encode(part).ids) for part in (text[: len(text) // 2], text[len(text) // 2 :])]
-    heads = max(2, args.width // 32)
-    config = LlamaConfig(
-        vocab_size=args.vocab, hidden_size=args.width, intermediate_size=args.width * 8 // 3 // 8 * 8,
-        num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2), head_dim=32,
-        max_position_embeddings=args.length, bos_token_id=None, eos_token_id=None, initializer_range=0.02,
+    # the tokenizer sees the beginning of each text: enough for its merges, and quick
+    begin = [text[:4_000_000] for text in texts]
+    tokenizer.train_from_iterator(begin, trainers.BpeTrainer(vocab_size=args.vocab, initial_alphabet=alphabet))
+    lines = [text.splitlines(keepends=True) for text in texts]
+    halves = []
+    for part in (lambda x: x[: len(x) // 2], lambda x: x[len(x) // 2 :]):
+        coded = tokenizer.encode_batch([line for text in lines for line in part(text)])
+        halves.append(torch.tensor([i for line in coded for i in line.ids]).to(args.device))
+    heads = max(2, args.width // 64)
+    config = FathomConfig(
+        vocab_size=args.vocab, hidden_size=args.width, intermediate_size=args.width * 8 // 3 // 32 * 32,
+        num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
+        head_dim=args.width // heads, max_position_embeddings=args.length, init="hf",
     )  # fmt: skip
 
-    def fresh(seed: int) -> LlamaForCausalLM:
+    def fresh(seed: int) -> FathomForCausalLM:
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(args.device)
+        return FathomForCausalLM(config).to(args.device)
 
-    def keep(model: LlamaForCausalLM, name: str, loss: float) -> None:
-        model.float().cpu().save_pretrained(args.out / name)
+    def run(model: FathomForCausalLM, half: int, seed: int, lr: float = args.lr, steps: int | None = None) -> float:
+        return train(model, halves[half], steps or args.steps, args.batch, args.length, lr, seed)
+
+    if args.seconds:
+        scratch = fresh(0)
+        for steps in (5, 20):  # once to warm up, once to measure
+            start = time.perf_counter()
+            run(scratch, 0, 0, steps=steps)
+        args.steps = max(20, int(args.seconds / (time.perf_counter() - start) * 20))
+    tokens = args.steps * args.batch * args.length
+    record = {"steps": args.steps, "tokens": tokens, "text_tokens": [len(half) for half in halves], "losses": {},
+              "width": args.width, "layers": args.layers}  # fmt: skip
+    print(json.dumps(record), flush=True)
+
+    def keep(model: FathomForCausalLM, name: str, loss: float) -> None:
+        save_stock(model.float(), args.out / name)
         tokenizer.save(str(args.out / name / "tokenizer.json"))
+        record["losses"][name] = loss
+        (args.out / "training.json").write_text(json.dumps(record, indent=1))
         print(f"{name}: loss {loss:.3f}", flush=True)
-
-    def run(model: LlamaForCausalLM, half: int, seed: int, lr: float = args.lr) -> float:
-        return train(model, halves[half], args.steps, args.batch, args.length, lr, seed)
 
     for seed in range(args.seeds):
         model = fresh(seed)
         keep(model, f"seed{seed}", run(model, 0, seed))
         if seed == 0:
-            model.to(args.device)
             keep(model, "continued", run(model, 1, 100, args.lr / 4))
     other = fresh(0)
     keep(other, "other-data", run(other, 1, 0))

@@ -15,7 +15,7 @@ from fathom.cli.lineage import app
 from fathom.lineage import commitment
 from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
-from fathom.lineage.baselines import activations, pcs, reef, sigma_profile
+from fathom.lineage.baselines import activations, pcs, reef, sigma_profile, token_ids
 from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.detection import detection
 from fathom.lineage.errors import NoAnchorError
@@ -290,3 +290,13 @@ def test_baselines_see_what_they_should(weights):
     assert reef(ours, ours) == pytest.approx(1)
     assert reef(ours, activations(apply_exact(base, "permute"), texts)) == pytest.approx(1, abs=1e-4)
     assert reef(ours, activations(weights("llama", 1).to(torch.float32), texts)) < 0.9
+
+
+def test_token_ids_read_one_text_with_any_vocabulary():
+    """Longest match, hand-worked; a renumbered vocabulary gives the renumbered ids."""
+    table = {b"a": 0, b" th": 1, b" the": 2, b"at": 3, b"r": 4, b"<bos>": 5}
+    assert token_ids("a theatr", table).tolist() == [5, 0, 2, 3, 4]
+    assert token_ids("a theatr", table, limit=3).tolist() == [5, 0, 2]
+    assert token_ids("?a?r", {t: 9 - i for t, i in table.items()}).tolist() == [4, 9, 5]
+    with pytest.raises(ValueError, match="nothing in common"):
+        token_ids("xyz", {b"a": 0})

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,25 @@ def sigma_profile(a: Checkpoint, b: Checkpoint) -> float:
         if all(c.std() > 0 for c in curves):
             scores.append(np.corrcoef(curves[0], curves[1])[0, 1])
     return float(np.mean(scores)) if scores else math.nan
+
+
+def token_ids(text: str, vocabulary: Mapping[bytes, int], limit: int = 32) -> Tensor:
+    """Up to `limit` ids of a text by greedy longest match, [T]: any two models read the same text without their
+    tokenizers.
+
+    Bytes that no token begins with are left out. A begin-of-sequence token is put first where the vocabulary has one.
+    Raises ValueError when nothing of the text is in the vocabulary.
+    """
+    data, longest, at = text.encode(), max(map(len, vocabulary)), 0
+    ids = [vocabulary[t] for t in (b"<bos>", b"<s>", b"<|begin_of_text|>") if t in vocabulary][:1]
+    while at < len(data) and len(ids) < limit:
+        size = next((n for n in range(min(longest, len(data) - at), 0, -1) if data[at : at + n] in vocabulary), None)
+        if size is not None:
+            ids.append(vocabulary[data[at : at + size]])
+        at += size or 1
+    if not ids:
+        raise ValueError(f"text: {text[:40]!r} has nothing in common with the vocabulary")
+    return torch.tensor(ids)
 
 
 def activations(weights: Weights, texts: list[Tensor]) -> Tensor:
