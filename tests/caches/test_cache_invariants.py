@@ -168,6 +168,21 @@ def test_one_call_equals_single_steps_where_the_method_is_sequential(ids, llama)
         assert relative(torch.cat(steps, 1), whole[:, 1:]) < 1e-5, name
 
 
+def test_turns_of_a_conversation_share_a_cache(method_name, ids, llama):
+    """A cache made under `compress`: the second turn goes on from it, and equals one made before entering."""
+    method, results = make(method_name, SMALL), []
+    caches = [build_cache(llama, method)]
+    with compress(llama, method):
+        caches.append(build_cache(llama, method))
+        for cache in caches:
+            first = llama.generate(ids[:, :30], **{CACHE_NAME: cache}, **GREEDY)
+            assert cache.get_seq_length() == first.shape[1] - 1
+            text = torch.cat((first, ids[:, 30:]), dim=1)
+            results.append(llama.generate(text, **{CACHE_NAME: cache}, **GREEDY))
+            assert cache.get_seq_length() == results[-1].shape[1] - 1
+    assert torch.equal(*results)
+
+
 def test_context_restores_the_model(method_name, ids, llama):
     before = {id(m): (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in llama.modules()}
     attention = llama.config._attn_implementation

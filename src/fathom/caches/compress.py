@@ -176,7 +176,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
 
 
 def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False) -> CompressedCache:
-    """An empty cache for this model and method: pass it to `generate` inside `compress`, or outside for `method.plain`.
+    """An empty cache for this model and method: pass it to `generate` under `compress`, or outside for `method.plain`.
 
     Outside `compress` the cache never sees the padding mask, so it takes one row at a time unless `equal_rows=True`
     states that no row is padded.
@@ -184,7 +184,10 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
     Raises:
         ValueError: as `compress`.
     """
-    return Binding(model, method).new_cache(equal_rows=equal_rows)
+    modules = versions.attention_modules(versions.causal_lm(model))
+    under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
+    binding = under if under is not None and under.method == method else Binding(model, method)
+    return binding.new_cache(equal_rows=equal_rows)
 
 
 @torch.no_grad()
