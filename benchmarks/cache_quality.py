@@ -53,13 +53,18 @@ def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def books(path: Path, tokenizer: Any, rows: int, tokens: int) -> torch.Tensor:
-    """`rows` books, `tokens` tokens from a tenth into each (past title pages)."""
+    """The first `rows` books that are long enough, `tokens` tokens from a tenth into each (past title pages)."""
+    ids: list[torch.Tensor] = []
     with lzma.open(path, "rt", encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file][:rows]
-    ids = []
-    for text in texts:
-        part = text[len(text) // 10 : len(text) // 10 + 12 * tokens]
-        ids.append(tokenizer(part, return_tensors="pt").input_ids[0, :tokens])
+        for line in file:
+            text = json.loads(line)["text"]
+            part = tokenizer(text[len(text) // 10 :][: 12 * tokens], return_tensors="pt").input_ids[0, :tokens]
+            if len(part) == tokens and len(ids) < rows:
+                ids.append(part)
+    if len(ids) < rows:
+        raise SystemExit(
+            f"--rows {rows}: {path} has {len(ids)} books of {tokens} tokens; use fewer rows or a shorter window"
+        )
     return torch.stack(ids)
 
 
@@ -77,7 +82,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--books", type=Path)
     parser.add_argument("--calibration", type=Path, help="books for codebooks; other text than --books")
-    parser.add_argument("--windows", type=int, nargs="+", default=[2048])
+    parser.add_argument("--scratch", type=Path, help="folder of codebooks and channel sets; default: beside OUT")
+    parser.add_argument("--windows", type=int, nargs="*", default=[2048])
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.125, 0.5, 0.0625])
     parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != "scored"])
     parser.add_argument("--rows", type=int, default=2)
@@ -93,7 +99,7 @@ def main() -> None:
     if args.tiny:
         args.model, args.windows, args.rows, args.dtype = "tiny", [256], 2, "bfloat16"
     model, tokenizer = load_model(args.model, args.device, getattr(torch, args.dtype))
-    shape = cache_shape(model, args.rows)
+    shape, scratch = cache_shape(model, args.rows), args.scratch or args.output.parent
     done: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
     done["about"] = {
         "model": args.model,
@@ -114,14 +120,14 @@ def main() -> None:
         return books(path, tokenizer, rows, tokens).to(args.device)
 
     def codebooks(fraction: float) -> str:
-        path = args.output.with_suffix(f".vqkv-{fraction}.safetensors")
+        path = scratch / f"{args.output.stem}.vqkv-{fraction}.safetensors"
         if not path.exists():
             ids = text(4, 256 if args.tiny else 2048, args.calibration)
             train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
         return str(path)
 
     def channels() -> str:
-        path = args.output.with_suffix(".channels.json")
+        path = scratch / f"{args.output.stem}.channels.json"
         if not path.exists():
             ids = text(2, 256 if args.tiny else 2048, args.calibration)
             search_channels(model, list(ids.split(1)), frequencies=ids.shape[1] // 16, n_local=64).save(path)
@@ -135,7 +141,7 @@ def main() -> None:
             files["channels"] = channels()
         return at_fraction(name, fraction, shape, tokens, **files)
 
-    started = time.perf_counter()
+    started, trained = time.perf_counter(), model.config.max_position_embeddings
 
     def record(key: str, make: Any, name: str, fraction: float, length: int) -> None:
         """Measure one cell, unless it is there or time is up."""
@@ -143,12 +149,17 @@ def main() -> None:
         if key in done["cells"] or start - started > 60 * args.minutes:
             return
         method = method_at(name, fraction, length)
+        beyond = length > trained
         if isinstance(method, NotReachable):
-            cell = {"not_reachable": method.minimum}
+            cell: dict[str, Any] = {"not_reachable": method.minimum}
+        elif beyond and name != "full" and not method.pre_rope:
+            cell = {"skipped": f"true positions beyond the trained context of {trained}"}
         else:
             cell = {**make(method, length), "method": method.to_dict()}
             if name == "vqkv":  # held once per model, so not among the bytes of a cache
                 cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
+        if beyond:
+            cell["beyond_trained_context"] = trained
         cell["seconds"] = round(time.perf_counter() - start, 1)
         done["cells"][key] = cell
         temporary = args.output.with_suffix(".part")
