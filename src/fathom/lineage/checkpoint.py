@@ -108,7 +108,9 @@ class Checkpoint:
     def __post_init__(self) -> None:
         self._layer_names, self._names = roles(list(self.store.names()), self.family, self.geometry.layers)
         if "embed" not in self._names:
-            raise CheckpointError(f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint")
+            raise CheckpointError(
+                f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint; is a shard missing?"
+            )
 
     @property
     def extra(self) -> list[str]:

@@ -26,7 +26,8 @@ _LLAMA = {
     "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm", "kv_b": "self_attn.kv_b_proj",
 }  # fmt: skip
 _LLAMA_MOE = _LLAMA | {
-    "router": "mlp.gate", "shared_router": "mlp.shared_expert_gate",
+    "router": "mlp.gate", "router_correction": "mlp.gate.e_score_correction_bias",
+    "shared_router": "mlp.shared_expert_gate",
     **{f"experts.{{e}}.{r}": f"mlp.experts.{{e}}.{r}_proj" for r in ("gate", "up", "down")},
     **{f"shared.{r}": f"mlp.shared_expert.{r}_proj" for r in ("gate", "up", "down")},
 }  # fmt: skip

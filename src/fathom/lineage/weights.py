@@ -162,7 +162,8 @@ class Weights:
             tail = family.names[base.replace(f"experts.{expert}.", "experts.{e}.")].replace("{e}", expert)
             if family.transposed and tensor.ndim == 2:
                 tensor = tensor.T
-            state[f"{family.blocks}{layer}.{tail}{bias}"] = tensor
+            # DeepSeek's e_score_correction_bias is a name of its own, not the bias of a module
+            state[f"{family.blocks}{layer}.{tail}{'' if tail.endswith('_bias') else bias}"] = tensor
         return {name: tensor.contiguous() for name, tensor in state.items()}
 
     def checkpoint(self, dtype: torch.dtype = torch.float32) -> Checkpoint:
