@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -259,6 +260,16 @@ def test_a_full_window_raises():
         model(ids[:, 26:27], **{CACHE_NAME: cache})
         with pytest.raises(ValueError, match="do not fit the window of 20"):
             model(ids[:, 27:28], **{CACHE_NAME: cache})
+
+
+def test_outgrown_affine_statistics_are_reported():
+    model, ids = get_model("llama"), long_ids()
+    with compress(model, FourierAttention(**SIZE)), pytest.warns(UserWarning, match="reconstruction='projection'"):
+        prefill(model, ids, chunk_size=16)
+    for method, chunk in ((FourierAttention(**SIZE), 50), (FourierAttention(reconstruction="projection", **SIZE), 16)):
+        with compress(model, method), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prefill(model, ids, chunk_size=chunk)
 
 
 def test_bytes_at_the_published_sizes():

@@ -64,7 +64,12 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
         candidates = [KIVI(bits=bits, residual=r) for bits in (8, 4, 2) for r in (128, 64, 32)]
     elif name == "fourier_attention":
         sizes = [(n, local) for n in (512, 256, 128, 64, 32) for local in (1024, 512, 256, 128, 64)]
-        common = {"window": tokens, **{key: value for key, value in files.items() if key == "channels"}}
+        # texts are read in parts here, and the statistics of "affine" hold for the first part only
+        common = {
+            "window": tokens,
+            "reconstruction": "projection",
+            **{key: value for key, value in files.items() if key == "channels"},
+        }
         candidates = [FourierAttention(frequencies=n, n_local=local, **common) for n, local in sizes if 2 * n < tokens]
     elif name == "vqkv":
         from fathom.caches.vqkv import VQKV

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -19,6 +20,7 @@ from fathom.ops import fourier_coefficients as fourier
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 
 TOKENS_AT_ONCE = 1024  # rebuilt at a time for calls of several tokens
+OUTGROWN = 2  # a middle this many times as long as at compression has outgrown the affine statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,8 @@ class FourierAttention(CacheMethod):
     channels: JSON from `search_channels`; "" for the data-free rule (first dims in RoPE order, the paper's ratios).
     window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
     rounded up to an FFT-friendly length. A full window raises.
-    reconstruction: "affine" (the paper's, statistics frozen at compression) or "projection" (orthogonal, none).
+    reconstruction: "affine" (the paper's: statistics frozen at compression, so read the prompt in one call) or
+    "projection" (orthogonal, no statistics, right however the text is read).
     attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same, but one kernel
     reads the raw channels; on a GPU) or "dense" (rebuild, then attend: the reference). Keys post-RoPE at their true
     positions.
@@ -192,7 +195,7 @@ class FourierState(State):
                 scale, shift = affine_repair(x, rebuilt)
                 setattr(self, f"scale_{name}", scale)
                 setattr(self, f"shift_{name}", shift)
-        self.middle = middle
+        self.middle = self.middle_at_compression = middle
 
     def slide(self) -> None:
         """Move local tokens beyond n_local into the middle: raw channels appended, coefficients updated."""
@@ -212,6 +215,12 @@ class FourierState(State):
             )
             setattr(self, f"coefficients_{name}", coefficients + update @ x)
         self.middle += leavers
+        if self.method.reconstruction == "affine" and self.middle > OUTGROWN * self.middle_at_compression:
+            warnings.warn(
+                f"FourierAttention: the affine statistics were taken over {self.middle_at_compression} middle tokens and "
+                "no longer fit: use reconstruction='projection', or read the whole prompt in one call",
+                stacklevel=2,
+            )
 
     def check_window(self, middle: int) -> None:
         if middle > self.window:
