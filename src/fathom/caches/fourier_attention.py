@@ -217,7 +217,7 @@ class FourierState(State):
         self.middle += leavers
         if self.method.reconstruction == "affine" and self.middle > OUTGROWN * self.middle_at_compression:
             warnings.warn(
-                f"FourierAttention: the affine statistics were taken over {self.middle_at_compression} middle tokens and "
+                f"FourierAttention: affine statistics were taken over {self.middle_at_compression} middle tokens and "
                 "no longer fit: use reconstruction='projection', or read the whole prompt in one call",
                 stacklevel=2,
             )
