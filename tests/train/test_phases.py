@@ -120,3 +120,30 @@ def test_measured_flops_go_on_after_a_stop(recipe, data, tmp_path):
     resumed = train_run(recipe(), method, seed=0, folder=tmp_path / "run", data=data)
     assert resumed.train_flops == pytest.approx(whole.train_flops)
     assert [line.get("mean_steps") for line in resumed.history] == [line.get("mean_steps") for line in whole.history]
+
+
+@pytest.mark.parametrize(
+    ("depth", "weight", "high"),
+    [
+        ({"name": "ponderlm3", "thoughts": 2}, "penalty_weight", 2.0),  # the mean number of thoughts
+        ({"name": "adaponderlm", "steps": 2, "gate_bias": 1.0, "prune_from": 0.0, "prune_full": 0.01}, "penalty", 5.0),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_logged_loss_is_without_the_penalty(recipe, data, tmp_path, depth, weight, high, accumulation):
+    """At a learning rate of nothing the weights, and so the cross-entropy, are the same with and without a penalty."""
+    runs = [
+        train_run(
+            recipe(gradient_accumulation=accumulation, lr=1e-9, log_every=3),
+            MethodConfig("m", {"depth": {**depth, weight: value}}),
+            seed=0,
+            folder=tmp_path / str(value),
+            data=data,
+        )
+        for value in (0.0, 1.0)
+    ]
+    plain, penalised = ([line for line in run.history if "loss" in line] for run in runs)
+    assert [line["loss"] for line in penalised] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+    assert all(not line.get("penalty") for line in plain)
+    assert any(0.01 < abs(line["penalty"]) < high for line in penalised)
+    assert runs[1].train_loss == penalised[-1]["loss"]

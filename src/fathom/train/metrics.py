@@ -2,9 +2,10 @@
 
 Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second and
 peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
-counts these (on rank 0's tokens). Validation lines have step, tokens, train_flops and validation_loss. Losses are nats
-per target token, null where not finite. `seconds` is training alone, over all restarts; tokens per second is since the
-last line.
+counts these (on rank 0's tokens). A method that adds penalties to the training loss also has penalty, their sum: `loss`
+is without them, so that it compares with other methods' and with the held-out loss. Validation lines have step, tokens,
+train_flops and validation_loss. Losses are nats per target token, null where not finite. `seconds` is training alone,
+over all restarts; tokens per second is since the last line.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from fathom.depth.base import DepthMethod
 from fathom.train.atomic import write_text
 
 FILE = "metrics.jsonl"
@@ -47,15 +49,14 @@ class Metrics(TrainerCallback):
         folder: Path,
         tokens_per_step: int,
         flops_per_token: Callable[[Sequence[float] | None], float],
-        depth: torch.nn.Module | None = None,
+        depth: DepthMethod,
     ) -> None:
-        """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all.
-        `depth`: the method whose tokens stop on their own, step by step; None for others."""
+        """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all."""
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
-        self.adaptive = depth is not None
+        self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
-        if depth is not None:
-            depth.register_forward_hook(self._count)
+        self.penalties: list[torch.Tensor] = []  # of every forward since the last training line
+        depth.register_forward_hook(self._count)
         self.train_flops, self._counted = 0.0, 0  # up to which step
         self.seconds = 0.0
         self._mark = 0.0
@@ -82,10 +83,15 @@ class Metrics(TrainerCallback):
             step, seconds = self._last
             speed = (state.global_step - step) * self.tokens_per_step / max(self.seconds - seconds, 1e-9)
             self._last = (state.global_step, self.seconds)
+            penalty = {}
+            if self.penalties:
+                penalty["penalty"] = self._mean_penalty((state.global_step - step) * args.gradient_accumulation_steps)
+                logs.update(penalty, loss=logs["loss"] - penalty["penalty"])  # for the callbacks after this one
             self._write(
                 state,
                 seconds=round(self.seconds, 3),
                 loss=logs["loss"],
+                **penalty,
                 learning_rate=logs["learning_rate"],
                 grad_norm=logs.get("grad_norm"),
                 tokens_per_second=round(speed, 1),
@@ -106,10 +112,21 @@ class Metrics(TrainerCallback):
         self._mark = now
 
     def _count(self, depth: Any, arguments: Any, output: Any) -> None:
-        if depth.training:
+        if depth.training and output.losses:
+            self.penalties.append(sum(output.losses.values()).detach())
+        if depth.training and self.adaptive:
             passes = output.trace["passes"]
             shares = [(passes > step).double().mean() for step in range(depth.most_steps(depth.options))]
             self.ran.append(torch.stack(shares))
+
+    def _mean_penalty(self, forwards: int) -> float:
+        """Of the forwards since the last training line (some may have had none), of all ranks, as the loss is."""
+        mean = torch.stack(self.penalties).sum() / forwards
+        self.penalties.clear()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(mean)
+            mean /= torch.distributed.get_world_size()
+        return mean.item()
 
     def _add_flops(self, state: Any) -> float | None:
         """Count the steps since the last time; returns how many steps a token ran in them."""

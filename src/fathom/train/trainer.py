@@ -205,7 +205,7 @@ def train_run(
         folder,
         tokens_per_step,
         lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
-        model.depth if model.depth.segments else None,
+        model.depth,
     )
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
