@@ -47,6 +47,12 @@ def test_bpe_is_deterministic_and_survives_saving(bpe: PreTrainedTokenizerFast, 
     assert loaded.eos_token_id == 0 and tokenizer_hash(loaded) == tokenizer_hash(bpe)
 
 
+def test_bpe_pads_a_batch_on_the_left(bpe: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bpe.save_pretrained(tmp_path)
+    batch = load_tokenizer(str(tmp_path))(["The sun", "x"], padding=True)
+    assert batch["attention_mask"][1][-1] == 1 and batch["attention_mask"][1][0] == 0
+
+
 @pytest.mark.parametrize("text", [*DOCUMENTS[:2], HARD])
 def test_byte_lengths_add_up_to_the_text(bpe: PreTrainedTokenizerFast, text: str) -> None:
     for tokenizer in (bpe, sentencepiece_style()):

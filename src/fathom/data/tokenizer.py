@@ -18,6 +18,7 @@ BPE_TRAINING_CHARACTERS = 100_000_000  # merges of a longer text barely change; 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE (GPT-2's splitting rule) of at most `vocab_size` tokens; id 0 is the EOS token `<|endoftext|>`.
+    It pads too, on the left.
 
     Deterministic: the same documents give the same merges. Learns from the first `BPE_TRAINING_CHARACTERS` characters.
     """
@@ -31,7 +32,13 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
         show_progress=False,
     )
     tokenizer.train_from_iterator(_beginning(documents), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=EOS,
+        padding_side="left",  # what `generate` needs of a batch
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
