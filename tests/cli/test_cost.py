@@ -76,6 +76,12 @@ def test_mixing_columns_where_layers_are_mixed(run, recipe):
     assert "mixing bytes" in out.splitlines()[0] and out.splitlines()[-1].startswith("mixing:")
 
 
+def test_says_that_no_token_is_taken_to_stop_early(run, recipe):
+    assert "all its steps" not in run(recipe)[1]
+    recipe.write_text(RECIPE.replace("name: loop, passes: 2", "name: adaponderlm"))
+    assert "every token ran all its steps: twice." in run(recipe)[1]
+
+
 @pytest.mark.parametrize("save", [save_fathom, save_stock], ids=["fathom", "stock"])
 def test_checkpoint_needs_its_config_only(run, tmp_path, save):
     from transformers import AutoModelForCausalLM

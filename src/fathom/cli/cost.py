@@ -40,6 +40,8 @@ def command(
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
     """
+    from fathom.models.registry import lookup
+
     if model.endswith((".yaml", ".yml")):
         length, dtype, checkpointing, configs = _recipe(model)
     else:
@@ -52,12 +54,17 @@ def command(
         return
     typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
     mixing = any(row["mixing_flops_per_token"] for row in rows)
+    stopping = [name for name, config in configs if lookup("depth", config.depth["name"]).adaptive]
     typer.echo(
         f"\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
         "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
         f"training: matrix products of forward and backward{' with gradient checkpointing' if checkpointing else ''}. "
         f"KV bytes: per token, in {str(dtype).removeprefix('torch.')}."
         + ("\nmixing: a cross-layer method's scores, projections and weighted sums; the bytes they move." * mixing)
+        + (
+            f"\nAs if every token ran all its steps: {', '.join(stopping)}. `fathom inspect` counts those that run."
+            * bool(stopping)
+        )
     )
 
 
