@@ -3,7 +3,7 @@
     python benchmarks/cache_quality_plot.py OUT.json FOLDER
 
 Prints Markdown tables; writes FOLDER/<stem of OUT>_bytes.png (perplexity and recall against real bytes) and
-_position.png (extra loss against position at each fraction, for the longest window).
+_position.png (extra loss against position at each fraction, for the longest window that has them all).
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def main() -> None:
     figure.tight_layout()
     figure.savefig(args.folder / f"{args.results.stem}_bytes.png", dpi=110)
 
-    longest = max(length for task, length in tables if task == "perplexity")
+    windows = [length for task, length in tables if task == "perplexity"]
+    measured = {length: {key[3] for key in cells if key[:2] == ("perplexity", length)} for length in windows}
+    longest = max(length for length in windows if len(measured[length]) == max(map(len, measured.values())))
     full_curve = cells["perplexity", longest, "full", 1.0]["nll_by_position"]
     figure, axes = plt.subplots(1, len(fractions), figsize=(4.2 * len(fractions), 4), squeeze=False, sharey=True)
     middle = [(i + 0.5) * longest / len(full_curve) for i in range(len(full_curve))]
@@ -100,7 +102,7 @@ def main() -> None:
             if curve:
                 axis.plot(middle, [a - b for a, b in zip(curve, full_curve)], label=name, **style(name))
         axis.set(title=f"1/{round(1 / fraction)} of the bytes", xlabel="position")
-        axis.legend(fontsize=7)
+    axes[0][0].legend(fontsize=7)
     axes[0][0].set_ylabel(f"extra loss against full, nats ({longest:,} tokens)")
     figure.tight_layout()
     figure.savefig(args.folder / f"{args.results.stem}_position.png", dpi=110)
