@@ -270,3 +270,15 @@ def test_the_bias_of_a_ragged_cache_follows_its_rows():
         assert cache.layers[0].bias[:, 0].tolist() == [7.0 * row for row in rows]
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.layers[0].bias is None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+def test_documents_packed_by_position_ids_are_apart_slot_by_slot_too(name, rows):
+    """Without a cache, position ids that restart start a document: its logits are those of the document alone."""
+    model = tiny_model(depth={"name": name, "thoughts": 2, "prefill": "sequential"})
+    ids, positions = tokens(2, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(rows, -1)
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        assert_close(packed[:, :4], model(ids[:, :4]).logits)
+        assert_close(packed[:, 4:], model(ids[:, 4:]).logits)

@@ -135,7 +135,7 @@ class PonderLM2(DepthMethod):
 
     def sequential(self, stack, embeddings, vocabulary):
         """The definition: K + 1 forwards of one slot for every token."""
-        stack, outputs = stack.with_cache(), []
+        stack, outputs = stack.with_cache(len(embeddings)), []
         for token in range(embeddings.shape[1]):
             hidden_states = embeddings[:, token : token + 1]
             for step in range(self.slots):

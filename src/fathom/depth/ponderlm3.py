@@ -181,7 +181,7 @@ class PonderLM3(DepthMethod):
 
     def sequential(self, stack, embeddings) -> DepthOutput:
         """The definition: one slot after the other, as many a token as the batch's longest row takes."""
-        stack, outputs, shares, runs = stack.with_cache(), [], [], []
+        stack, outputs, shares, runs = stack.with_cache(len(embeddings)), [], [], []
         length = embeddings.shape[1]
         real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
         for token in range(length):

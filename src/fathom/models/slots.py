@@ -259,12 +259,18 @@ class SlotStack(Stack):
     stages: int = 1  # slots a token in the cache
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
     layer: type[SlotLayer] = SlotLayer  # of the cache
+    documents: Int[Tensor, "B T"] | None = None  # the document of every token, where one token after the other runs
 
-    def with_cache(self) -> SlotStack:
-        """With an empty cache where the caller wants none, for methods that run slot by slot."""
+    def with_cache(self, rows: int) -> SlotStack:
+        """With an empty cache where the caller wants none, for methods that run slot by slot over `rows` rows."""
         if self.cache is not None:
             return self
-        return dataclasses.replace(self, cache=Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers]))
+        documents = None
+        if self.packed and self.attention_mask is None:  # as where no cache is used, restarts are documents
+            positions = self.position_ids.expand(rows, -1)
+            documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        cache = Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers])
+        return dataclasses.replace(self, cache=cache, documents=documents)
 
     def cached_steps(self) -> Int[Tensor, " slots"]:
         """The stage of every cached slot within its token."""
@@ -288,10 +294,12 @@ class SlotStack(Stack):
             positions = positions.repeat_interleave(stages, dim=1)
         else:
             steps, positions = torch.full((1,), step, device=device), positions[:, token : token + 1]
-        valid = None
-        if self.attention_mask is not None:
+        valid, real = None, self.attention_mask
+        if self.documents is not None and token is not None:
+            real = self.documents == self.documents[:, token : token + 1]
+        if real is not None:
             of_token = (torch.cat((self.cached_steps(), steps)) == 0).cumsum(0) - 1
-            valid = self.attention_mask[:, of_token].bool()
+            valid = real[:, of_token].bool()
         held: Any = None if self.cache is None else self.cache.layers[0]
         if getattr(held, "bias", None) is not None:
             new = held.bias.new_zeros(len(held.bias), len(steps)) if key_bias is None else key_bias
