@@ -40,7 +40,7 @@ def command(
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
     """
-    from fathom.models.registry import lookup
+    from fathom.evaluate.steps import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
         length, dtype, checkpointing, configs = _recipe(model)
@@ -54,7 +54,7 @@ def command(
         return
     typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
     mixing = any(row["mixing_flops_per_token"] for row in rows)
-    stopping = [name for name, config in configs if lookup("depth", config.depth["name"]).adaptive]
+    stopping = [name for name, config in configs if is_adaptive(config)]
     typer.echo(
         f"\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
         "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
