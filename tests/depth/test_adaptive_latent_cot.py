@@ -344,7 +344,7 @@ def test_act_is_graves_algorithm():
 @torch.no_grad()
 def test_exit_gate_trains_on_every_exit_and_reads_one():
     """Ouro: Σ_k exit_k·CE_k − λ·H(exit) in training; at inference the first state with a CDF of 1 − τ."""
-    model, ids = make(halting="exit_gate", threshold=0.3, penalty=0.2), tokens(2, 7)
+    model, ids = make(halting="exit_gate", threshold=0.5, penalty=0.2), tokens(2, 7)
     force = same_weights(model, depth={"name": "adaptive_latent_cot", "steps": 3, "halting": "fixed"})
     _, found = traced(copy.deepcopy(model).train(), ids, labels=ids)
     seen = []
@@ -366,9 +366,9 @@ def test_exit_gate_trains_on_every_exit_and_reads_one():
     assert model.train()(ids, labels=ids).loss.item() == pytest.approx(expected.item(), rel=1e-9)
     result, read = traced(model.eval(), ids)
     passes = read.trace["passes"]
-    assert passes.unique().numel() > 1
+    assert 0 < (passes == 1).sum() < passes.numel()
     first = torch.tensor([[seen[0][b, t] @ router.weight + router.bias for t in range(7)] for b in range(2)]).sigmoid()
-    assert torch.equal(passes == 1, first >= 0.7)
+    assert torch.equal(passes == 1, first >= 0.5)
     one = passes == 1
     assert_close(result.logits[one], model.lm_head(seen[0])[one], 1e-9)
 

@@ -100,13 +100,13 @@ def slots_run(model, ids):
 def test_both_modes_equal_the_definition(family, options, threshold):
     options = {"threshold": threshold, **options}
     ids = tokens(2, 6)
-    model = make(family, sweeps=5 * options["thoughts"], **options)
+    model = make(family, spread=12.0, sweeps=5 * options["thoughts"], **options)
     expected = oracle(model, ids)
     if threshold:  # tokens differ
         ran = slots_run(model, ids)
         assert len({*ran[0], *ran[1]}) > 1
     assert_close(model(ids).logits, expected, 1e-9)
-    exact = make(family, prefill="sequential", **options)
+    exact = make(family, spread=12.0, prefill="sequential", **options)
     assert_close(exact(ids).logits, expected, 1e-9)
     assert_close(exact(ids, use_cache=False).logits, expected, 1e-9)
 
