@@ -221,7 +221,8 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
     if kinds:
         raise ValueError(
             f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
-            f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache()"
+            f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache(), "
+            "and no cache_implementation to generate()"
         )
     layers[:] = [kind(stages) for _ in range(config.num_hidden_layers)]
 

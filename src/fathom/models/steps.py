@@ -216,7 +216,8 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
     if kinds:
         raise ValueError(
             f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kinds))}, but depth={depth!r} keeps as "
-            "many slots as a token runs, which only dynamic layers hold; pass a DynamicCache()"
+            "many slots as a token runs, which only dynamic layers hold; pass a DynamicCache(), "
+            "and no cache_implementation to generate()"
         )
     layers[:] = [StepLayer(segments) for _ in range(config.num_hidden_layers)]
 
