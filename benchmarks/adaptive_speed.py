@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fathom.models.staggered import generate_staggered
-from speed import environment, free, make_fathom, shape, synchronize, take_turns
+from speed import environment, free, make_fathom, seconds_of, shape, take_turns
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
 TINY = {"32x2": shape(32, 64, 2, 4, 2)}
@@ -93,15 +92,6 @@ def report(kind: str, depth: dict[str, Any], mean: float, figures: dict, fixed: 
     return row
 
 
-def timed(device: str, run: Any, repeats: int) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
-
-
 def prefill(args, sizes, vocab, device, dtype, means, batch, length, blocks) -> list[dict]:
     rows = []
     tokens = torch.randint(0, vocab, (batch, length), device=device)
@@ -121,7 +111,7 @@ def prefill(args, sizes, vocab, device, dtype, means, batch, length, blocks) -> 
             for name in forward:
                 run(name), run(name)
             adaptive.passes.clear()
-            figures = take_turns({n: lambda n=n: timed(device, lambda: run(n), 3) for n in forward}, blocks)
+            figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in forward}, blocks)
             facts = {"batch": batch, "length": length, "compile": args.compile}
             rows.append(report("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts))
         del fixed, adaptive, forward
@@ -159,7 +149,7 @@ def training(args, sizes, vocab, device, means, batch, length, blocks) -> list[d
             steps[name] = step
             step(), step()
             watched.passes.clear()
-        figures = take_turns({n: lambda s=s: timed(device, s, 2) for n, s in steps.items()}, blocks)
+        figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
         for name in ("mixture", "step"):
             facts = {"batch": batch, "length": length, "compile": args.compile, "correctness_from": name}
             rows.append(report("training", COT, models[name].mean(), figures[name], figures["fixed"], **facts))
@@ -197,7 +187,7 @@ def decoding(args, sizes, vocab, device, dtype, means, batches, prompt, new, blo
                     "batch": batch, "prompt": prompt, "new": new, "staggered_equals_generate": agree,
                     "mean_of_slowest_row": steps.amax(0).mean().item(),
                 }  # fmt: skip
-                figures = take_turns({n: lambda r=r: timed(device, r, 1) for n, r in runs.items()}, blocks)
+                figures = take_turns({n: lambda r=r: seconds_of(r, device, 1) for n, r in runs.items()}, blocks)
                 for name in ("lockstep", "staggered"):
                     mean_steps = steps.mean().item()
                     rows.append(

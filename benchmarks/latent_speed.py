@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from fathom.cost import forward_flops_per_token
 from fathom.cost.sizes import kv_bytes_per_token
 from fathom.models.decoder import Stack
 from fathom.ops.biased_attention import KeyBias, biased_attention, block_mask, causal
-from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, synchronize, take_turns
+from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, seconds_of, synchronize, take_turns
 
 FIXED = {"sweeps": 3, "random_sweeps": False}
 PONDERLM2: dict[str, Any] = {"name": "ponderlm2", "thoughts": 1, **FIXED}
@@ -60,15 +59,6 @@ class Step(TrainingStep):
     def __call__(self, steps: int) -> float:
         self.compiled = self.model if self.by_pass else self.compiled
         return super().__call__(steps)
-
-
-def time_of(run: Callable[[], Any], device: str, repeats: int) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
 
 
 def attention(sizes: dict, batch: int, length: int, device: str, blocks: int, repeats: int) -> list[dict]:
@@ -114,7 +104,7 @@ def attention(sizes: dict, batch: int, length: int, device: str, blocks: int, re
     for form in forms.values():
         for _ in range(3):
             both(form)
-    timed = take_turns({n: lambda f=f: time_of(lambda: both(f), device, repeats) for n, f in forms.items()}, blocks)
+    timed = take_turns({n: lambda f=f: seconds_of(lambda: both(f), device, repeats) for n, f in forms.items()}, blocks)
     pairs = length * (length + 1) / 2
     rows = []
     for name, figures in timed.items():

@@ -59,6 +59,16 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def seconds_of(run: Callable[[], Any], device: str, repeats: int) -> float:
+    """Seconds of one call, the mean of `repeats` in a row, the device waited for."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
 class TrainingStep:
     """One optimiser step of a compiled model on fixed random tokens."""
 

@@ -175,7 +175,7 @@ def test_fine_tuning_keeps_the_family(weights, tmp_path, rank):
 
 
 @pytest.fixture
-def test_nulls(monkeypatch):
+def nulls_of_tiny_models(monkeypatch):
     """Nulls at the width of the tiny models, so that verdicts here do not hang on the shipped calibration."""
     made = [Null(f"hardened-{m}", 32, 256, 20, 0.0, 0.04, 0.15, "test") for m in ("lap", "procrustes")]
     made.append(Null("huref-ics", 32, 256, 20, 0.0, 1.0, 5.0, "test", perfect=100.0))
@@ -185,7 +185,7 @@ def test_nulls(monkeypatch):
 # ── command line ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_compare_json_keys_codes_and_page(folders, tmp_path, test_nulls):
+def test_compare_json_keys_codes_and_page(folders, tmp_path, nulls_of_tiny_models):
     record = json.loads(run("compare", folders("llama"), folders("llama"), "--json", "--html", tmp_path / "c.html"))
     assert {"verdict", "score", "z", "p", "method", "coverage", "reasons", "details", "layers"} <= set(record)
     assert record["verdict"] == "related" and record["score"] == pytest.approx(1, abs=1e-4)
@@ -248,7 +248,7 @@ def test_fingerprint_and_verify(folders, tmp_path):
     assert "MISMATCH signature" in run("verify", mark, code=1)
 
 
-def test_matrix_merge_and_attack(folders, weights, tmp_path, test_nulls):
+def test_matrix_merge_and_attack(folders, weights, tmp_path, nulls_of_tiny_models):
     child = apply_exact(weights("llama"), "heads").save(tmp_path / "child")
     record = json.loads(run("matrix", folders("llama"), folders("llama", 1), child, "-o", tmp_path / "m.png", "--json"))
     assert record["scores"][0][2] > 0.999 > 0.2 > record["scores"][0][1]

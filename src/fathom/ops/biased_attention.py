@@ -31,6 +31,7 @@ Sees = Callable[[Tensor, Tensor], Tensor]
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
+    """The rule of ordinary decoders: a slot sees itself and all earlier ones."""
     return key <= query
 
 
@@ -73,6 +74,7 @@ class KeyBias:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
+    """FlexAttention as a kernel, compiled once; uncompiled it would build every score."""
     return torch.compile(flex_attention)
 
 
