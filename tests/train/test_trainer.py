@@ -294,7 +294,7 @@ def test_a_second_process_waits_for_the_sweep_of_the_first(recipe, data, folder)
     second = threading.Thread(
         target=lambda: found.append(sweep_lr(swept, VANILLA, seed=0, folder=folder, data=data)), daemon=True
     )
-    with FileLock(folder / ".lock"):
+    with FileLock(folder / "lr-0.001.lock"):
         second.start()
         second.join(1.0)
         assert second.is_alive() and not found

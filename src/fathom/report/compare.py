@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,16 @@ from fathom.report.measure import measure, unigram_bits_per_byte
 from fathom.report.page import write_report
 from fathom.report.plan import Planned, plan
 from fathom.report.results import Results, Run, Trial
-from fathom.train import LearningRateSweep, Recipe, load_recipe, sweep_lr
+from fathom.train import (
+    LearningRateSweep,
+    MethodConfig,
+    Recipe,
+    TrainResult,
+    best_of,
+    candidates,
+    load_recipe,
+    try_lr,
+)
 
 
 def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] = print) -> Results:
@@ -64,41 +73,59 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     )
     say(f"Unigram baseline: {results.unigram_bits_per_byte:.3f} bits per byte")
 
-    with _workers(devices) as pool:
-        models = {model.model_folder: model for model in planned}
-        tasks: dict[str, tuple[Any, ...]]
-        tasks = {name: (_sweep, model, recipe, data, folder) for name, model in models.items()}
-        sweeps: dict[str, LearningRateSweep] = {}
-        failures: list[str] = []
-        for name, sweep in _run(tasks, pool, folder):
-            if isinstance(sweep, Exception):
-                failures.append(f"{name}, learning-rate sweep: {sweep}")
-            else:
-                sweeps[name] = sweep
-        results = replace(
-            results, failures=failures, trials=[t for m in models if m in sweeps for t in _trials(models[m], sweeps[m])]
-        )
+    models = {model.model_folder: model for model in planned}
+    tasks: dict[str, tuple[Any, ...]] = {}
+    tried: dict[str, tuple[str, float]] = {}  # by trial: the model whose learning rate it tries, and the rate
+    sweeps: dict[str, dict[float, TrainResult | None]] = {}  # by model: its candidates and what came of them
+    trials_of: dict[str, list[Trial]] = {}
+    failures: list[str] = []
+    finished: dict[str, Run] = {}
 
-        tasks = {  # by folder: budgets that ask for the same run share it
-            run.folder: (measure, run, sweeps[run.model_folder].best, recipe, data, folder)
-            for run in planned
-            if run.model_folder in sweeps
-        }
-        finished: dict[str, Run] = {}
-        for name, run in _run(tasks, pool, folder):
-            if isinstance(run, Exception):
-                failures.append(f"{name}: {run}")
-                say(f"{name} failed: {run}")
-                continue
-            finished[name] = run
-            runs = [
-                replace(finished[p.folder], budget=p.budget, residual_percent=p.residual_percent)
-                for p in planned
-                if p.folder in finished
-            ]
-            results = replace(results, failures=failures, runs=runs)
-            results.save(folder / "results.json")
-            say(f"{name}: {run.bits_per_byte:.3f} bits per byte ({len(finished)} of {len(tasks)})")
+    def start_runs(name: str, lr: float) -> None:
+        for run in planned:  # by folder: budgets that ask for the same run share it
+            if run.model_folder == name:
+                tasks[run.folder] = (measure, run, lr, recipe, data, folder)
+
+    for name, model in models.items():
+        rates = candidates(recipe, model.method)
+        if len(rates) == 1:
+            start_runs(name, rates[0])
+            continue
+        sweeps[name] = dict.fromkeys(rates)
+        for lr in rates:
+            where = f"{name}/sweep/lr-{lr:g}"
+            tried[where] = name, lr
+            tasks[where] = (_try, model.method, lr, recipe, data, folder / name / "sweep")
+
+    with _workers(devices) as pool:
+        for task, outcome in _run(tasks, pool, folder):
+            if task in tried and not isinstance(outcome, Exception):
+                name, lr = tried[task]
+                sweeps[name][lr] = outcome
+                done = [trial for trial in sweeps[name].values() if trial is not None]
+                if len(done) < len(sweeps[name]):
+                    continue
+                try:
+                    sweep = best_of(models[name].method, done)
+                except ValueError as error:
+                    failures.append(f"{name}: {error}")
+                    continue
+                trials_of[name] = _trials(models[name], sweep)
+                results = replace(results, trials=[t for m in models for t in trials_of.get(m, ())])
+                start_runs(name, sweep.best)
+            elif isinstance(outcome, Exception):
+                failures.append(f"{task}: {outcome}")
+                say(f"{task} failed: {outcome}")
+            else:
+                finished[task] = outcome
+                runs = [
+                    replace(finished[p.folder], budget=p.budget, residual_percent=p.residual_percent)
+                    for p in planned
+                    if p.folder in finished
+                ]
+                results = replace(results, failures=failures, runs=runs)
+                results.save(folder / "results.json")
+                say(f"{task}: {outcome.bits_per_byte:.3f} bits per byte ({len(finished)} done)")
     if not finished:
         raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")
     results = replace(results, failures=failures)
@@ -107,8 +134,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     return results
 
 
-def _sweep(model: Planned, recipe: Recipe, data: PreparedData, folder: Path) -> LearningRateSweep:
-    return sweep_lr(recipe, model.method, seed=recipe.seeds[0], folder=folder / model.model_folder / "sweep", data=data)
+def _try(method: MethodConfig, lr: float, recipe: Recipe, data: PreparedData, folder: Path) -> TrainResult:
+    return try_lr(recipe, method, lr, seed=recipe.seeds[0], folder=folder, data=data)
 
 
 def _trials(model: Planned, sweep: LearningRateSweep) -> list[Trial]:
@@ -151,18 +178,30 @@ def _workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
 def _run(
     tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, folder: Path
 ) -> Iterator[tuple[str, Any]]:
-    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here."""
+    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here.
+
+    Takes the tasks out of `tasks`, which may be given more while it runs.
+    """
     if pool is None:
-        for name, (function, *arguments) in tasks.items():
+        while tasks:
+            name = next(iter(tasks))
+            function, *arguments = tasks.pop(name)
             try:
                 yield name, function(*arguments)
             except Exception as error:
                 yield name, _described(error)
         return
-    futures = {pool.submit(_logged, folder, name, *task): name for name, task in tasks.items()}
-    for future in as_completed(futures):
-        failed = future.exception()
-        yield futures[future], future.result() if failed is None else _described(failed)
+    futures: dict[Future, str] = {}
+    while tasks or futures:
+        while tasks:
+            name = next(iter(tasks))
+            try:
+                futures[pool.submit(_logged, folder, name, *tasks.pop(name))] = name
+            except BrokenExecutor as error:  # a process was killed, and took the pool with it
+                yield name, _described(error)
+        for future in wait(futures, return_when=FIRST_COMPLETED).done:
+            failed = future.exception()
+            yield futures.pop(future), future.result() if failed is None else _described(failed)
 
 
 def _described(error: BaseException) -> Exception:

@@ -1,7 +1,7 @@
 """Recipe to Trainer to checkpoint."""
 
 from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, load_recipe, model_config
-from fathom.train.sweep import LearningRateSweep, sweep_lr
+from fathom.train.sweep import LearningRateSweep, best_of, candidates, sweep_lr, try_lr
 from fathom.train.trainer import TrainResult, train_run
 
 __all__ = [
@@ -11,8 +11,11 @@ __all__ = [
     "Recipe",
     "TrainResult",
     "Training",
+    "best_of",
+    "candidates",
     "load_recipe",
     "model_config",
     "sweep_lr",
     "train_run",
+    "try_lr",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,34 +35,46 @@ class LearningRateSweep:
         return bool(candidates) and self.best in (min(candidates), max(candidates))
 
 
+def candidates(recipe: Recipe, method: MethodConfig) -> tuple[float, ...]:
+    """The learning rates to choose from: the method's `lr`, else `training.lr`."""
+    rates = recipe.training.lr if method.lr is None else method.lr
+    return rates if isinstance(rates, tuple) else (rates,)
+
+
+def try_lr(
+    recipe: Recipe, method: MethodConfig, lr: float, *, seed: int, folder: str | Path, data: PreparedData
+) -> TrainResult:
+    """Train one candidate of a sweep on `sweep_fraction` of the tokens, with its full schedule, or find it trained.
+
+    A second process that wants the same trial waits for the first. Raises ValueError without held-out text.
+    """
+    if data.validation is None:
+        raise ValueError(f"lr={lr:g}: a sweep needs held-out text; set data.validation or one training.lr")
+    tokens, folder = int(recipe.training.tokens * recipe.training.sweep_fraction), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of one run share the folder, and wait for each other
+    with FileLock(folder / f"lr-{lr:g}.lock") if alone else contextlib.nullcontext():
+        return train_run(recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=tokens)
+
+
 def sweep_lr(
     recipe: Recipe, method: MethodConfig, *, seed: int, folder: str | Path, data: PreparedData
 ) -> LearningRateSweep:
-    """Train every candidate on `sweep_fraction` of the tokens, each with its full schedule, and compare held-out loss.
+    """Try every candidate, if there are several, and compare held-out loss; one that diverges loses.
 
-    Candidates are the method's `lr`, else `training.lr`; one that diverges loses. Trials are kept in `folder`, finished
-    ones are not repeated, and a second process that wants the same sweep waits for the first. Raises ValueError without
-    held-out text or if every candidate diverges.
+    Trials are kept in `folder`, finished ones are not repeated. Raises ValueError without held-out text or if every
+    candidate diverges.
     """
-    candidates = recipe.training.lr if method.lr is None else method.lr
-    if not isinstance(candidates, tuple):
-        return LearningRateSweep(candidates)
-    if len(candidates) == 1:
-        return LearningRateSweep(candidates[0])
-    if data.validation is None:
-        raise ValueError(f"training.lr={list(candidates)!r}: a sweep needs held-out text; set data.validation")
-    tokens = int(recipe.training.tokens * recipe.training.sweep_fraction)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of one run share the folder, and wait for each other
-    with FileLock(folder / ".lock") if alone else contextlib.nullcontext():
-        trials = [
-            train_run(recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=tokens)
-            for lr in candidates
-        ]
+    rates = candidates(recipe, method)
+    if len(rates) == 1:
+        return LearningRateSweep(rates[0])
+    return best_of(method, [try_lr(recipe, method, lr, seed=seed, folder=folder, data=data) for lr in rates])
+
+
+def best_of(method: MethodConfig, trials: Sequence[TrainResult]) -> LearningRateSweep:
+    """The sweep that these trials make; ValueError if all of them diverged."""
     losses = [math.inf if trial.validation_loss is None else trial.validation_loss for trial in trials]
     if min(losses) == math.inf:
-        raise ValueError(
-            f"training.lr={list(candidates)!r}: {method.name} diverges with every candidate; try smaller ones"
-        )
-    return LearningRateSweep(candidates[losses.index(min(losses))], tuple(trials))
+        rates = [trial.lr for trial in trials]
+        raise ValueError(f"training.lr={rates!r}: {method.name} diverges with every candidate; try smaller ones")
+    return LearningRateSweep(trials[losses.index(min(losses))].lr, tuple(trials))
