@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from fathom.depth.depth_attention import source_table
 from fathom.models.registry import build_options
 from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, synchronize, take_turns
 
+TRITON = "depth_attention, Triton"
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "depth_attention": {"mixer": {"name": "depth_attention"}},
     "depth_attention all": {"mixer": {"name": "depth_attention", "source_schedule": "all"}},
+    TRITON: {"mixer": {"name": "depth_attention"}},
     "resformer": {"mixer": {"name": "resformer"}},
     "denseformer": {"residual": {"name": "denseformer"}},
     "attnres": {"residual": {"name": "attnres"}},
@@ -70,18 +73,26 @@ def make_fathom_config(sizes: dict[str, int], vocab: int, sections: dict[str, An
         return make_fathom(sizes, vocab, 2048, **sections).config
 
 
+def builder(name: str, sizes: dict[str, int], vocab: int, length: int) -> Callable[[], torch.nn.Module]:
+    if name != TRITON:
+        return lambda: make_fathom(sizes, vocab, length, **CONTESTANTS[name])
+    import depth_mix_triton
+
+    error = depth_mix_triton.check("cuda")
+    print(f"  {name}: {error:.1e} from the reference", flush=True)
+    assert error < 1e-5
+    return lambda: depth_mix_triton.use(make_fathom(sizes, vocab, length, **CONTESTANTS[name]))
+
+
 def training(
     names: list[str], shape: str, sizes: dict, vocab: int, batch: int, length: int, device: str, blocks: int, steps: int
 ):
     bandwidth = copy_bandwidth(device)
     runs, rows = {}, []
     for name in names:
-        sections = CONTESTANTS[name]
         start = time.perf_counter()
         try:
-            runs[name] = TrainingStep(
-                lambda k=sections: make_fathom(sizes, vocab, length, **k), vocab, batch, length, device
-            )
+            runs[name] = TrainingStep(builder(name, sizes, vocab, length), vocab, batch, length, device)
         except Exception as error:  # one contestant must not cost the others their figures
             rows.append({"kind": "training", "shape": shape, "contestant": name, "failed": repr(error)[:300]})
             print(f"  {shape} {name}: {rows[-1]['failed']}", flush=True)
@@ -173,20 +184,24 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--shape", choices=SHAPES, default="1024x24-gqa")
     parser.add_argument(
-        "--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="vanilla first"
+        "--contestants",
+        nargs="+",
+        choices=CONTESTANTS,
+        help=f"vanilla first; default: all but {TRITON!r} (needs a GPU)",
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--warm", type=int, default=0, help="compile this many contestants at a time beforehand")
     parser.add_argument("--compile-only", help="(used by --warm) one contestant: compile it and leave")
     parser.add_argument("--only", choices=("training", "decode"), help="run one part")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a training step")
     args = parser.parse_args()
+    args.contestants = args.contestants or [name for name in CONTESTANTS if name != TRITON]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     shape, sizes = next(iter(TINY.items())) if args.tiny else (args.shape, SHAPES[args.shape])
-    vocab, batch, length = (97, 2, 64) if args.tiny else (50304, 8, 2048)
+    vocab, batch, length = (97, 2, 64) if args.tiny else (50304, args.batch, 2048)
     if args.compile_only:
-        sections = CONTESTANTS[args.compile_only]
-        TrainingStep(lambda: make_fathom(sizes, vocab, length, **sections), vocab, batch, length, device)
+        TrainingStep(builder(args.compile_only, sizes, vocab, length), vocab, batch, length, device)
         return
     if args.warm:
         waiting, running = list(args.contestants), []
