@@ -87,8 +87,9 @@ def test_packing_drops_columns_that_no_row_uses(depth):
     expected = model(new, past_key_values=copy.deepcopy(cache)).logits
     before = layer.token.shape[1]
     used = (layer.token != NOWHERE).sum()
+    packing = layer.packing()
     for each in cache.layers:
-        each.pack()
+        each.pack(packing)
     assert layer.token.shape[1] == layer.keys.shape[2] == sum(layer.sizes) < before
     assert (layer.token != NOWHERE).sum() == used
     assert_close(model(new, past_key_values=cache).logits, expected)
@@ -166,6 +167,79 @@ def test_compiled_shapes_are_bounded(depth):
             assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
             after.append(len(graphs))
     assert after[-1] == after[3], after  # the first patterns compile what all others reuse
+
+
+@both
+@torch._dynamo.config.patch(recompile_limit=64, allow_unspec_int_on_nn_module=True)  # a layer's number is no constant
+def test_layers_compiled_by_themselves_share_their_graphs(depth):
+    """One graph for all layers, for a model with its router or gates and one without, whatever runs."""
+    graphs, after = [], []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for options in ({"name": depth["name"], "steps": 3, "halting": "fixed"}, depth):
+        model = tiny_model(depth=options, num_hidden_layers=5)
+        expected = [model(tokens(2, 70 + n, seed=n)).logits for n in range(6)]
+        for layer in model.model.layers:
+            layer.compile(backend=count)
+        for n, logits in enumerate(expected):
+            assert_close(model(tokens(2, 70 + n, seed=n)).logits, logits)
+        after.append(len(graphs))
+    assert 2 <= after[0] <= after[1] <= 12, after
+
+
+@both
+@torch.no_grad()
+def test_all_layers_close_their_gaps_alike_and_only_then(depth):
+    """A prefill leaves its gaps to the next forward, which looks at them once for all layers."""
+    model, ids, cache, looks = tiny_model(depth=depth), tokens(3, 80), DynamicCache(), []
+    model(ids[:, :79], past_key_values=cache)
+    layer, packing = cache.layers[0], StepLayer.packing
+    assert layer.gaps and layer.unpacked >= BUCKET
+
+    def look(held):
+        looks.append(held)
+        return packing(held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLayer, "packing", look)
+        last = model(ids[:, 79:], past_key_values=cache).logits
+    assert len(looks) == 1
+    assert_close(last, model(ids, use_cache=False).logits[:, 79:])
+    for each in cache.layers:
+        assert each.sizes == layer.sizes and each.keys.shape[2] == sum(layer.sizes) and each.token is layer.token
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU only")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("lengths", [(300,), (300, 421)], ids=str)
+@both
+def test_gpu_kernels_train_and_run_as_the_dense_mask(depth, lengths, compiled):
+    """Block masks of gathered steps against a dense mask on a GPU: logits, losses and all gradients."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}  # kernels want 16 channels a head
+    results = []
+    for backend in ("eager", "sdpa"):
+        torch._dynamo.reset()
+        model = tiny_model(depth=depth, **sizes).float().cuda()
+        model.set_attn_implementation(backend)
+        if compiled and backend == "sdpa":
+            for layer in model.model.layers:
+                layer.compile()
+        found = []
+        for length in lengths:
+            ids = tokens(3, length).cuda()
+            with torch.no_grad():
+                found.append(model.eval()(ids, use_cache=False).logits)
+            loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            found.append(loss.detach())
+        results.append([*found, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 10
+    for actual, expected in zip(results[1], results[0]):
+        assert_close(actual, expected, 1e-3)
 
 
 @both

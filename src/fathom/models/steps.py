@@ -46,19 +46,29 @@ class Chosen:
     index: Int[Tensor, "B n"] | None = None
     live: Bool[Tensor, "B n"] | None = None
 
+    @torch.compiler.disable  # every shape would be compiled by itself; `_take` and `_put` are traced where they pay
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """The chosen entries of `x` along its token dimension."""
-        if self.index is None:
-            return x
-        shape = [*x.shape]
-        shape[dim] = self.index.shape[1]
-        return x.gather(dim, _along(self.index, x, dim).expand(shape))
+        return _take(x, self.index, dim)
 
+    @torch.compiler.disable
     def put(self, x: Tensor, new: Tensor, dim: int = 1) -> Tensor:
         """`x` with the chosen entries replaced by `new`."""
-        if self.live is not None:
-            new = torch.where(_along(self.live, x, dim), new, self.take(x, dim))
-        return new if self.index is None else x.scatter(dim, _along(self.index, x, dim).expand_as(new), new)
+        return _put(x, new, self.index, self.live, dim)
+
+
+def _take(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
+    if index is None:
+        return x
+    shape = [*x.shape]
+    shape[dim] = index.shape[1]
+    return x.gather(dim, _along(index, x, dim).expand(shape))
+
+
+def _put(x: Tensor, new: Tensor, index: Tensor | None, live: Tensor | None, dim: int) -> Tensor:
+    if live is not None:
+        new = torch.where(_along(live, x, dim), new, _take(x, index, dim))
+    return new if index is None else x.scatter(dim, _along(index, x, dim).expand_as(new), new)
 
 
 def _along(index: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -66,6 +76,7 @@ def _along(index: Tensor, x: Tensor, dim: int) -> Tensor:
     return index.view(index.shape[0], *(1,) * (dim - 1), index.shape[1], *(1,) * (x.ndim - dim - 1))
 
 
+@torch.compiler.disable
 def choose(*masks: Bool[Tensor, "B T"]) -> list[Chosen | None]:
     """The tokens of each mask, None for a mask without any; waits for the device once.
 
@@ -95,6 +106,16 @@ def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
 def replaced_segments(steps: int) -> tuple[tuple[int, int], ...]:
     """Of the rule `replace`: a token's last slot stays visible, every other one at its own step only."""
     return appended_segments(steps) + tuple((step, step) for step in range(steps - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """A tidier order of a cache's columns, the same in all layers: where they come from, and what they then are."""
+
+    index: Int[Tensor, "B columns"]
+    token: Int[Tensor, "B columns"]
+    sizes: list[int]
+    gaps: bool
 
 
 class StepLayer(DynamicLayer):
@@ -158,24 +179,25 @@ class StepLayer(DynamicLayer):
         self.token = joined = torch.cat(tokens_of, dim=1) if numbers is None else numbers
         self.tokens += tokens
         self.gaps |= gaps
-        if self.unpacked >= PACK_EVERY:
-            self.pack()
         return joined
 
-    def pack(self) -> None:
-        """Move every row's used columns to the front of their segment and drop the columns that no row uses."""
+    def packing(self) -> Packing:
+        """Every row's used columns at the front of their segment, without the columns that no row uses."""
+        parts = self.token.split(self.sizes, 1)
+        used = torch.stack([(part != NOWHERE).sum(1).amax() for part in parts]).tolist()
         columns, start = [], 0
-        for size, part in zip(self.sizes, self.token.split(self.sizes, 1), strict=True):
+        for size, part in zip(used, parts, strict=True):
             order = (part == NOWHERE).to(torch.uint8).argsort(dim=1, stable=True)
-            used = int((part != NOWHERE).sum(1).max()) if size else 0
-            columns.append(order[:, :used] + start)
-            start += size
-        self.sizes = [part.shape[1] for part in columns]
+            columns.append(order[:, :size] + start)
+            start += part.shape[1]
         index = torch.cat(columns, dim=1)
-        chosen = Chosen(index)
+        token = self.token.gather(1, index)
+        return Packing(index, token, used, bool((token == NOWHERE).any()))
+
+    def pack(self, to: Packing) -> None:
+        chosen = Chosen(to.index)
         self.keys, self.values = chosen.take(self.keys, 2), chosen.take(self.values, 2)  # type: ignore[arg-type]
-        self.token = self.token.gather(1, index)
-        self.unpacked = 0
+        self.token, self.sizes, self.gaps, self.unpacked = to.token, [*to.sizes], to.gaps, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:  # older callers name the length to keep
@@ -222,22 +244,29 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
     layers[:] = [StepLayer(segments) for _ in range(config.num_hidden_layers)]
 
 
-def append(key: Tensor, value: Tensor, earlier: tuple[KeyValue, ...]) -> tuple[Tensor, Tensor, KeyValue]:
-    """Attention reads all earlier slots and these."""
-    if not earlier:
-        return key, value, (key, value)
-    keys, values = zip(*earlier, (key, value), strict=True)
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2), (key, value)
+def append(key: Tensor, value: Tensor, earlier: KeyValue | None) -> tuple[Tensor, Tensor, KeyValue]:
+    """Attention reads all earlier slots, then these; all of them are left."""
+    if earlier is not None:
+        key, value = torch.cat((earlier[0], key), dim=2), torch.cat((earlier[1], value), dim=2)
+    return key, value, (key, value)
 
 
 def replace(
-    key: Tensor, value: Tensor, earlier: tuple[tuple[KeyValue, ...], KeyValue | None, Chosen]
+    key: Tensor, value: Tensor, earlier: tuple[KeyValue | None, KeyValue | None, Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor, KeyValue]:
-    """Attention reads one slot a token: K ← where(ran, K_new, K), V likewise."""
-    past, last, chosen = earlier
+    """Attention reads one slot a token: K ← where(ran, K_new, K), V likewise; these are left."""
+    past, last, index, live = earlier
     if last is not None:
-        key, value = chosen.put(last[0], key, 2), chosen.put(last[1], value, 2)
+        key, value = _put(last[0], key, index, live, 2), _put(last[1], value, index, live, 2)
     return *append(key, value, past)[:2], (key, value)
+
+
+def _joined(slots: list[KeyValue]) -> KeyValue | None:
+    """Some slots after the others."""
+    if len(slots) < 2:
+        return slots[0] if slots else None
+    keys, values = zip(*slots, strict=True)
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
 @dataclasses.dataclass
@@ -249,7 +278,8 @@ class StepStack(Stack):
 
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
     ran: list[Chosen] = dataclasses.field(default_factory=list)  # by step
-    slots: list[list[KeyValue]] = dataclasses.field(default_factory=list)  # by step and layer: what `read` left
+    slots: list[list[KeyValue]] = dataclasses.field(default_factory=list)  # by step and layer: what `read` left;
+    sizes: list[int] = dataclasses.field(default_factory=list)  # of these the last are the step's own: how many
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -263,16 +293,23 @@ class StepStack(Stack):
         self.real = torch.ones_like(numbers, dtype=torch.bool) if mask is None else mask[:, self.seen :].bool()
         self.numbers: Int[Tensor, "B T"] = torch.where(self.real, numbers, NOWHERE)
 
+    # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
+    # graph with dynamic sizes serves all steps.
+    @torch.compiler.disable(recursive=False)
     def append(self, inputs: Float[Tensor, "B n d"], chosen: Chosen) -> Float[Tensor, "B n d"]:
         """F of the next step of the chosen tokens; they see all earlier slots and each other's."""
         step = len(self.ran)
         self.ran.append(chosen)
         keys = [self.numbers_of(ran) for ran in self.ran]
-        earlier = [tuple(slots[layer] for slots in self.slots) for layer in range(len(self.decoder.layers))]
+        earlier: list[Any] = self.slots[-1] if self.slots else [None] * len(self.decoder.layers)
         if self.past is not None:
-            earlier = [self.past_slots(layer, step) + new for layer, new in enumerate(earlier)]
+            earlier = [
+                _joined([*self.past_slots(layer, step), *(self.own(k, layer) for k in range(step))])
+                for layer in range(len(self.decoder.layers))
+            ]
         return self.run(inputs, chosen, keys, append, earlier)
 
+    @torch.compiler.disable(recursive=False)
     def replace(self, inputs: Float[Tensor, "B n d"], chosen: Chosen) -> Float[Tensor, "B n d"]:
         """F of the next step of the chosen tokens, whose new slots take the place of their earlier ones.
 
@@ -280,12 +317,16 @@ class StepStack(Stack):
         """
         step = len(self.ran)
         self.ran.append(chosen)
+        index, live = chosen.index, chosen.live
+        if index is not None and live is None:  # both or none: one compiled graph less
+            live = torch.ones_like(index, dtype=torch.bool)
         earlier = [
-            (self.past_slots(layer, step), self.slots[-1][layer] if self.slots else None, chosen)
+            (_joined(self.past_slots(layer, step)), self.slots[-1][layer] if self.slots else None, index, live)
             for layer in range(len(self.decoder.layers))
         ]
         return self.run(inputs, chosen, [self.numbers], replace, earlier)
 
+    @torch.compiler.disable(recursive=False)
     def run(
         self, inputs: Float[Tensor, "B n d"], chosen: Chosen, keys: list[Tensor], read: Any, earlier: list[Any]
     ) -> Float[Tensor, "B n d"]:
@@ -309,25 +350,35 @@ class StepStack(Stack):
         )
         hidden_states = stack(inputs)
         self.slots.append(stack.kept)
+        self.sizes.append(inputs.shape[1] if read is append else self.numbers.shape[1])
         return hidden_states
 
+    @torch.compiler.disable
     def numbers_of(self, chosen: Chosen) -> Int[Tensor, "B n"]:
         """Token numbers of the chosen; `NOWHERE` where not live."""
         numbers = chosen.take(self.numbers)
         return numbers if chosen.live is None else torch.where(chosen.live, numbers, NOWHERE)
 
-    def past_slots(self, layer: int, step: int) -> tuple[KeyValue, ...]:
+    @torch.compiler.disable
+    def past_slots(self, layer: int, step: int) -> list[KeyValue]:
         """What the cache holds for this step."""
         if self.past is None:
-            return ()
+            return []
         held: Any = self.cache.layers[layer]  # type: ignore[union-attr]
-        return tuple((held.keys[:, :, part], held.values[:, :, part]) for part in held.visible(step))
+        return [(held.keys[:, :, part], held.values[:, :, part]) for part in held.visible(step)]
 
+    def own(self, step: int, layer: int) -> KeyValue:
+        """The slots of one step: the last of what it left."""
+        (key, value), size = self.slots[step][layer], self.sizes[step]
+        return key[:, :, key.shape[2] - size :], value[:, :, value.shape[2] - size :]
+
+    @torch.compiler.disable
     def plain_mask(self, inputs: Tensor) -> Any:
         """All tokens read one slot of each: the ordinary causal mask."""
         config, given = self.decoder.config, self.position_ids if self.packed else None
         return hf_versions.causal_mask(config, inputs, self.attention_mask, None, given)
 
+    @torch.compiler.disable
     def mask(self, inputs: Tensor, chosen: Chosen, keys: list[Tensor]) -> Any:
         """The mask in the form that the backend reads."""
         gaps = self.attention_mask is not None or any(ran.live is not None for ran in self.ran)
@@ -351,19 +402,20 @@ class StepStack(Stack):
         backend: str = config._attn_implementation  # type: ignore[assignment]
         large = inputs.is_cuda and query.shape[1] >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         if large or "flash" in backend or backend == "flex_attention":
-            wide = torch.promote_types(inputs.dtype, torch.float32)
-            return KeyBias(torch.zeros(key.shape, dtype=wide, device=key.device), token_block_mask(query, key, first))
+            return KeyBias(None, token_block_mask(query, key, first))
         visible = sees(query, key, first)[:, None]
         if "sdpa" in backend:
             return visible
         lowest = torch.finfo(inputs.dtype).min
         return torch.where(visible, 0.0, lowest).to(inputs.dtype)
 
+    @torch.compiler.disable
     def store_appended(self) -> None:
         """Add the slots to the cache: segment k holds step k's."""
         tokens = [self.numbers_of(ran) for ran in self.ran]
         self.store([(step, step, Chosen(), token) for step, token in enumerate(tokens)])
 
+    @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
         steps = range(len(self.ran))
@@ -377,10 +429,14 @@ class StepStack(Stack):
     def store(self, pieces: list[tuple[int, int, Chosen, Tensor]]) -> None:
         """Pieces: the segment, the step, which of the slots kept of that step, and their tokens' numbers."""
         gaps = self.attention_mask is not None or any(c.live is not None for c in (*self.ran, *(p[2] for p in pieces)))
+        layers: list[Any] = self.cache.layers  # type: ignore[union-attr]
+        packing = layers[0].packing() if layers[0].unpacked >= PACK_EVERY else None
         numbers = None
-        for layer, held in enumerate(self.cache.layers):  # type: ignore[union-attr]
+        for layer, held in enumerate(layers):
+            if packing is not None:
+                held.pack(packing)
             new: dict[int, tuple[KeyValue, Tensor]] = {}
             for segment, step, chosen, token in pieces:
-                key, value = self.slots[step][layer]
+                key, value = self.own(step, layer)
                 new[segment] = (chosen.take(key, 2), chosen.take(value, 2)), token
-            numbers = held.append(self.numbers.shape[1], new, gaps, numbers)  # type: ignore[attr-defined]
+            numbers = held.append(self.numbers.shape[1], new, gaps, numbers)

@@ -62,12 +62,12 @@ class KeyBias:
     """The bias and the form that adds it.
 
     Attributes:
-        bias: b of every key, fp32 or wider.
+        bias: b of every key, fp32 or wider; None, for the flex form: 0.
         blocks: what is seen, for the flex form; None: the channel form, plain causal.
         documents: of every key, for the flex form; a query sees its own document.
     """
 
-    bias: Float[Tensor, "B keys"]
+    bias: Float[Tensor, "B keys"] | None
     blocks: BlockMask | None = None
     documents: Int[Tensor, "B keys"] | None = None
 
@@ -89,16 +89,18 @@ def flex_biased_attention(
     bias, documents, offset = mask.bias, mask.documents, key.shape[2] - query.shape[2]
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-        added = bias[batch, key_index]
+        if bias is not None:
+            score = score + bias[batch, key_index]
         if documents is not None:
             same = documents[batch, query_index + offset] == documents[batch, key_index]
-            added = torch.where(same, added, MASKED)
-        return score + added
+            score = torch.where(same, score, MASKED)
+        return score
 
     compiled = query.is_cuda and not torch.compiler.is_compiling()
     attend: Any = compiled_flex_attention() if compiled else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    return attend(query, key, value, score_mod, mask.blocks, scale=scaling, enable_gqa=grouped)
+    change = None if bias is None and documents is None else score_mod
+    return attend(query, key, value, change, mask.blocks, scale=scaling, enable_gqa=grouped)
 
 
 def append_bias_channels(
@@ -140,6 +142,7 @@ def biased_attention(
     """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under the channel form."""
     if mask.blocks is not None:
         return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
+    assert mask.bias is not None
     query, key, padded = append_bias_channels(query, key, value, mask.bias, scaling)
     output, _ = attend(module, query, key, padded, None, scaling=scaling, **kwargs)
     return output[..., : value.shape[-1]], None
