@@ -1,6 +1,6 @@
 """Peak memory of a long prompt read in chunks, compressed between chunks, at Llama-3.1-8B shapes, random weights.
 
-    python benchmarks/cache_memory.py OUT.json [--prompts 32768 131072] [--chunk 2048]     one GPU
+    python benchmarks/cache_memory.py OUT.json --minutes 4 [--prompts 32768 131072] [--chunk 2048]      one GPU
     python benchmarks/cache_memory.py OUT.json --tiny                                      CPU: bytes of the caches only
 
 For each method: peak minus weights, bytes of the cache at the end (measured and closed form). Token-budgeted methods
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,15 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
+    parser.add_argument("--gigabytes", type=float, default=75, help="never hold more")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
-    small = args.tiny
+    small, started = args.tiny, time.perf_counter()
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.gigabytes * 1e9 / total))
     if small:
         args.prompts, args.chunk, args.budget = [256, 512], 64, 64
     model = build(TINY if small else LLAMA_8B, device)
@@ -72,46 +78,56 @@ def main() -> None:
         codebooks = random_codebooks(model, folder)
         fourier = {"n_local": 32, "frequencies": 16} if small else {}
         methods: dict[str, Any] = {
-            "full": lambda _: Full(),
             "treekv": lambda _: TreeKV(budget=m),
-            "weightedkv": lambda _: WeightedKV(budget=m),
+            "freqkv": lambda _: FreqKV(budget=m),
             "streaming_llm": lambda _: StreamingLLM(budget=m),
-            "h2o": lambda _: H2O(budget=m),
-            "tova": lambda _: TOVA(budget=m),
             "snapkv": lambda _: SnapKV(budget=m),
             "pyramidkv": lambda _: PyramidKV(budget=m),
-            "freqkv": lambda _: FreqKV(budget=m),
-            "kivi2": lambda _: KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
-            "vqkv": lambda _: VQKV(codebooks=codebooks, n_local=32 if small else 1024),
+            "full": lambda _: Full(),
             "fourier_attention": lambda tokens: FourierAttention(window=tokens, **fourier),
+            "vqkv": lambda _: VQKV(codebooks=codebooks, n_local=32 if small else 1024),
+            "kivi2": lambda _: KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
+            "h2o": lambda _: H2O(budget=m),
+            "tova": lambda _: TOVA(budget=m),
+            "weightedkv": lambda _: WeightedKV(budget=m),
         }
-        for tokens in args.prompts:
+        # quick methods first at both lengths: a row of one length alone says nothing
+        quick = list(methods)[:6]
+        plan = [(name, n) for names in (quick, list(methods)[6:]) for name in names for n in args.prompts]
+        for name, tokens in plan:
+            if args.methods and name not in args.methods:
+                continue
+            begun = time.perf_counter()
+            if begun - started > 60 * args.minutes:
+                print("time is up", flush=True)
+                break
             ids = torch.randint(1, 100, (1, tokens), device=device)
-            for name, make in methods.items():
-                if args.methods and name not in args.methods:
-                    continue
-                method, row = make(tokens), {"method": name, "prompt": tokens}
-                try:
-                    if device == "cuda":
-                        gc.collect()
-                        torch.cuda.empty_cache()
-                        weights = torch.cuda.memory_allocated()
-                        torch.cuda.reset_peak_memory_stats()
-                    with compress(model, method):
-                        cache = prefill(model, ids, chunk_size=args.chunk)[CACHE_NAME]
-                    if device == "cuda":
-                        row["peak_minus_weights"] = torch.cuda.max_memory_allocated() - weights
-                    row |= {"cache_bytes": cache.nbytes(), "closed_form": method.cache_bytes(shape, tokens)}
-                    del cache
-                except torch.cuda.OutOfMemoryError:
-                    row["failed"] = "does not fit the card"
-                except Exception as error:  # one failure must not lose the table
-                    row["failed"] = f"{type(error).__name__}: {error}"[:300]
-                results["rows"].append(row)
-                print(json.dumps(row), flush=True)
-                temporary = args.output.with_suffix(".part")
-                temporary.write_text(json.dumps(results, indent=1))
-                os.replace(temporary, args.output)
+            method, cache = methods[name](tokens), None
+            row: dict[str, Any] = {"method": name, "prompt": tokens}
+            try:
+                if device == "cuda":
+                    weights = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                with compress(model, method):
+                    cache = prefill(model, ids, chunk_size=args.chunk)[CACHE_NAME]
+                if device == "cuda":
+                    row["peak_minus_weights"] = torch.cuda.max_memory_allocated() - weights
+                row |= {"cache_bytes": cache.nbytes(), "closed_form": method.cache_bytes(shape, tokens)}
+            except torch.cuda.OutOfMemoryError:
+                row["failed"] = "does not fit"
+            except Exception as error:  # one failure must not lose the table
+                row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            cache = None
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            now = time.perf_counter()
+            row["row_seconds"] = round(now - begun, 1)
+            results["rows"].append(row)
+            temporary = args.output.with_suffix(".part")
+            temporary.write_text(json.dumps(results, indent=1))
+            os.replace(temporary, args.output)
+            print(f"{now - started:6.1f} s", json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

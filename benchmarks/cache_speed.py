@@ -1,21 +1,25 @@
 """Decode tokens/s and time to first token under every cache, at Llama-3.1-8B shapes with random weights.
 
-    python benchmarks/cache_speed.py OUT.json [--contexts 2048 8192 32768 131072] [--batches 1 8]      one GPU
-    python benchmarks/cache_speed.py OUT.json --tiny                                                   CPU, seconds
+    python benchmarks/cache_speed.py OUT.json --minutes 5      one GPU
+    python benchmarks/cache_speed.py OUT.json --tiny           CPU, seconds
 
-Two comparisons, never mixed: "graph" (each side one CUDA graph: our fixed-size caches against transformers'
-StaticCache) and "eager" (our caches against the full cache in the same harness).
-What does not fit the card is recorded as such.
+"graph" rows are one CUDA graph a step, "eager" rows are not; compare rows of one mode only. The full cache comes as
+`full_static` (transformers' StaticCache), `full_buffer` (preallocated, SDPA over exactly its tokens: the strongest
+baseline) and, eager, `full`. A graph row that says `grows` is the device's time for one step of a cache that gets
+longer: in use its step is eager. Beside each row: the bytes that a step must read (weights and the cache's closed form)
+and the seconds these take at the card's measured copy bandwidth. Rows that targets need come first.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
 import platform
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,7 @@ from fathom.caches import (
     cache_shape,
 )
 from fathom.caches.record import fingerprint
-from fathom.caches.speed import decode_speed, first_token
+from fathom.caches.speed import BUFFER, STATIC, decode_speed, first_token, timed
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -87,31 +91,99 @@ def random_codebooks(model: LlamaForCausalLM, folder: str) -> str:
     return path
 
 
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second of a large copy on the device, reads and writes together."""
+    source = torch.empty(2**31 if device == "cuda" else 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / min(timed(lambda: target.copy_(source), 10, target.device))
+
+
+def make_methods(budget: int, tiny: bool, codebooks: str, cuda: bool) -> dict[str, Any]:
+    local = {"n_local": 32} if tiny else {}
+    # the oldest 64 local tokens become coefficients together; "every" is the paper's one a step
+    fourier = {**local, "flush_every": 8 if tiny else 64, **({"frequencies": 16} if tiny else {})}
+    methods: dict[str, Any] = {
+        "full_buffer": BUFFER,
+        "full_static": STATIC,
+        "full": Full(),
+        "treekv": TreeKV(budget=budget),
+        "weightedkv": WeightedKV(budget=budget),
+        "streaming_llm": StreamingLLM(budget=budget),
+        "h2o": H2O(budget=budget),
+        "tova": TOVA(budget=budget),
+        "snapkv": SnapKV(budget=budget),
+        "pyramidkv": PyramidKV(budget=budget),
+        "freqkv": FreqKV(budget=budget),
+        "kivi2": KIVI(bits=2, **({"group": 16, "residual": 32} if tiny else {})),
+        "fourier_fft": FourierAttention(**fourier),
+        "fourier_projection": FourierAttention(reconstruction="projection", **fourier),
+        "fourier_dense": FourierAttention(attention="dense", **fourier),
+        "vqkv_lut": VQKV(codebooks=codebooks, **local),
+        "vqkv_dense": VQKV(codebooks=codebooks, attention="dense", **local),
+    }
+    if cuda:
+        methods["fourier_triton"] = FourierAttention(attention="triton", **fourier)
+        methods["fourier_triton_every"] = FourierAttention(attention="triton")
+        methods["vqkv_triton"] = VQKV(codebooks=codebooks, attention="triton", **local)
+    return methods
+
+
+Row = tuple[str, str, int, int]  # mode, method, context, batch
+
+
+def plan(most: int) -> list[Row]:
+    """All rows, the targets' first. `most`: rows of the largest batch whose full cache fits at 131,072 tokens."""
+    both, evicting = ("full_buffer", "full_static"), ("treekv", "weightedkv")
+    coded = ("fourier_triton", "fourier_fft", "fourier_triton_every", "vqkv_triton", "vqkv_lut", "vqkv_dense")
+    others = ("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "freqkv", "kivi2")
+    graph = [("graph", name, 32768, 8) for name in (*both, *evicting)]
+    graph += [("graph", name, 131072, most) for name in (*both, *evicting)]
+    graph += [("graph", name, 2048, batch) for batch in (1, 8) for name in (*both, *evicting)]
+    graph += [("graph", name, 32768, 8) for name in coded]
+    graph += [("graph", name, 32768, 1) for name in (*both, *coded, *evicting)]
+    eager = [("eager", name, 32768, 8) for name in ("full", *evicting, *coded)]
+    first = [("first token", name, 8192, 1) for name in ("full", *evicting, *others, "fourier_fft", "vqkv_lut")]
+    first += [("first token", name, 32768, 1) for name in ("full", "treekv", "streaming_llm", "freqkv", "snapkv")]
+    rest = [("graph", name, 32768, 8) for name in (*others, "fourier_projection")]
+    rest += [("graph", name, 131072, most) for name in coded[:1] + coded[3:5] + others]
+    rest += [("graph", name, 131072, 1) for name in (both[0], *evicting)]
+    late = [("first token", name, 131072, 1) for name in ("full", "treekv", "streaming_llm", "freqkv", "snapkv")]
+    late += [
+        ("first token", name, 32768, 1) for name in ("h2o", "tova", "fourier_fft", "weightedkv", "kivi2", "vqkv_lut")
+    ]
+    small = [("graph", name, 8192, batch) for batch in (8, 1) for name in (*both, *evicting, *coded, *others)]
+    return graph + eager + first + rest + late + small + [("graph", name, 32768, 1) for name in others]
+
+
+TINY_PLAN = [("eager", name, 300, 2) for name in ("full_buffer", "full_static", "full", "treekv", "weightedkv")]
+TINY_PLAN += [("eager", name, 300, 1) for name in ("snapkv", "freqkv", "kivi2", "fourier_fft", "fourier_dense")]
+TINY_PLAN += [("eager", name, 300, 1) for name in ("fourier_projection", "vqkv_lut", "vqkv_dense")]
+TINY_PLAN += [("first token", name, 300, 1) for name in ("full", "treekv", "fourier_fft", "vqkv_lut", "full_static")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--methods", nargs="+")
-    parser.add_argument("--modes", nargs="+", default=["graph", "eager"])
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
+    parser.add_argument("--methods", nargs="+", help="these only")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first rows of the plan, done before")
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument(
-        "--ttft", type=int, nargs="*", default=[8192, 32768], help="prompt lengths for time to first token"
-    )
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--gigabytes", type=float, default=75, help="never hold more: sets the batch at 131,072 tokens")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
     if args.tiny:
-        args.contexts, args.batches, args.modes, args.budget, args.ttft, args.repeats = (
-            [300],
-            [1, 2],
-            ["eager"],
-            64,
-            [300],
-            2,
-        )
+        args.budget, args.repeats = 64, 2
+    elif device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.gigabytes * 1e9 / total))
+    bandwidth = copy_bandwidth(device)
     model = build(TINY if args.tiny else LLAMA_8B, device)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    row_bytes = Full().cache_bytes(cache_shape(model), 131072)
+    most = max(1, int((1e9 * args.gigabytes - weights - 3e9) // row_bytes))
     results: dict[str, Any] = {
         "about": {
             "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -119,7 +191,8 @@ def main() -> None:
             "transformers": transformers.__version__,
             "commit": os.environ.get("COMMIT", "unknown"),
             "shapes": "tiny" if args.tiny else "Llama-3.1-8B, random weights, bf16",
-            "full": "graph: StaticCache with stock SDPA; eager: the full cache of this library (SDPA, grouped queries)",
+            "copy_bytes_per_second": bandwidth,
+            "largest_batch_at_131072": most,
         },
         "decode": [],
         "first_token": [],
@@ -130,68 +203,41 @@ def main() -> None:
         temporary.write_text(json.dumps(results, indent=1))
         os.replace(temporary, args.output)
 
-    def attempt(table: str, name: str, call: Any, **where: Any) -> None:
-        try:
-            row = {"method": name, **call()}
-        except torch.cuda.OutOfMemoryError:
-            row = {"method": name, **where, "failed": "does not fit the card"}
-        except Exception as error:  # one failure must not lose the table
-            row = {"method": name, **where, "failed": f"{type(error).__name__}: {error}"[:300]}
-        results[table].append(row)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        print(json.dumps(row), flush=True)
-        save()
+    def measure(mode: str, method: Any, context: int, batch: int) -> dict[str, Any]:
+        if mode == "first token":
+            if isinstance(method, FourierAttention):  # read in chunks: the window must be known before the prompt
+                method = dataclasses.replace(method, window=context)
+            long = context > 8192
+            return first_token(model, method, context, batch, repeats=1 if long else 2, warm=0 if long else 1)
+        row = decode_speed(model, method, context, batch, mode == "graph", args.repeats)
+        floor = row["bytes_per_step"] / bandwidth
+        return {**row, "floor_seconds": floor, "times_floor": row["seconds_per_step"] / floor}
 
-    m = args.budget
+    save()
     with tempfile.TemporaryDirectory() as folder:
-        small = args.tiny
-        fixed: dict[str, Any] = {
-            "treekv": TreeKV(budget=m),
-            "weightedkv": WeightedKV(budget=m),
-            "streaming_llm": StreamingLLM(budget=m),
-            "h2o": H2O(budget=m),
-            "tova": TOVA(budget=m),
-        }
-        growing: dict[str, Any] = {
-            "full": Full(),
-            "snapkv": SnapKV(budget=m),
-            "pyramidkv": PyramidKV(budget=m),
-            "freqkv": FreqKV(budget=m),
-            "kivi2": KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
-            "fourier_fft": FourierAttention(**({"n_local": 32, "frequencies": 16} if small else {})),
-            "fourier_projection": FourierAttention(
-                reconstruction="projection", **({"n_local": 32, "frequencies": 16} if small else {})
-            ),
-            "fourier_dense": FourierAttention(
-                attention="dense", **({"n_local": 32, "frequencies": 16} if small else {})
-            ),
-        }
-        if device == "cuda":
-            growing["fourier_triton"] = FourierAttention(attention="triton")
-        codebooks = random_codebooks(model, folder)
-        local = 32 if small else 1024
-        growing["vqkv_lut"] = VQKV(codebooks=codebooks, n_local=local)
-        growing["vqkv_dense"] = VQKV(codebooks=codebooks, n_local=local, attention="dense")
-        wanted = lambda names: {n: x for n, x in names.items() if not args.methods or n in args.methods}  # noqa: E731
-        for batch in args.batches:
-            for context in args.contexts:
-                where = {"context": context, "batch": batch}
-                if "graph" in args.modes:
-                    for name, method in {"full_static": None, **wanted(fixed)}.items():
-                        call = lambda x=method, w=where: decode_speed(model, x, **w, graph=True, repeats=args.repeats)  # noqa: E731
-                        attempt("decode", name, call, **where, mode="graph")
-                if "eager" in args.modes:
-                    for name, method in wanted({**growing, **fixed}).items():
-                        call = lambda x=method, w=where: decode_speed(model, x, **w, graph=False, repeats=args.repeats)  # noqa: E731
-                        attempt("decode", name, call, **where, mode="eager")
-        for context in args.ttft:
-            for name, method in wanted({**growing, **fixed}).items():
-                if name.startswith("fourier"):
-                    continue  # its window is set by the prompt: time it with one chunk in cache_memory.py
-                call = lambda x=method, c=context: first_token(model, x, c, 1, repeats=1 if small else 3)  # noqa: E731
-                attempt("first_token", name, call, context=context, batch=1)
+        methods = make_methods(args.budget, args.tiny, random_codebooks(model, folder), device == "cuda")
+        for mode, name, context, batch in (TINY_PLAN if args.tiny else plan(most))[args.skip :]:
+            if args.methods and name not in args.methods:
+                continue
+            if time.perf_counter() - started > 60 * args.minutes:
+                print("time is up", flush=True)
+                break
+            begun = time.perf_counter()
+            row: dict[str, Any] = {"method": name, "mode": mode, "context": context, "batch": batch}
+            try:
+                row |= measure(mode, methods[name], context, batch)
+            except torch.cuda.OutOfMemoryError:
+                row["failed"] = "does not fit"
+            except Exception as error:  # one failure must not lose the table
+                row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            now = time.perf_counter()
+            row |= {"row_seconds": round(now - begun, 1)}
+            results["first_token" if mode == "first token" else "decode"].append(row)
+            save()
+            print(f"{now - started:6.1f} s", json.dumps(row), flush=True)
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -217,6 +217,26 @@ def test_triton_without_a_gpu_says_what_to_use():
         pass
 
 
+@pytest.mark.parametrize("prompt,steps", [(30, 20), (8, 23)])
+def test_flushing_several_tokens_at_once(prompt, steps):
+    """Bytes are the closed form at every step; fft equals dense; at a flush the coefficients are those of flush 1."""
+    model, ids = get_model("llama"), long_ids()
+    caches, logits = {}, {}
+    for name, options in {"fft": {}, "dense": {"attention": "dense"}, "single": {"flush_every": 1}}.items():
+        method = FourierAttention(**{"flush_every": 3, "reconstruction": "projection", **SIZE, **options})
+        with compress(model, method):
+            cache, found = prefill(model, ids[:, :prompt])[CACHE_NAME], []
+            for t in range(steps):
+                found.append(model(ids[:, prompt + t : prompt + t + 1], **{CACHE_NAME: cache}).logits)
+                assert cache.nbytes() == method.cache_bytes(cache_shape(model, batch=len(ids)), prompt, t + 1)
+        caches[name], logits[name] = cache.layers[0].states[0], torch.cat(found, 1)
+    assert relative(logits["fft"], logits["dense"]) < 2e-5
+    lag = caches["single"].middle - caches["fft"].middle
+    assert 0 <= lag < 3
+    if lag == 0:
+        assert relative(caches["fft"].coefficients_key, caches["single"].coefficients_key) < 1e-5
+
+
 def test_prompt_logits_are_exact_and_nothing_compressed_is_exact():
     model, ids = get_model("llama"), long_ids()
     stock = model(ids).logits

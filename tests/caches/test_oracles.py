@@ -13,6 +13,7 @@ from cache_cases import new_state
 from fathom.caches import H2O, KIVI, TOVA, FreqKV, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV
 from fathom.caches.base import CacheShape
 from fathom.caches.rope import SlotRope
+from fathom.ops import cached_attention
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 8, 60
 
@@ -310,3 +311,21 @@ def test_kivi(stream, bits):
                     values[token, start : start + group] = rounded(value[head // 2, token, start : start + group])
             weights = softmax(keys @ query[head, t] / math.sqrt(WIDTH))
             assert np.abs(got[head, t] - weights @ values).max() < 1e-6
+
+
+@pytest.mark.parametrize("queries", [1, 20, 64, 90])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_blockwise_attention_is_attention(queries, dtype, tolerance, monkeypatch):
+    """Blocks of several lengths, then the newest; short and long calls; in parts of a few queries at a time too."""
+    generator = torch.Generator().manual_seed(0)
+    random = lambda heads, n: torch.randn(2, heads, n, 8, generator=generator, dtype=dtype)  # noqa: E731
+    query, key, value = random(4, queries), random(2, 200), random(2, 200)
+    scores = torch.einsum("bghmd,bgnd->bghmn", query.unflatten(1, (2, 2)), key) * 0.4
+    hidden = torch.arange(200) > torch.arange(200 - queries, 200)[:, None]
+    expected = torch.einsum("bghmn,bgnd->bghmd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
+    cuts = [0, 7, 50, 100]
+    blocks = lambda: [(key[:, :, a:b], value[:, :, a:b]) for a, b in zip(cuts, cuts[1:])]  # noqa: E731
+    for at_once in (2**25, 2 * 4 * 4096 * 13):
+        monkeypatch.setattr(cached_attention, "SCORES_AT_ONCE", at_once)
+        found = cached_attention.blockwise_attention(query, blocks, (key[:, :, 100:], value[:, :, 100:]), 0.4)
+        assert relative(found, expected.flatten(1, 2)) < tolerance

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
-from cache_cases import VOCABULARY, codebooks, get_model, relative
+from cache_cases import SMALL, VOCABULARY, codebooks, get_model, make, relative
 
 from fathom.caches import (
     VQKV,
@@ -232,3 +234,34 @@ def test_files(tmp_path):
         load_codebooks(tmp_path / "broken.safetensors")
     with pytest.raises(ValueError, match="train_codebooks"):
         VQKV()
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
+    reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
+)
+@pytest.mark.parametrize("rows,groups,queries,tokens,sets", [(2, 2, 3, 300, 1), (1, 4, 4, 128, 4), (2, 1, 1, 5, 1)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_kernels_equal_the_rebuilt_vectors(rows, groups, queries, tokens, sets, dtype):
+    from fathom.ops.code_attention import code_mix, code_scores
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    books = torch.randn(sets, 3, 20, 16, generator=generator).to(device)
+    codes = torch.randint(20, (rows, groups, tokens, 3), generator=generator).to(device)
+    query = torch.randn(rows, groups, queries, 16, generator=generator).to(device)
+    weights = torch.rand(rows, groups, queries, tokens, generator=generator).to(device)
+    rebuilt = torch.zeros(rows, groups, tokens, 16, device=device)
+    for group in range(groups):
+        for stage in range(3):
+            rebuilt[:, group] += books[group % sets, stage][codes[:, group, :, stage]]
+    held = (codes - 32768 if dtype == torch.int16 else codes).to(dtype)
+    assert relative(code_scores(query, held, books), query @ rebuilt.transpose(2, 3)) < 1e-5
+    assert relative(code_mix(weights, held, books), weights @ rebuilt) < 1e-5
+
+
+def test_triton_without_a_gpu_says_what_to_use(llama):
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the kernel runs here")
+    with pytest.raises(ValueError, match=r"attention='triton'.*CUDA.*attention='lut'"):
+        compress(llama, make("vqkv", SMALL, attention="triton")).__enter__()

@@ -12,8 +12,10 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -86,6 +88,20 @@ class CacheMethod(ABC):
         value = getattr(self, argument)
         if value not in choices:
             raise self.refuse(argument, value, f"use one of {', '.join(choices)}")
+
+    def check_triton(self, model: PreTrainedModel, remedy: str) -> None:
+        """Refuse attention="triton" where its kernels cannot run."""
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own CPU interpreter, for tests
+        installed = find_spec("triton") is not None
+        if not installed or (model.device.type != "cuda" and not interpreted):
+            raise self.refuse(
+                "attention",
+                "triton",
+                f"it needs a CUDA device and the package triton; the model is on {model.device}, triton is "
+                f"{'installed' if installed else 'missing'}. {remedy[0].upper()}{remedy[1:]}",
+            )
+        if model.dtype == torch.float64:
+            raise self.refuse("attention", "triton", f"the kernel computes in fp32, the model in float64; {remedy}")
 
     def check_at_least(self, argument: str, lowest: int) -> None:
         value = getattr(self, argument)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +28,9 @@ class FourierAttention(CacheMethod):
     A prompt of more than n_sink + n_local + 2N tokens is compressed after its (exact) attention; a shorter one as soon
     as decoding reaches that length. Then every step slides the oldest local token into the coefficients, and attends.
 
+    flush_every: tokens that slide together, when n_local + flush_every are held: 1 is the paper's; more copies the raw
+    channels less often.
+
     channels: JSON from `search_channels`; "" for the data-free rule (first dims in RoPE order, the paper's ratios).
     window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
     rounded up to an FFT-friendly length. A full window raises.
@@ -38,7 +39,7 @@ class FourierAttention(CacheMethod):
     attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same, but one kernel
     reads the raw channels; on a GPU) or "dense" (rebuild, then attend: the reference). Keys post-RoPE at their true
     positions.
-    Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n_sink + n_local)M + e·n_mid(|D_ku| + |D_vu|)
+    Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n − n_mid)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
     """
 
@@ -48,6 +49,7 @@ class FourierAttention(CacheMethod):
     frequencies: int = 512
     window: int | str = "auto"
     headroom: int = 4096
+    flush_every: int = 1
     reconstruction: str = "affine"
     attention: str = "fft"
 
@@ -60,6 +62,7 @@ class FourierAttention(CacheMethod):
         self.check_at_least("n_local", 1)
         self.check_at_least("frequencies", 1)
         self.check_at_least("headroom", 1)
+        self.check_at_least("flush_every", 1)
         self.check_choice("reconstruction", ("affine", "projection"))
         self.check_choice("attention", ("fft", "triton", "dense"))
         if self.window != "auto":
@@ -75,18 +78,14 @@ class FourierAttention(CacheMethod):
         if len(sets.key) != shape.layers or (sets.kv_heads, sets.head_dim) != (shape.kv_heads, shape.key_dim):
             raise self.refuse("channels", self.channels, f"sets are for another shape than {shape}")
         if self.attention == "triton":
-            interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own CPU interpreter, for tests
-            installed = find_spec("triton") is not None
-            if not installed or (model.device.type != "cuda" and not interpreted):
-                raise self.refuse(
-                    "attention",
-                    "triton",
-                    f"it needs a CUDA device and the package triton; the model is on {model.device}, triton is "
-                    f"{'installed' if installed else 'missing'}. Use attention='fft': the same result on every device",
-                )
-            if model.dtype == torch.float64:
-                raise self.refuse("attention", "triton", "the kernel computes in fp32; use attention='fft' for float64")
+            self.check_triton(model, "use attention='fft': the same result on every device")
         return sets
+
+    def middle(self, prompt: int, generated: int) -> int:
+        """Compressed tokens after one call of `prompt` tokens and `generated` single steps that reach the threshold."""
+        start = max(prompt, self.threshold + 1)
+        later = (prompt + generated - start) // self.flush_every * self.flush_every
+        return start - self.n_sink - self.n_local + later
 
     def new_state(self, context: LayerContext) -> FourierState:
         return FourierState(self, context)
@@ -98,10 +97,10 @@ class FourierAttention(CacheMethod):
         sets = load_channels(self.channels) if self.channels else default_channels(shape)
         compressed = len(sets.key[layer]) + len(sets.value[layer])
         kept = 2 * shape.kv_heads * shape.key_dim - compressed
-        middle, wide = tokens - self.n_sink - self.n_local, max(4, shape.element_bytes)
+        middle, wide = self.middle(prompt, generated), max(4, shape.element_bytes)
         statistics = 2 if self.reconstruction == "affine" else 0
         coefficients = (2 * self.frequencies + statistics) * wide * compressed * shape.batch
-        full = (self.n_sink + self.n_local) * shape.token_bytes()
+        full = (tokens - middle) * shape.token_bytes()
         return full + middle * kept * shape.element_bytes * shape.batch + coefficients
 
 
@@ -199,10 +198,12 @@ class FourierState(State):
 
     def slide(self) -> None:
         """Move local tokens beyond n_local into the middle: raw channels appended, coefficients updated."""
-        leavers = 0 if self.local_key is None else self.local_key.shape[2] - self.method.n_local
+        excess = 0 if self.local_key is None else self.local_key.shape[2] - self.method.n_local
+        leavers = excess // self.method.flush_every * self.method.flush_every
         if leavers <= 0:
             return
         self.check_window(self.middle + leavers)
+        update = None
         for name, side in self.sides.items():
             held = getattr(self, f"local_{name}")
             x = flatten_heads(held[:, :, :leavers])
@@ -210,9 +211,10 @@ class FourierState(State):
             setattr(self, f"raw_{name}", concat(getattr(self, f"raw_{name}"), x[..., side.raw], dim=1))
             coefficients = getattr(self, f"coefficients_{name}")
             x = x[..., side.compressed].to(coefficients.dtype)
-            update = fourier.basis(
-                self.middle, self.middle + leavers, self.method.frequencies, self.window, x.dtype, x.device
-            )
+            if update is None:
+                update = fourier.basis(
+                    self.middle, self.middle + leavers, self.method.frequencies, self.window, x.dtype, x.device
+                )
             setattr(self, f"coefficients_{name}", coefficients + update @ x)
         self.middle += leavers
         if self.method.reconstruction == "affine" and self.middle > OUTGROWN * self.middle_at_compression:
@@ -274,7 +276,7 @@ class FourierState(State):
         batch, heads, _, width = query.shape
         keys, values = self.full()
         groups = keys.shape[1]
-        own, group_of = self.own_channels(query)
+        own = self.own_channels(query)
         raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
         middle = self.scores_of_coefficients(own, self.middle)
         middle = middle + (own[..., self.sides["key"].raw] @ raw_key.transpose(1, 2)).to(middle.dtype)
@@ -286,9 +288,8 @@ class FourierState(State):
         flat = p.new_zeros(batch, heads, groups * width)
         flat[..., self.sides["value"].compressed] = self.output_of_coefficients(p)
         flat[..., self.sides["value"].raw] = (p.to(raw_value.dtype) @ raw_value).to(p.dtype)
-        of_group = flat.unflatten(2, (groups, width))[:, torch.arange(heads, device=query.device), group_of]
         from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
-        return (of_group.to(values.dtype) + from_exact.reshape(batch, heads, width)).unsqueeze(2)
+        return self.own_outputs(flat).to(values.dtype) + from_exact.reshape(batch, heads, 1, width)
 
     def attend_triton(self, query: Tensor, scaling: float) -> Tensor:
         """As `attend_fft`; raw channels are read once a key head, by `raw_partials`, whose blocks are merged here."""
@@ -297,7 +298,7 @@ class FourierState(State):
         batch, heads, _, width = query.shape
         keys, values = self.full()
         groups = keys.shape[1]
-        own, group_of = self.own_channels(query)
+        own = self.own_channels(query)
         key, value = self.sides["key"], self.sides["value"]
         e = self.scores_of_coefficients(own, self.window).contiguous()
         raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
@@ -311,35 +312,41 @@ class FourierState(State):
         factor, exact = (highest - top).exp(), (exact - top).exp()
         norm = (factor * total).sum(-1, keepdim=True) + exact.sum(-1, keepdim=True)
         factor, p_exact = factor / norm, exact / norm
-        p = e * factor.repeat_interleave(BLOCK, dim=-1)[..., : self.window]
+        whole = self.window // BLOCK * BLOCK  # e becomes the weights p in place
+        e[..., :whole].unflatten(2, (-1, BLOCK)).mul_(factor[..., : whole // BLOCK, None])
+        e[..., whole:].mul_(factor[..., whole // BLOCK :])
 
-        flat = p.new_zeros(batch, heads, groups * width)
-        flat[..., value.compressed] = self.output_of_coefficients(p)
-        of_group = flat.unflatten(2, (groups, width))[:, torch.arange(heads, device=query.device), group_of]
-        raw = (factor.unsqueeze(2) @ mixed).squeeze(2)[..., :widest]
-        place = value.place[group_of].expand(batch, -1, -1)
-        of_group = F.pad(of_group, (0, 1)).scatter(2, place, raw)[..., :width]
+        flat = e.new_zeros(batch, heads, groups * width)
+        flat[..., value.compressed] = self.output_of_coefficients(e)
+        raw = (factor.unsqueeze(2) @ mixed)[..., :widest]
+        place = value.place[:, None, None].expand(batch, groups, heads // groups, 1, widest).flatten(1, 2)
+        output = F.pad(self.own_outputs(flat), (0, 1)).scatter(3, place, raw)[..., :width]
         from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
-        return (of_group.to(values.dtype) + from_exact.reshape(batch, heads, width)).unsqueeze(2)
+        return output.to(values.dtype) + from_exact.reshape(batch, heads, 1, width)
 
-    def own_channels(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]; head → key head."""
-        batch, heads, _, width = query.shape
+    def own_channels(self, query: Tensor) -> Tensor:
+        """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]."""
         groups = self.local_key.shape[1]  # type: ignore[union-attr]
-        own = query.new_zeros(batch, heads, groups, width)
-        group_of = torch.arange(heads, device=query.device) // (heads // groups)
-        own[:, torch.arange(heads, device=query.device), group_of] = query[:, :, 0]
-        return own.flatten(2), group_of
+        own = torch.eye(groups, dtype=query.dtype, device=query.device)[:, None, :, None]
+        return (query.unflatten(1, (groups, -1)) * own).flatten(3).flatten(1, 2)
+
+    def own_outputs(self, flat: Tensor) -> Tensor:
+        """Of [B,H,G·D] the channels of every query head's own key head [B,H,1,D]."""
+        groups = self.local_key.shape[1]  # type: ignore[union-attr]
+        parts = flat.unflatten(2, (groups, -1)).unflatten(1, (groups, -1))  # [B,G,h,G,D]
+        return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(1, 2).unsqueeze(2)
 
     def scores_of_coefficients(self, own: Tensor, length: int) -> Tensor:
         """q·k̃_t over the compressed channels, unscaled, for t = 0 … length − 1, [B,H,length]."""
         coefficients = self.coefficients_key  # type: ignore[attr-defined]
-        q, bias = own[..., self.sides["key"].compressed].to(coefficients.dtype), 0.0
+        q, shift = own[..., self.sides["key"].compressed].to(coefficients.dtype), None
         if self.method.reconstruction == "affine":
-            bias = q @ self.shift_key.transpose(1, 2)  # type: ignore[attr-defined]
+            shift = q @ self.shift_key.transpose(1, 2)  # type: ignore[attr-defined]
             q = q * self.scale_key  # type: ignore[attr-defined]
         amplitude = q @ coefficients.transpose(1, 2) * self.weight(coefficients)
-        return fourier.evaluate(amplitude, length, self.window) + bias
+        if shift is not None:
+            amplitude[..., :1] += shift  # a constant is the cosine of frequency 0
+        return fourier.evaluate(amplitude, length, self.window)
 
     def output_of_coefficients(self, p: Tensor) -> Tensor:
         """Σ_t p_t ṽ_t over the compressed channels of all heads, [B,H,|D_c|]; p [B,H,t]."""

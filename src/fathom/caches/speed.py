@@ -1,7 +1,7 @@
 """Decode speed and time to first token under a cache, eager or as one CUDA graph.
 
-The cache is filled with random keys and values up to the context (a cache of fixed size only to its capacity: its state
-is then the same as after any longer text), so no prompt has to be read to time the steps after it.
+The cache is filled with random keys, values and codes up to the context (a cache of fixed size only to its capacity:
+its state is then the same as after any longer text), so no prompt has to be read to time the steps after it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import StaticCache
 
 from fathom.caches import versions
-from fathom.caches.base import CacheMethod, CompressedCache, CompressedLayer
-from fathom.caches.compress import compress, prefill
+from fathom.caches.base import CacheMethod, CompressedCache, CompressedLayer, concat
+from fathom.caches.compress import cache_shape, compress, prefill
 from fathom.caches.fourier_attention import FourierState
-from fathom.caches.full import FullState
+from fathom.caches.full import Full, FullState
 from fathom.caches.kivi import KIVIState
 from fathom.caches.versions import CACHE_NAME
 from fathom.caches.vqkv import VQState
+from fathom.ops.cached_attention import causal_attention
 
 PART = 2048  # tokens that are filled in at a time
+# What stands for the full cache: transformers' StaticCache, or the least that a full cache can cost in SDPA.
+STATIC, BUFFER = "static", "buffer"
+
+
+class BufferState(FullState):
+    """The full cache in a buffer [B,G,context + 1,D]: a step overwrites the last slot, nothing else is copied."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        assert self.key is not None and self.value is not None
+        self.key[:, :, -1:] = key
+        self.value[:, :, -1:] = value
+        return causal_attention(query, self.key, self.value, scaling, dropout)
 
 
 @torch.no_grad()
@@ -49,8 +62,13 @@ def fill(cache: CompressedCache, model: nn.Module, batch: int, tokens: int) -> N
                 state.local_key, state.local_value, state.seen = key, value, tokens
                 if tokens > state.method.threshold:
                     state.compress()
-        elif isinstance(state, (KIVIState, VQState)):
-            _fill_coded(state, random, heads, tokens)
+        elif isinstance(state, KIVIState):
+            while state.seen < tokens:
+                length = min(PART, tokens - state.seen)
+                key, value = concat(state.key, random(heads, length)), concat(state.value, random(heads, length))
+                state.store(key, value, length)
+        elif isinstance(state, VQState):
+            _fill_codes(state, random, generator, batch, heads, tokens)
         else:
             capacity = getattr(state.method, "budget", tokens)
             left = min(tokens, capacity + PART)
@@ -66,17 +84,19 @@ def fill(cache: CompressedCache, model: nn.Module, batch: int, tokens: int) -> N
     cache.groups.empty = [False]
 
 
-def _fill_coded(state: Any, random: Callable[[int, int], torch.Tensor], heads: int, tokens: int) -> None:
-    if isinstance(state, VQState) and state.method.n_sink:
-        state.sink_key, state.sink_value = random(heads, state.method.n_sink), random(heads, state.method.n_sink)
-        state.seen = state.method.n_sink
-    while state.seen < tokens:
-        length = min(PART, tokens - state.seen)
-        names = ("key", "value") if isinstance(state, KIVIState) else ("tail_key", "tail_value")
-        held = [getattr(state, name) for name in names]
-        new = [random(heads, length), random(heads, length)]
-        keys, values = (n if h is None else torch.cat((h, n), dim=2) for h, n in zip(held, new))
-        state.store(keys, values, length)
+def _fill_codes(
+    state: VQState, random: Callable[[int, int], Tensor], generator: Any, batch: int, heads: int, tokens: int
+) -> None:
+    """Random codes (encoding random vectors would take longer than all the timing)."""
+    method, coded = state.method, state.method.coded(tokens, 0)
+    sinks = min(method.n_sink, tokens)
+    state.sink_key, state.sink_value = random(heads, sinks), random(heads, sinks)
+    state.tail_key, state.tail_value = (random(heads, tokens - sinks - coded) for _ in range(2))
+    if coded:
+        for name, table in (("key_codes", state.key_table()), ("value_codes", state.value_table())):
+            size, place = (batch, heads, coded, table.shape[1]), {"generator": generator, "device": table.device}
+            setattr(state, name, state.store_codes(torch.randint(table.shape[2], size, **place), table))
+    state.seen = tokens
 
 
 def _seen(layer: CompressedLayer, batch: int, heads: int, width: int, dtype: torch.dtype, tokens: int) -> None:
@@ -84,52 +104,71 @@ def _seen(layer: CompressedLayer, batch: int, heads: int, width: int, dtype: tor
     layer.token_bytes = heads * 2 * width * dtype.itemsize
 
 
-def timed(step: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each call, after two warm-up calls; the device is synchronised around every one."""
+def timed(step: Callable[[], Any], repeats: int, device: torch.device, warm: int = 2) -> list[float]:
+    """Seconds of each call, after `warm` calls that do not count; the device is synchronised around every one."""
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
-    for turn in range(repeats + 2):
+    for turn in range(repeats + warm):
         synchronise()
         start = time.perf_counter()
         step()
         synchronise()
-        if turn >= 2:
+        if turn >= warm:
             seconds.append(time.perf_counter() - start)
     return seconds
 
 
+def bytes_per_step(model: nn.Module, method: CacheMethod, context: int, batch: int) -> int:
+    """What a decode step must read at least once: all weights but the embedding table, and the cache (closed form)."""
+    inner = versions.causal_lm(model)
+    embedding = inner.get_input_embeddings().weight  # type: ignore[union-attr]
+    tied = inner.get_output_embeddings() is not None and inner.get_output_embeddings().weight is embedding
+    weights = sum(p.numel() * p.element_size() for p in inner.parameters() if tied or p is not embedding)
+    codebooks = method.prepare(inner, cache_shape(inner)).nbytes() if method.name == "vqkv" else 0
+    return weights + codebooks + method.cache_bytes(cache_shape(inner, batch), context)
+
+
 @torch.no_grad()
 def decode_speed(
-    model: nn.Module, method: CacheMethod | None, context: int, batch: int, graph: bool, repeats: int = 20
+    model: nn.Module, method: CacheMethod | str, context: int, batch: int, graph: bool, repeats: int = 20
 ) -> dict[str, Any]:
-    """Tokens a second of single-token steps at `context` tokens. `method=None`: transformers' StaticCache, stock SDPA.
+    """Tokens a second of single-token steps at `context` tokens, and the bytes that such a step must read.
 
-    With `graph` the step is one CUDA graph (methods whose cache has a fixed size, and the static cache).
+    method: or "static" (transformers' StaticCache, stock SDPA), or "buffer" (the full cache, preallocated, SDPA over
+    exactly its tokens). With `graph` the step is one CUDA graph. A cache that grows cannot replay its graph in use:
+    such a row (`grows`) is the device's time for one step at this length.
     """
     device = next(model.parameters()).device
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, device=device)
+    known: CacheMethod = Full() if isinstance(method, str) else method
     result: dict[str, Any] = {"context": context, "batch": batch, "mode": "graph" if graph else "eager"}
-    if method is None:
+    result["bytes_per_step"] = bytes_per_step(model, known, context, batch)
+    if method == STATIC:
         inner = versions.causal_lm(model)
         static = StaticCache(config=inner.config, max_cache_len=context + repeats + 64)
         _fill_static(static, inner, batch, context)
 
-        def step() -> Any:
+        def static_step() -> Any:
             return inner(input_ids=token, position_ids=position, use_cache=True, **{CACHE_NAME: static}).logits
 
         held: list[Any] = static.layers
         result["bytes"] = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in held)
-        return {**result, **_measure(step, graph, repeats, batch, device)}
-    with compress(model, method):
-        cache = build_cache_for(model, method)
-        fill(cache, model, batch, context)
+        return {**result, **_measure(static_step, graph, repeats, batch, device)}
+    with compress(model, known):
+        cache = build_cache_for(model, known)
+        fill(cache, model, batch, context + 1 if method == BUFFER else context)
+        if method == BUFFER:
+            for layer in cache.compressed_layers():
+                buffer = BufferState()
+                vars(buffer).update(vars(layer.states[0]))
+                layer.states = [buffer]
         result["bytes"] = cache.nbytes()
 
         def step() -> Any:
             return model(input_ids=token, position_ids=position, use_cache=True, **{CACHE_NAME: cache}).logits
 
-        return {**result, **_measure(step, graph, repeats, batch, device)}
+        return {**result, **_measure(step, graph, repeats, batch, device, cache)}
 
 
 def build_cache_for(model: nn.Module, method: CacheMethod) -> CompressedCache:
@@ -152,7 +191,15 @@ def _fill_static(cache: StaticCache, model: Any, batch: int, context: int) -> No
             layer.cumulative_length = context  # type: ignore[union-attr]
 
 
-def _measure(step: Callable[[], Any], graph: bool, repeats: int, batch: int, device: torch.device) -> dict[str, Any]:
+def _measure(
+    step: Callable[[], Any],
+    graph: bool,
+    repeats: int,
+    batch: int,
+    device: torch.device,
+    cache: CompressedCache | None = None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     if graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -160,14 +207,22 @@ def _measure(step: Callable[[], Any], graph: bool, repeats: int, batch: int, dev
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
+        # replays read what the cache held before the captured step: keep it alive
+        held = [] if cache is None else [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
+        places = {x.data_ptr() for x in held}
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             step()
+        if cache is not None:
+            after = [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
+            result["grows"] = any(x.data_ptr() not in places for x in after)
         seconds = timed(captured.replay, repeats, device)
+        del held
     else:
         seconds = timed(step, repeats, device)
     median = statistics.median(seconds)
     return {
+        **result,
         "seconds_per_step": median,
         "spread": [min(seconds), max(seconds)],
         "tokens_per_second": batch / median,
@@ -176,7 +231,13 @@ def _measure(step: Callable[[], Any], graph: bool, repeats: int, batch: int, dev
 
 @torch.no_grad()
 def first_token(
-    model: nn.Module, method: CacheMethod, context: int, batch: int, chunk: int = 4096, repeats: int = 3
+    model: nn.Module,
+    method: CacheMethod,
+    context: int,
+    batch: int,
+    chunk: int = 4096,
+    repeats: int = 3,
+    warm: int = 2,
 ) -> dict[str, Any]:
     """Seconds from a prompt of random tokens to its first logits, read in chunks of `chunk`, and the peak memory."""
     device = next(model.parameters()).device
@@ -188,7 +249,7 @@ def first_token(
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        seconds = timed(lambda: prefill(model, ids, chunk_size=chunk), repeats, device)
+        seconds = timed(lambda: prefill(model, ids, chunk_size=chunk), repeats, device, warm)
         peak = torch.cuda.max_memory_allocated() - before if cuda else None
     median = statistics.median(seconds)
     return {

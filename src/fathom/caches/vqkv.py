@@ -15,7 +15,7 @@ from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
 
-TOKENS_AT_ONCE = 1024  # rebuilt at a time on the blockwise path
+TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
 LOOKUP_QUERIES = 16  # calls up to this length use tables; longer ones rebuild blocks
 
 
@@ -29,7 +29,8 @@ class VQKV(CacheMethod):
     codebooks: a safetensors file from `train_codebooks` (it fixes sizes, sharing, and keys before or after rotation).
     flush_every: None means n_local. pack: "int16" (2 bytes a code) or "bits" (⌈log₂ S⌉ bits, rounded up to whole bytes
     for each token, head and side). attention: "lut" (tables and histogram, calls of up to 16 tokens; longer ones and
-    pre-RoPE keys in blocks), "blocks" (rebuild 1024 tokens at a time), "dense" (rebuild all: the reference).
+    pre-RoPE keys in blocks), "triton" (the same in one kernel each, on a GPU), "blocks" (rebuild 8192 tokens at a
+    time), "dense" (rebuild all: the reference).
     Bytes per layer with M coded tokens: B·G·[(n − M)(D_k + D_v)·bytes + M·(code bytes of keys + of values)]; the tables
     are held once per model (`Codebooks.nbytes`).
     """
@@ -49,7 +50,7 @@ class VQKV(CacheMethod):
         self.check_at_least("n_sink", 0)
         self.check_at_least("n_local", 1)
         self.check_choice("pack", ("int16", "bits"))
-        self.check_choice("attention", ("lut", "blocks", "dense"))
+        self.check_choice("attention", ("lut", "triton", "blocks", "dense"))
         if self.flush_every is not None:
             self.check_at_least("flush_every", 1)
         if not self.codebooks:
@@ -64,6 +65,8 @@ class VQKV(CacheMethod):
         return self.flush_every or self.n_local
 
     def prepare(self, model: PreTrainedModel, shape: CacheShape) -> Codebooks:
+        if self.attention == "triton":
+            self.check_triton(model, "use attention='lut': the same result on every device")
         return load_codebooks(self.codebooks, model)
 
     def new_state(self, context: LayerContext) -> VQState:
@@ -144,7 +147,8 @@ class VQState(State):
             all_keys = [keys[:, :, :sinks], *(k for k, _ in blocks), keys[:, :, sinks:]]
             all_values = [values[:, :, :sinks], *(v for _, v in blocks), values[:, :, sinks:]]
             return causal_attention(query, torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2), scaling)
-        if self.method.attention == "lut" and self.rope is None and query.shape[2] <= LOOKUP_QUERIES:
+        tables = self.method.attention in ("lut", "triton") and self.rope is None
+        if tables and query.shape[2] <= LOOKUP_QUERIES:
             return self.attend_by_lookup(query, keys, values, scaling)
         # sinks are older than every query too, so they can stand before the tail in the causal part
         return blockwise_attention(query, self.blocks, (keys, values), scaling)
@@ -153,19 +157,27 @@ class VQState(State):
         batch, heads, m, width = query.shape
         groups = keys.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * m, width)
-        key_codes, value_codes = self.unpacked(0, self.coded)
-        middle = lookup_scores(grouped, key_codes, self.key_table()) * scaling
+        scores, mix, as_stored = lookup_scores, histogram_mix, False
+        if self.method.attention == "triton":
+            from fathom.ops import code_attention
+
+            scores, mix = code_attention.code_scores, code_attention.code_mix
+            as_stored = self.method.pack == "int16"
+        assert self.key_codes is not None and self.value_codes is not None
+        held = (self.key_codes, self.value_codes)
+        key_codes, value_codes = held if as_stored else self.unpacked(0, self.coded)
+        middle = scores(grouped, key_codes, self.key_table()) * scaling
         full = (grouped @ keys.transpose(2, 3)).to(middle.dtype) * scaling
         if m > 1:
             hidden = torch.ones(m, keys.shape[2], dtype=torch.bool, device=keys.device).triu(keys.shape[2] - m + 1)
             full = full.unflatten(2, (-1, m)).masked_fill(hidden, float("-inf")).flatten(2, 3)
         weights = torch.cat((middle, full), dim=-1).softmax(-1)
-        from_codes = histogram_mix(weights[..., : self.coded], value_codes, self.value_table())
+        from_codes = mix(weights[..., : self.coded], value_codes, self.value_table())
         from_full = weights[..., self.coded :].to(values.dtype) @ values
         return (from_codes.to(values.dtype) + from_full).reshape(batch, heads, m, values.shape[-1])
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The middle, rebuilt 1024 tokens at a time (keys rotated)."""
+        """The middle, rebuilt 8192 tokens at a time (keys rotated)."""
         for start in range(0, self.coded, TOKENS_AT_ONCE):
             key_codes, value_codes = self.unpacked(start, min(start + TOKENS_AT_ONCE, self.coded))
             keys = _decode(key_codes, self.key_table())
@@ -192,7 +204,9 @@ class VQState(State):
 
     def packed(self, x: Tensor, table: Tensor) -> Tensor:
         heads = x.split(x.shape[1] // table.shape[0], dim=1)  # one part where heads share a set
-        codes = torch.cat([encode(part, books) for part, books in zip(heads, table)], dim=1)
+        return self.store_codes(torch.cat([encode(part, books) for part, books in zip(heads, table)], dim=1), table)
+
+    def store_codes(self, codes: Tensor, table: Tensor) -> Tensor:
         if self.method.pack == "bits":
             return pack(codes, bits_of(table))
         return (codes - 32768).to(torch.int16)

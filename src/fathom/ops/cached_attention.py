@@ -19,6 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 # Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
 SCORES_AT_ONCE = 2**25
+# Calls of at least this many queries meet a rebuilt block in one flash kernel.
+FUSED_QUERIES = 64
 
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda weights: weights.mean(2),
@@ -35,7 +37,11 @@ def causal_attention(
     dropout: float = 0.0,
 ) -> Float[Tensor, "B H m Dv"]:
     """The plain form: the fastest exact kernel of SDPA (flash on GPU), differentiable."""
-    m, n = query.shape[2], key.shape[2]
+    m, n, groups = query.shape[2], key.shape[2], key.shape[1]
+    if m == 1 and groups < query.shape[1]:  # the heads of a group as queries: keys are read once, by any kernel
+        grouped = query.reshape(query.shape[0], groups, -1, query.shape[3])
+        mixed = F.scaled_dot_product_attention(grouped, key, value, dropout_p=dropout, scale=scaling)
+        return mixed.reshape(*query.shape[:3], -1)
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if m == 1:
         return F.scaled_dot_product_attention(query, key, value, **options)
@@ -107,22 +113,50 @@ def blockwise_attention(
     queries' own (causal). The blocks are made one at a time, so the whole cache is never rebuilt.
 
     Online softmax: with block maxima μ_b, sums l_b and outputs o_b,  o = Σ_b e^{μ_b − μ} o_b / Σ_b e^{μ_b − μ} l_b.
+    Every block is made once, however many queries there are.
     """
-    batch, heads, m, _ = query.shape
-    rows = max(1, SCORES_AT_ONCE // (batch * heads * max(newest[0].shape[2], 4096)))
-    outputs = []
-    for start in range(0, m, rows):
-        part = query[:, :, start : start + rows]
-        visible = newest[0].shape[2] - m + min(start + rows, m)
-        state = _partial(part, newest[0][:, :, :visible], newest[1][:, :, :visible], scaling, causal=True)
-        for key, value in blocks():
-            state = _merge(state, _partial(part, key, value, scaling, causal=False))
-        _, total, mixed = state
-        outputs.append((mixed / total).reshape(batch, heads, part.shape[2], -1).to(query.dtype))
-    return torch.cat(outputs, dim=2)
+    rows = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * max(newest[0].shape[2], 4096)))
+    parts = query.split(rows, dim=2)
+    end, states = newest[0].shape[2] - query.shape[2], []
+    for part in parts:
+        end += part.shape[2]
+        states.append(_partial(part, newest[0][:, :, :end], newest[1][:, :, :end], scaling, causal=True))
+    for key, value in blocks():
+        if query.shape[2] >= FUSED_QUERIES and _has_fused(query, key, value):
+            together = _fused_partial(query, key, value, scaling)
+            pieces = zip(*(x.unflatten(2, (-1, query.shape[2])).split(rows, dim=3) for x in together))
+            states = [_merge(s, tuple(x.flatten(2, 3) for x in new)) for s, new in zip(states, pieces)]  # type: ignore[arg-type]
+        else:
+            states = [_merge(s, _partial(p, key, value, scaling, causal=False)) for s, p in zip(states, parts)]
+    mixed = [(o / l).reshape(*part.shape[:3], -1).to(query.dtype) for part, (_, l, o) in zip(parts, states)]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
 
 
 Partial = tuple[Tensor, Tensor, Tensor]
+
+
+def _has_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a flash kernel that also gives log-sum-exp serves these: no gradient, and half precision on a GPU."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    fits = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
+    if query.is_cuda:
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        return fits and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and query.device.type == "cpu"
+
+
+def _fused_partial(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Partial:
+    """As `_partial` without a mask, in one kernel: μ = log-sum-exp, l = 1, o the output."""
+    batch, heads, m, width = query.shape
+    groups = key.shape[1]
+    grouped = query.reshape(batch, groups, heads // groups * m, width)
+    if query.is_cuda:
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention(grouped, key, value, scale=scaling)[:2]
+    else:
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, key, value, scale=scaling)
+    highest = total.unsqueeze(-1).to(torch.promote_types(query.dtype, torch.float32))
+    return highest, torch.ones_like(highest), output.to(highest.dtype)
 
 
 def _partial(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Partial:

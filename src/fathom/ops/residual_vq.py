@@ -10,6 +10,7 @@ And attention on the codes, without rebuilding x̂: scores by look-up tables, ou
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def encode(x: Float[Tensor, "*rows D"], books: Float[Tensor, "N S D"]) -> Int[Te
     for start in range(0, flat.shape[0], step):
         residual = flat[start : start + step].to(wide)
         for stage in range(books.shape[0]):
-            chosen = (half_norms[stage] - residual @ books[stage].T).argmin(-1)
+            chosen = torch.addmm(half_norms[stage], residual, books[stage].T, alpha=-1).argmin(-1)
             codes[start : start + step, stage] = chosen
             residual = residual - books[stage, chosen]
     return codes.view(*x.shape[:-1], books.shape[0])
@@ -35,10 +36,9 @@ def encode(x: Float[Tensor, "*rows D"], books: Float[Tensor, "N S D"]) -> Int[Te
 
 def decode(codes: Int[Tensor, "*rows N"], books: Float[Tensor, "N S D"]) -> Float[Tensor, "*rows D"]:
     """x̂ = Σ_i Q_i[z_i]."""
-    total = books[0, codes[..., 0]]
-    for stage in range(1, books.shape[0]):
-        total = total + books[stage, codes[..., stage]]
-    return total
+    stages, size, width = books.shape
+    flat = codes.reshape(-1, stages) + torch.arange(stages, device=codes.device, dtype=codes.dtype) * size
+    return F.embedding_bag(flat, books.reshape(-1, width), mode="sum").view(*codes.shape[:-1], width)
 
 
 def lookup_scores(
