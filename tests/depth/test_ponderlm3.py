@@ -295,14 +295,17 @@ def test_the_channel_form_trains_as_the_dense_mask():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU only")
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_trains_as_the_dense_mask(compiled):
+def test_gpu_kernels_train_as_the_dense_mask(compiled, packed):
+    """The channel form where slots are plain causal, FlexAttention where documents are packed."""
     ids, results = tokens(2, 60).cuda(), []
+    positions = torch.arange(30, device="cuda").repeat(2, 2) if packed else None
     for backend in ("eager", "sdpa"):
         model = make("qwen3", double=False, thoughts=2).cuda().train()  # kernels want 16 channels a head
         model.set_attn_implementation(backend)
         step = torch.compile(model) if compiled and backend == "sdpa" else model
-        step(input_ids=ids, labels=ids).loss.backward()
+        step(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
         results.append([p.grad for p in model.parameters()])
     for actual, expected in zip(results[1], results[0]):
         assert_close(actual, expected, 1e-3)

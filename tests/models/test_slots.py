@@ -230,6 +230,20 @@ def test_flash_serves_what_it_can_express_and_says_who_serves_the_rest():
         assert own.mask(config, slots, None, packed=False).blocks is not None
 
 
+@pytest.mark.parametrize(("tokens", "channel"), [(60, True), (40, False)])
+def test_a_gpu_reads_a_bias_as_a_channel(monkeypatch, tokens, channel):
+    """FlexAttention would add up its gradient score by score; it serves what the causal kernel cannot."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    model, layout = layout_of(tokens, 3)
+    slots, bias = torch.zeros(1, 3 * tokens, 32), torch.zeros(1, 3 * tokens)
+    mask = dataclasses.replace(layout, key_bias=bias).mask(model.config, slots, None, packed=False)
+    assert isinstance(mask, KeyBias) == channel
+    assert not channel or mask.blocks is None
+    own = dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, packed=False)
+    assert isinstance(own, KeyBias) == channel
+    assert not channel or own.blocks is not None
+
+
 def test_some_slots_of_a_layout():
     _, _, layout, _ = biased_layout(padded=True)
     chosen = torch.tensor([0, 3, 4, 13])

@@ -8,15 +8,13 @@ import math
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
+from checked import check
 
 from fathom.ops import biased_attention as ops
 from fathom.ops.biased_attention import MASKED, KeyBias, causal
 from fathom.ops.eager_attention import eager_attention
 from tiny import assert_close
 
-check = jaxtyped(typechecker=beartype)
 dense_mask, append_bias_channels = check(ops.dense_mask), check(ops.append_bias_channels)
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 12

@@ -25,12 +25,12 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.ops.biased_attention import MASKED, KeyBias, Sees, block_mask, causal, dense_mask
 
-# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) instead of FlexAttention.
+# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) on every device and in decoding too.
 CHANNEL = "sdpa_bias_channel"
 AttentionInterface.register(CHANNEL, sdpa_attention_forward)
 AttentionMaskInterface.register(CHANNEL, sdpa_mask)
 
-# New slots from which FlexAttention pays on a GPU: one block of queries.
+# New slots from which a kernel pays on a GPU over a dense mask: one block of FlexAttention's queries.
 FLEX_FROM = 128
 
 
@@ -103,8 +103,12 @@ class SlotLayout:
         backend: str = config._attn_implementation  # type: ignore[assignment]
         flash, sees = "flash" in backend, causal if self.sees is None else self.sees
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
+        large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         plain = self.sees is None and documents is None
-        if plain and (flash or (backend == CHANNEL and queries in (1, keys))):
+        # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. As a
+        # channel it is part of the keys' gradient.
+        fused = large and backend == "sdpa" and queries == keys
+        if plain and (flash or fused or (backend == CHANNEL and queries in (1, keys))):
             return KeyBias(hidden)
         if flash:
             warnings.warn(
@@ -112,7 +116,6 @@ class SlotLayout:
                 "serves these",
                 stacklevel=2,
             )
-        large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         if flash or large or backend == "flex_attention":
             return KeyBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
         index = torch.arange(keys, device=slots.device)
