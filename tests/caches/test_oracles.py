@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import scipy.fft
 import torch
-from cache_cases import new_state
+from cache_cases import new_state, relative
 
 from fathom.caches import H2O, KIVI, TOVA, FreqKV, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV
 from fathom.caches.base import CacheShape
@@ -324,7 +325,7 @@ def test_blockwise_attention_is_attention(queries, dtype, tolerance, monkeypatch
     hidden = torch.arange(200) > torch.arange(200 - queries, 200)[:, None]
     expected = torch.einsum("bghmn,bgnd->bghmd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
     cuts = [0, 7, 50, 100]
-    blocks = lambda: [(key[:, :, a:b], value[:, :, a:b]) for a, b in zip(cuts, cuts[1:])]  # noqa: E731
+    blocks = lambda: [(key[:, :, a:b], value[:, :, a:b]) for a, b in itertools.pairwise(cuts)]  # noqa: E731
     for at_once in (2**25, 2 * 4 * 4096 * 13):
         monkeypatch.setattr(cached_attention, "SCORES_AT_ONCE", at_once)
         found = cached_attention.blockwise_attention(query, blocks, (key[:, :, 100:], value[:, :, 100:]), 0.4)
