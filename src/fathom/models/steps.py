@@ -195,8 +195,7 @@ class StepLayer(DynamicLayer):
         return Packing(index, token, used, bool((token == NOWHERE).any()))
 
     def pack(self, to: Packing) -> None:
-        chosen = Chosen(to.index)
-        self.keys, self.values = chosen.take(self.keys, 2), chosen.take(self.values, 2)  # type: ignore[arg-type]
+        self.keys, self.values = _columns(self.keys, to.index), _columns(self.values, to.index)  # type: ignore[arg-type]
         self.token, self.sizes, self.gaps, self.unpacked = to.token, [*to.sizes], to.gaps, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -259,6 +258,12 @@ def replace(
     if last is not None:
         key, value = _put(last[0], key, index, live, 2), _put(last[1], value, index, live, 2)
     return *append(key, value, past)[:2], (key, value)
+
+
+def _columns(x: Float[Tensor, "B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
+    """Some slots of keys or values; as 64-bit numbers where they fit, as a gather costs by the number."""
+    fits = x.shape[-1] * x.element_size() % 8 == 0 and not (x.requires_grad and torch.is_grad_enabled())
+    return _take(x.contiguous().view(torch.int64), index, 2).view(x.dtype) if fits else _take(x, index, 2)
 
 
 def _joined(slots: list[KeyValue]) -> KeyValue | None:
@@ -431,12 +436,22 @@ class StepStack(Stack):
         gaps = self.attention_mask is not None or any(c.live is not None for c in (*self.ran, *(p[2] for p in pieces)))
         layers: list[Any] = self.cache.layers  # type: ignore[union-attr]
         packing = layers[0].packing() if layers[0].unpacked >= PACK_EVERY else None
+        index = None
+        if any(chosen.index is not None for _, _, chosen, _ in pieces):  # one gather a layer
+            starts = [sum(self.sizes[:step]) for step in range(len(self.ran))]
+            every = torch.arange(self.numbers.shape[1], device=self.numbers.device).expand_as(self.numbers)
+            parts = [starts[step] + (every if c.index is None else c.index) for _, step, c, _ in pieces]
+            index = torch.cat(parts, dim=1)
         numbers = None
         for layer, held in enumerate(layers):
             if packing is not None:
                 held.pack(packing)
             new: dict[int, tuple[KeyValue, Tensor]] = {}
-            for segment, step, chosen, token in pieces:
-                key, value = self.own(step, layer)
-                new[segment] = (chosen.take(key, 2), chosen.take(value, 2)), token
+            own = [self.own(step, layer) for step in range(len(self.ran))]
+            slots = [own[step] for _, step, _, _ in pieces]
+            if index is not None:
+                sizes = [token.shape[1] for *_, token in pieces]
+                slots = list(zip(*(_columns(torch.cat(x, 2), index).split(sizes, 2) for x in zip(*own)), strict=True))
+            for (segment, _, _, token), pair in zip(pieces, slots, strict=True):
+                new[segment] = pair, token
             numbers = held.append(self.numbers.shape[1], new, gaps, numbers)
