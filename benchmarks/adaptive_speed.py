@@ -1,6 +1,6 @@
 """Wall-clock time of tokens that stop on their own against the same method with all its steps.
 
-    python benchmarks/adaptive_speed.py --out docs/results/adaptive_speed.json       (GPU, bf16; --only chooses parts)
+    python benchmarks/adaptive_speed.py --out docs/results/adaptive_speed.json       (GPU, bf16, about 6 minutes)
     python benchmarks/adaptive_speed.py --tiny --out /tmp/adaptive.json              (CPU: a dry run of the script)
 
 Every row has the measured mean S of executed slots of at most K + 1, the time relative to the fixed-K model, and that
@@ -8,17 +8,23 @@ over S/(K+1): 1 where every slot saved is time saved; the aim is at most 1.10. R
 a threshold found by bisection for each S, so the real decisions are made and timed. Fixed-K and adaptive models share
 weights and take turns, block by block; medians with their spread.
 
-Training: adaptive_latent_cot, forward, backward and AdamW; "mixture" and "step" are its `correctness_from` (the heads
-of "step" come on top). AdaPonderLM trains densely by definition. Decoding: generate() at batch 1 and 32, where rows
-wait for the slowest, and staggered (fathom.models.staggered), where they do not.
+Prefill and training are compiled layer by layer: the layers share their graphs, whatever a step's size, and a step of
+few tokens is not held up by the launching of kernels. Training: adaptive_latent_cot, forward, backward and AdamW;
+"mixture" and "step" are its `correctness_from` (the heads of "step" come on top). AdaPonderLM trains densely by
+definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and at 32 staggered
+(fathom.models.staggered), where they do not; the prompt is read in both.
+
+The file is written after every row; a row that fails is noted in it, and after `--minutes` no other is begun.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fathom.models.staggered import generate_staggered
+from fathom.train.atomic import write_json
 from speed import environment, free, make_fathom, seconds_of, shape, take_turns
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
@@ -33,6 +40,7 @@ TINY = {"32x2": shape(32, 64, 2, 4, 2)}
 STEPS = 3
 COT = {"name": "adaptive_latent_cot", "steps": STEPS, "correctness_from": "mixture", "threshold": 0.5}
 ADA = {"name": "adaponderlm", "steps": STEPS, "threshold": 0.5}
+BOTH = (COT, ADA)
 
 
 class Watched:
@@ -62,7 +70,14 @@ class Watched:
     def set_threshold(self, value: float) -> None:
         object.__setattr__(self.model.depth.options, "threshold", value)
 
-    def calibrate(self, tokens: torch.Tensor, mean: float) -> None:
+    def compile_layers(self, device: str) -> None:
+        # a layer's number would be a constant of its graph, and every layer another graph
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        torch._dynamo.config.recompile_limit = 64
+        for layer in self.model.model.layers:
+            layer.compile(backend="inductor" if device == "cuda" else "eager")
+
+    def calibrate(self, tokens: torch.Tensor, mean: float) -> float:
         """The threshold at which these tokens run `mean` steps."""
         low, high = 0.0, 1.0
         with torch.no_grad():
@@ -71,131 +86,151 @@ class Watched:
                 self.passes.clear()
                 self.model(tokens, use_cache=False, logits_to_keep=1)
                 low, high = ((low + high) / 2, high) if self.mean() > mean else (low, (low + high) / 2)
+        return self.model.depth.options.threshold
 
 
 def without_router(depth: dict[str, Any]) -> dict[str, Any]:
     return {"name": depth["name"], "steps": depth["steps"], "halting": "fixed"}
 
 
-def report(kind: str, depth: dict[str, Any], mean: float, figures: dict, fixed: dict, **facts: Any) -> dict[str, Any]:
-    ratio = figures["median_s"] / fixed["median_s"]
-    row = {
-        "kind": kind, "method": depth["name"], "mean_steps": mean, "most_steps": STEPS + 1, **facts, **figures,
-        "fixed_median_s": fixed["median_s"], "time_vs_fixed": ratio, "over_ideal": ratio / (mean / (STEPS + 1)),
-    }  # fmt: skip
-    extra = " ".join(f"{k}={v}" for k, v in facts.items())
-    print(
-        f"{kind:9} {depth['name']:20} S={mean:.2f}/{STEPS + 1} {ratio:.3f} x fixed, {row['over_ideal']:.3f} x ideal",
-        extra,
-        flush=True,
-    )
-    return row
+class Rows:
+    """The file of results, written after every row."""
+
+    def __init__(self, path: Path, minutes: float, facts: dict[str, Any]):
+        self.path, self.start, self.end = path, time.monotonic(), time.monotonic() + 60 * minutes
+        self.results: dict[str, Any] = {**facts, "rows": [], "failures": []}
+
+    def save(self) -> None:
+        write_json(self.path, self.results)
+
+    def say(self, line: str) -> None:
+        print(f"{time.monotonic() - self.start:6.1f} s  {line}", flush=True)
+
+    def time_left(self) -> bool:
+        return time.monotonic() < self.end
+
+    def add(self, kind: str, depth: dict, mean: float, figures: dict, fixed: dict, **facts: Any) -> None:
+        ratio = figures["median_s"] / fixed["median_s"]
+        row = {
+            "kind": kind, "method": depth["name"], "mean_steps": mean, "most_steps": STEPS + 1, **facts, **figures,
+            "fixed_median_s": fixed["median_s"], "fixed_min_s": fixed["min_s"], "fixed_max_s": fixed["max_s"],
+            "time_vs_fixed": ratio, "over_ideal": ratio / (mean / (STEPS + 1)),
+        }  # fmt: skip
+        self.results["rows"].append(row)
+        self.save()
+        extra = " ".join(f"{k}={v}" for k, v in facts.items())
+        steps = f"S={mean:.2f}/{STEPS + 1} {ratio:.3f} x fixed, {row['over_ideal']:.3f} x ideal"
+        self.say(f"{kind:9} {depth['name']:20} {steps} {extra}")
+
+    @contextlib.contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """Notes a failure and goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.results["failures"].append({"what": what, "error": traceback.format_exc()[-4000:]})
+            self.save()
+            self.say(f"{what} failed: {type(error).__name__}: {str(error)[:300]}")
 
 
-def prefill(args, sizes, vocab, device, dtype, means, batch, length, blocks) -> list[dict]:
-    rows = []
+def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length, blocks, compiled) -> None:
     tokens = torch.randint(0, vocab, (batch, length), device=device)
-    for depth in (COT, ADA):
-        fixed = Watched(sizes, vocab, length, without_router(depth), device, dtype)
-        adaptive = Watched(sizes, vocab, length, depth, device, dtype)
-        forward = {"fixed": fixed.model, "adaptive": adaptive.model}
-        if args.compile:
-            forward = {name: torch.compile(model) for name, model in forward.items()}
+    fixed = Watched(sizes, vocab, length, without_router(depth), device, dtype)
+    adaptive = Watched(sizes, vocab, length, depth, device, dtype)
+    thresholds = {mean: adaptive.calibrate(tokens, mean) for mean in means}
+    models = {"fixed": fixed, "adaptive": adaptive}
+    for watched in models.values() if compiled else ():
+        watched.compile_layers(device)
 
-        @torch.no_grad()
-        def run(name):
-            forward[name](tokens, use_cache=True, logits_to_keep=1)  # noqa: B023
+    @torch.no_grad()
+    def run(name: str) -> None:
+        models[name].model(tokens, use_cache=True, logits_to_keep=1)
 
-        for mean in means:
-            adaptive.calibrate(tokens, mean)
-            for name in forward:
+    for mean, threshold in thresholds.items():
+        if not rows.time_left():
+            break
+        with rows.surviving(f"prefill {depth['name']} {mean}"):
+            adaptive.set_threshold(threshold)
+            for name in models:
                 run(name), run(name)
+            rows.say(f"prefill {depth['name']} {mean}: warm")
             adaptive.passes.clear()
-            figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in forward}, blocks)
-            facts = {"batch": batch, "length": length, "compile": args.compile}
-            rows.append(report("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts))
-        del fixed, adaptive, forward
-        free(device)
-    return rows
+            figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
+            facts = {"batch": batch, "length": length, "compile": compiled}
+            rows.add("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts)
+        fixed.passes.clear()
 
 
-def training(args, sizes, vocab, device, means, batch, length, blocks) -> list[dict]:
-    rows = []
+def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, blocks, compiled) -> None:
     tokens = torch.randint(0, vocab, (batch, length), device=device)
-    contestants = {
-        "fixed": without_router(COT),
-        "mixture": COT,
-        "step": {**COT, "correctness_from": "step"},
-    }
+    models, steps = {}, {}
+    for name, options in {"fixed": without_router(depth), "adaptive": depth}.items():
+        watched = models[name] = Watched(sizes, vocab, length, options, device, torch.float32)
+        watched.model.train()
+        optimizer = torch.optim.AdamW(watched.model.parameters(), lr=0.0, fused=True)  # thresholds stay calibrated
+        precision = torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+        def step(model=watched.model, optimizer=optimizer, precision=precision) -> None:
+            with precision:
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        steps[name] = step
+    with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+        thresholds = {mean: models["adaptive"].calibrate(tokens, mean) for mean in means}
+    for watched in models.values() if compiled else ():
+        watched.compile_layers(device)
+    for mean, threshold in thresholds.items():
+        if not rows.time_left():
+            break
+        with rows.surviving(f"training {mean}"):
+            models["adaptive"].set_threshold(threshold)
+            for step in steps.values():
+                step(), step()
+            rows.say(f"training {depth['correctness_from']} {mean}: warm")
+            models["adaptive"].passes.clear()
+            figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
+            facts = {
+                "batch": batch, "length": length, "compile": compiled, "correctness_from": depth["correctness_from"],
+                "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+            }  # fmt: skip
+            found = models["adaptive"].mean()
+            rows.add("training", depth, found, figures["adaptive"], figures["fixed"], **facts)
+        models["fixed"].passes.clear()
+
+
+def decoding(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, prompt, new, blocks) -> None:
+    fixed = Watched(sizes, vocab, prompt + new, without_router(depth), device, dtype)
+    adaptive = Watched(sizes, vocab, prompt + new, depth, device, dtype)
+    tokens = torch.randint(0, vocab, (batch, prompt), device=device)
+    mask = torch.ones_like(tokens)
+
+    def generate(watched: Watched) -> torch.Tensor:
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        return watched.model.generate(tokens, attention_mask=mask, **options)
+
+    runs: dict[str, Callable[[], Any]] = {"fixed": lambda: generate(fixed), "lockstep": lambda: generate(adaptive)}
+    if batch > 1:
+        runs["staggered"] = lambda: generate_staggered(adaptive.model, tokens, new)
     for mean in means:
-        models, steps = {}, {}
-        for name, depth in contestants.items():
-            watched = models[name] = Watched(sizes, vocab, length, depth, device, torch.float32)
-            watched.model.train()
-            optimizer = torch.optim.AdamW(watched.model.parameters(), lr=0.0, fused=True)  # thresholds stay calibrated
-            compiled = torch.compile(watched.model) if args.compile else watched.model
-            precision = torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
-
-            def step(compiled=compiled, optimizer=optimizer, precision=precision):
-                with precision:
-                    loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
-            if name != "fixed":
-                with precision:
-                    watched.calibrate(tokens, mean)
-            steps[name] = step
-            step(), step()
-            watched.passes.clear()
-        figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
-        for name in ("mixture", "step"):
-            facts = {"batch": batch, "length": length, "compile": args.compile, "correctness_from": name}
-            rows.append(report("training", COT, models[name].mean(), figures[name], figures["fixed"], **facts))
-        del models, steps
-        free(device)
-    return rows
-
-
-def decoding(args, sizes, vocab, device, dtype, means, batches, prompt, new, blocks) -> list[dict]:
-    rows = []
-    for depth in (COT, ADA):
-        fixed = Watched(sizes, vocab, prompt + new, without_router(depth), device, dtype)
-        adaptive = Watched(sizes, vocab, prompt + new, depth, device, dtype)
-        for batch in batches:
-            tokens = torch.randint(0, vocab, (batch, prompt), device=device)
-            mask = torch.ones_like(tokens)
-
-            def generate(watched):
-                options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-                return watched.model.generate(tokens, attention_mask=mask, **options)  # noqa: B023
-
-            for mean in means:
-                adaptive.calibrate(tokens, mean)
-                runs = {
-                    "fixed": lambda model=fixed: generate(model),
-                    "lockstep": lambda model=adaptive: generate(model),
-                    "staggered": lambda model=adaptive.model, ids=tokens: generate_staggered(model, ids, new),
-                }
-                agree = bool((generate(adaptive)[:, prompt:] == runs["staggered"]()).all())
-                generate(fixed)
-                adaptive.passes.clear()
-                generate(adaptive)
-                steps = torch.cat(adaptive.passes[1:], dim=1).double()
-                facts = {
-                    "batch": batch, "prompt": prompt, "new": new, "staggered_equals_generate": agree,
-                    "mean_of_slowest_row": steps.amax(0).mean().item(),
-                }  # fmt: skip
-                figures = take_turns({n: lambda r=r: seconds_of(r, device, 1) for n, r in runs.items()}, blocks)
-                for name in ("lockstep", "staggered"):
-                    mean_steps = steps.mean().item()
-                    rows.append(
-                        report("decode", depth, mean_steps, figures[name], figures["fixed"], schedule=name, **facts)
-                    )
-        del fixed, adaptive
-        free(device)
-    return rows
+        if not rows.time_left():
+            break
+        with rows.surviving(f"decode {depth['name']} batch {batch} {mean}"):
+            adaptive.calibrate(tokens, mean)
+            adaptive.passes.clear()
+            text = generate(adaptive)[:, prompt:]
+            steps = torch.cat(adaptive.passes[1:], dim=1).double()
+            facts = {"batch": batch, "prompt": prompt, "new": new, "mean_of_slowest_row": steps.amax(0).mean().item()}
+            if "staggered" in runs:
+                facts["staggered_equals_generate"] = (text == runs["staggered"]()).double().mean().item()
+            figures = take_turns({n: lambda r=r: seconds_of(r, device, 1) for n, r in runs.items()}, blocks)
+            for name in runs:
+                if name != "fixed":
+                    found = steps.mean().item()
+                    rows.add("decode", depth, found, figures[name], figures["fixed"], schedule=name, **facts)
+        adaptive.passes.clear(), fixed.passes.clear()
 
 
 def main() -> None:
@@ -206,26 +241,38 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1024x24-gqa")
     parser.add_argument("--batch", type=int, default=16, help="of prefill and training")
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
-    parser.add_argument("--compile", action="store_true", help="torch.compile for prefill and training")
+    parser.add_argument("--means", type=float, nargs="+", default=[1.5, 2.5, 3.5], help="S of prefill")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 75e9 / total))
     torch.set_float32_matmul_precision("high")
     sizes = TINY["32x2"] if args.tiny else SHAPES[args.shape]
     vocab, batch, length = (97, 2, 96) if args.tiny else (50304, args.batch, args.length)
-    means, blocks = ((2.5,), 2) if args.tiny else ((1.5, 2.0, 2.5, 3.0, 3.5), 7)
-    results: dict[str, Any] = {"environment": environment(device), "shape": args.shape, "rows": []}
-    if args.only in (None, "prefill"):
-        results["rows"] += prefill(args, sizes, vocab, device, dtype, means, batch, length, blocks)
-    if args.only in (None, "training"):
-        results["rows"] += training(args, sizes, vocab, device, means[1::2] or means, batch, length, blocks)
-    if args.only in (None, "decode"):
-        batches, prompt, new = ((1, 3), 16, 8) if args.tiny else ((1, 32), 512, 96)
-        results["rows"] += decoding(
-            args, sizes, vocab, device, dtype, means[1::2] or means, batches, prompt, new, min(blocks, 5)
-        )
-    with open(args.out, "w") as file:
-        json.dump(results, file, indent=1)
+    means, blocks = ((2.5,), 2) if args.tiny else (tuple(args.means), 5)
+    prompt, new, many = (16, 8, 3) if args.tiny else (512, 48, 32)
+    some, middle = means[:2], means[len(means) // 2 :][:1]
+    compiled = not args.eager
+    rows = Rows(Path(args.out), args.minutes, {"environment": environment(device), "shape": args.shape})
+    step = {**COT, "correctness_from": "step"}
+    parts: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
+        *(("prefill", prefill, (d, sizes, vocab, device, dtype, means, batch, length, blocks, compiled)) for d in BOTH),
+        *(("decode", decoding, (d, sizes, vocab, device, dtype, some, 1, prompt, new, 3)) for d in BOTH),
+        ("training", training, (COT, sizes, vocab, device, some, batch, length, blocks, compiled)),
+        *(("decode", decoding, (d, sizes, vocab, device, dtype, middle, many, prompt, new, 3)) for d in BOTH),
+        ("training", training, (step, sizes, vocab, device, middle, batch, length, blocks, compiled)),
+    ]
+    for kind, part, arguments in parts:
+        if args.only in (None, kind) and rows.time_left():
+            with rows.surviving(f"{kind} {arguments[0]['name']}"):
+                part(rows, *arguments)
+            free(device)
+    rows.results["seconds"] = time.monotonic() - rows.start
+    rows.save()
 
 
 if __name__ == "__main__":
