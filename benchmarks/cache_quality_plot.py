@@ -36,8 +36,8 @@ def show(task: str, cell: dict[str, Any] | None, full: dict[str, Any]) -> str:
         return "not run"
     if "not_reachable" in cell:
         return f"not reachable (min. {cell['not_reachable']:.2f})"
-    if "skipped" in cell:
-        return "skipped"
+    if "skipped" in cell or "failed" in cell:
+        return "skipped" if "skipped" in cell else "failed"
     if task != "perplexity":
         return f"{cell['recall']:.1f}"
     differences = [a - b for a, b in zip(cell["nll_by_row"], full["nll_by_row"])]
@@ -57,7 +57,9 @@ def main() -> None:
     names = list(dict.fromkeys(name for _, _, name, _ in cells if name != "full"))
     names.sort(key=lambda name: (name not in OURS, name))
     fractions = sorted({fraction for *_, fraction in cells} - {1.0}, reverse=True)
-    tables = sorted({(task, length) for task, length, *_ in cells}, key=lambda t: (t[0] != "perplexity", t))
+    # a length whose full cache was not measured has nothing to be compared with
+    measured_full = [key[:2] for key, cell in cells.items() if key[2] == "full" and "failed" not in cell]
+    tables = sorted(measured_full, key=lambda t: (t[0] != "perplexity", t))
 
     for task, length in tables:
         full = cells[task, length, "full", 1.0]
@@ -90,6 +92,8 @@ def main() -> None:
     figure.savefig(args.folder / f"{args.results.stem}_bytes.png", dpi=110)
 
     windows = [length for task, length in tables if task == "perplexity"]
+    if not windows:
+        return
     measured = {length: {key[3] for key in cells if key[:2] == ("perplexity", length)} for length in windows}
     longest = max(length for length in windows if len(measured[length]) == max(map(len, measured.values())))
     full_curve = cells["perplexity", longest, "full", 1.0]["nll_by_position"]

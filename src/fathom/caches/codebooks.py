@@ -63,7 +63,7 @@ class Codebooks:
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:
-    """Read codebooks; with `model`, check that they were made on it, and put them on its device.
+    """Read codebooks; with `model`, check that they were made on it, and bring them to its device and dtype.
 
     Raises:
         OSError: the file cannot be read. ValueError: it is not a codebook file, or was made on another model.
@@ -71,7 +71,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
     if not Path(path).is_file():
         raise FileNotFoundError(f"codebooks={os.fspath(path)!r}: no such file; make one with train_codebooks(model, …)")
     device = "cpu" if model is None else str(next(model.parameters()).device)
-    about, tensors = _read(os.fspath(path), Path(path).stat().st_mtime_ns, device)
+    dtype = None if model is None else model.dtype
+    about, tensors = _read(os.fspath(path), Path(path).stat().st_mtime_ns, device, dtype)
     if about.get("format") != FORMAT:
         raise ValueError(f"codebooks={os.fspath(path)!r} is not a codebook file of this library (format {FORMAT})")
     if model is not None and about["fingerprint"] != fingerprint(model):
@@ -86,10 +87,10 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: str, modified: int, device: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt", device=device) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118
             return json.loads((file.metadata() or {}).get("fathom", "{}")), tensors
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"codebooks={path!r} is not a readable safetensors file: {error}") from None

@@ -17,7 +17,7 @@ from fathom.caches.channels import ChannelSets, affine_repair, default_channels,
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 
-TOKENS_AT_ONCE = 1024  # rebuilt at a time for calls of several tokens
+TOKENS_AT_ONCE = 4096  # rebuilt at a time for calls of several tokens
 OUTGROWN = 2  # a middle this many times as long as at compression has outgrown the affine statistics
 
 

@@ -56,26 +56,30 @@ def perplexity(
 
 @torch.no_grad()
 def retrieval(
-    model: nn.Module, tokenizer: Any, prompts: list[tuple[str, str, str]], method: CacheMethod, chunk: int = 512
+    model: nn.Module,
+    tokenizer: Any,
+    contexts: Tensor,
+    question: str,
+    answers: list[str],
+    method: CacheMethod,
+    chunk: int,
 ) -> list[bool]:
-    """(context, question, answer) → whether the greedy continuation of the question begins with the answer.
+    """For each row of contexts [B,T] whether the greedy continuation of the question begins with the row's answer.
 
-    The context is read alone, `chunk` tokens at a time (the method does not see the question), then the question.
+    Contexts are read alone, `chunk` tokens at a time (the method does not see the question), then the question.
     """
-    found = []
+    wanted = max(len(tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
+    asked = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
+    asked = asked.expand(len(answers), -1).to(contexts.device)
+    produced = []
     with compress(model, method):
-        for context, question, answer in prompts:
-            ids = tokenizer(context, return_tensors="pt").input_ids.to(next(model.parameters()).device)
-            cache = prefill(model, ids, chunk_size=chunk)[CACHE_NAME]
-            wanted = tokenizer(answer, add_special_tokens=False).input_ids
-            asked = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids.to(ids.device)
-            produced = []
-            for _ in wanted:
-                out = model(input_ids=asked, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
-                asked = out.logits[:, -1:].argmax(-1)
-                produced.append(int(asked))
-            found.append(tokenizer.decode(produced).strip().startswith(answer.strip()))
-    return found
+        cache = prefill(model, contexts, chunk_size=chunk)[CACHE_NAME]
+        for _ in range(wanted):
+            out = model(input_ids=asked, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+            asked = out.logits[:, -1:].argmax(-1)
+            produced.append(asked)
+    texts = [tokenizer.decode(row) for row in torch.cat(produced, dim=1).tolist()]
+    return [text.strip().startswith(answer.strip()) for text, answer in zip(texts, answers)]
 
 
 # task → (sentence to hide, question, answer); {} is the secret
@@ -89,15 +93,16 @@ TASKS = {
 FRUITS = ("mango", "cherry", "banana", "orange", "lemon", "peach", "apple", "grape")
 
 
-def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, secret: str) -> tuple[str, str, str]:
-    """(context, question, answer): a sentence with a secret at `depth` (0 … 1) of `tokens` tokens of filler text."""
-    sentence, question = TASKS[task]
-    needle = sentence.format(secret)
-    ids = tokenizer(filler, add_special_tokens=False).input_ids
-    room = tokens - len(tokenizer(needle, add_special_tokens=False).input_ids)
-    ids = (ids * (room // max(1, len(ids)) + 1))[:room]
+def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, secret: str) -> list[int]:
+    """Exactly `tokens` token ids: a sentence with a secret at `depth` (0 … 1) of filler text, special tokens first."""
+    needle = tokenizer(TASKS[task][0].format(secret), add_special_tokens=False).input_ids
+    begin, ids = tokenizer("").input_ids, tokenizer(filler, add_special_tokens=False).input_ids
+    room = tokens - len(needle) - len(begin)
+    if room < 0 or not ids:
+        raise ValueError(f"tokens={tokens}: use at least {tokens - room}, and some filler text")
+    ids = (ids * (room // len(ids) + 1))[:room]
     cut = int(depth * room)
-    return tokenizer.decode(ids[:cut]) + needle + tokenizer.decode(ids[cut:]), question, f" {secret}"
+    return begin + ids[:cut] + needle + ids[cut:]
 
 
 def grid(
@@ -110,7 +115,7 @@ def grid(
     chunk: int = 512,
     task: str = "passkey",
 ) -> dict[str, Any]:
-    """Recall over lengths × depths; `method_at(length)` gives the method (its budget may depend on the length).
+    """Recall over lengths × depths, one batch a length; `method_at(length)` gives the method for it.
 
     task: "passkey" (five digits, stated twice) or "needle" (a fruit, stated once). Every depth has its own secret.
     """
@@ -120,8 +125,10 @@ def grid(
             FRUITS[i % len(FRUITS)] if task == "needle" else str(10000 + 7919 * (i + 1) % 89999)
             for i in range(len(depths))
         ]
-        prompts = [hidden(task, tokenizer, filler, length, d, secret) for d, secret in zip(depths, secrets)]
-        hits = retrieval(model, tokenizer, prompts, method_at(length), chunk)
+        rows = [hidden(task, tokenizer, filler, length, d, secret) for d, secret in zip(depths, secrets)]
+        contexts = torch.tensor(rows, device=next(model.parameters()).device)
+        answers = [f" {secret}" for secret in secrets]
+        hits = retrieval(model, tokenizer, contexts, TASKS[task][1], answers, method_at(length), chunk)
         cells[str(length)] = dict(zip((str(depth) for depth in depths), hits))
     values = [hit for row in cells.values() for hit in row.values()]
     return {"cells": cells, "recall": sum(values) / len(values)}
