@@ -8,8 +8,8 @@ row. What has a target runs first; a row that fails says why, and the others go 
 
 training   A step of PonderLM-2 (K = 1, J = 3), 1024 tokens, against 9 × vanilla's step plus the time that its longer
            sequences' extra attention takes: extra attention FLOPs in closed form, over the rate measured for causal
-           attention at the slot length. With every pass checkpointed: peak memory and step. Compiled layer by layer: one
-           graph serves all layers of a length, where the 120 that PonderLM-2 runs would compile for minutes as one;
+           attention at the slot length. With every pass checkpointed: peak memory and step. Layers are compiled, one
+           graph for all of them at one length; the 120 that PonderLM-2 runs would compile for minutes as one.
            `--compile model` compiles the whole model, as the Trainer does.
 attention  Forward and backward: the unbiased layout, the key bias by a channel and by FlexAttention, against plain
            causal attention of the same length.

@@ -2,8 +2,11 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from fathom.data import prepare
 from fathom.inspect import DepthMap
@@ -119,6 +122,20 @@ def test_the_same_run_is_trained_once(finished):
     assert first["tokens"] == first["train_flops"] != first["inference_flops"]
     dearest = {run.budget: run.folder for run in runs if run.method == "loop" and run.seed == 0}
     assert dearest["tokens"] == dearest["inference_flops"] != dearest["train_flops"]
+
+
+def test_budgets_of_the_same_steps_share_a_run():
+    """ponderlm3's router costs a little: without whole steps it would train ponderlm2 and itself twice."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "latent_thoughts.yaml")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(16384)}, unk_token="0"))
+    )
+    tokens = {}
+    for run in plan(recipe, tokenizer):
+        tokens.setdefault(run.method.name, []).append(run.tokens)
+    assert tokens["ponderlm2"] == tokens["ponderlm3-1"] == [41943040, 41943040]
+    assert all(n % (8 * 4 * 1024) == 0 for both in tokens.values() for n in both)
+    assert 270e6 < tokens["vanilla"][1] < 280e6 and 13e6 < tokens["ponderlm3-3"][1] < 14e6
 
 
 def test_train_flops_are_equal_to_a_step(finished):

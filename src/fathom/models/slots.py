@@ -25,7 +25,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.ops.biased_attention import MASKED, KeyBias, Sees, block_mask, causal, dense_mask
 
-# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) on every device and in decoding too.
+# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) on a CPU and in decoding too.
 CHANNEL = "sdpa_bias_channel"
 AttentionInterface.register(CHANNEL, sdpa_attention_forward)
 AttentionMaskInterface.register(CHANNEL, sdpa_mask)

@@ -65,7 +65,10 @@ def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) 
             for config in configs
         ]
         flops = costs[0] * recipe.training.tokens if budget.amount is None else budget.amount
-        return [replace(model, tokens=int(flops / cost)) for model, cost in zip(models, costs, strict=True)]
+        step = recipe.training.sequences * recipe.training.gradient_accumulation * recipe.data.block_size
+        # whole steps, as are trained: budgets that come to the same steps share a run
+        tokens_of = [int(flops / cost) for cost in costs]
+        return [replace(model, tokens=n - n % step or n) for model, n in zip(models, tokens_of, strict=True)]
     if budget.kind == "inference_flops":
         if "checkpoint" in recipe.model:
             raise ValueError(

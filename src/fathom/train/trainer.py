@@ -187,6 +187,8 @@ def train_run(
         return finished
 
     flops_per_token = training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing)
+    if training.compile:  # a process may train many models; past the limit they would run uncompiled, with a warning only
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
