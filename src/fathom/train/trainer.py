@@ -187,7 +187,7 @@ def train_run(
         return finished
 
     flops_per_token = training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing)
-    if training.compile:  # a process may train many models; past the limit they would run uncompiled, with a warning only
+    if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
