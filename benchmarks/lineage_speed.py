@@ -1,23 +1,26 @@
 """How long a lineage comparison takes: a pair of Llama-7B-shaped models with random weights, files in page cache.
 
-    python benchmarks/lineage_speed.py OUT.json [--device cuda] [--tiny] [--folder DIR] [--repeats 3] [--slow]
+    python benchmarks/lineage_speed.py OUT.json [--device cuda] [--folder DIR] [--repeats 3] [--minutes 8]
+        [--rows paper-lap …] [--related] [--tiny]
 
-Writes the two models (13.5 GB each, bfloat16, one shard a layer) into DIR unless they are there, reads them once
-to warm the page
-cache, and times end to end: open, align, score. `--slow` adds Procrustes and spectral power. `--related` makes B a
-permuted copy
-of A instead of an independent model. Seconds are medians of the repeats.
+Writes the two models (13.5 GB each, bfloat16, one shard a layer) into DIR unless they are there (DIR on a RAM disk such
+as /dev/shm is page cache by itself), reads them once to warm the page cache, and times end to end: open, align, score.
+--related makes B a permuted copy of A instead of an independent model. Seconds are medians of the repeats; Procrustes
+and spectral power run once, last. `peak_anonymous_gib` is the largest RssAnon (what the process allocated; mapped file
+pages are not in it), seen every 20 ms; `peak_resident_gib` counts the mapped pages too. OUT.json is rewritten after
+every row; a row that fails is recorded as its error.
 """
 
 import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,48 +39,90 @@ SHAPES = {
 
 
 def write_model(folder: Path, shape: dict[str, int], seed: int, permute: bool, device: str) -> None:
-    """Random Gaussian weights in shards; complete only when config.json is there."""
+    """Random Gaussian weights in shards, each from a seed of its own; complete only when config.json is there."""
     if (folder / "config.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator(device).manual_seed(seed)
     d, f, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
-    kv = d // heads * shape["num_key_value_heads"]
+    kv, vocab = d // heads * shape["num_key_value_heads"], shape["vocab_size"]
     order = torch.randperm(d, generator=torch.Generator().manual_seed(7)).to(device) if permute else None
-    weight_map: dict[str, str] = {}
+    outer = {"model.embed_tokens": (vocab, d), "lm_head": (vocab, d), "model.norm": (d,)}
+    layer = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+             "self_attn.o_proj": (d, d), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f),
+             "input_layernorm": (d,), "post_attention_layernorm": (d,)}  # fmt: skip
+    shards = [outer] + [
+        {f"model.layers.{i}.{name}": size for name, size in layer.items()} for i in range(shape["num_hidden_layers"])
+    ]
 
-    def normal(*size: int, axis: int = -1) -> torch.Tensor:
-        tensor = torch.randn(*size, generator=generator, device=device) * 0.02
-        if order is not None:
-            tensor = tensor.index_select(axis, order)
-        return tensor.bfloat16().cpu().contiguous()
+    def write(index: int) -> None:
+        generator = torch.Generator(device).manual_seed(1000 * seed + index)
+        tensors = {}
+        for name, size in shards[index].items():
+            tensor = torch.randn(size, generator=generator, device=device)
+            tensor = tensor * 0.02 if len(size) == 2 else 1 + 0.1 * tensor
+            if order is not None:  # writers of the residual stream have its axes first, all others last
+                tensor = tensor.index_select(0 if name.endswith(("o_proj", "down_proj")) else -1, order)
+            tensors[f"{name}.weight"] = tensor.bfloat16().cpu().contiguous()
+        save_file(tensors, folder / f"shard-{index:02d}.safetensors")
 
-    def shard(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, folder / name)
-        weight_map.update(dict.fromkeys(tensors, name))
-
-    shard("outer.safetensors", {"model.embed_tokens.weight": normal(shape["vocab_size"], d),
-                                "lm_head.weight": normal(shape["vocab_size"], d),
-                                "model.norm.weight": torch.ones(d, dtype=torch.bfloat16)})  # fmt: skip
-    for layer in range(shape["num_hidden_layers"]):
-        p = f"model.layers.{layer}."
-        sizes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-        "self_attn.o_proj": (d, d),
-                 "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}  # fmt: skip
-        tensors = {
-            f"{p}{n}.weight": normal(*s, axis=0 if n.endswith(("o_proj", "down_proj")) else -1)
-            for n, s in sizes.items()
-        }
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{p}{norm}.weight"] = (
-                1 + 0.1 * torch.randn(d, generator=torch.Generator().manual_seed(layer))
-            ).bfloat16()
-            if order is not None:
-                tensors[f"{p}{norm}.weight"] = tensors[f"{p}{norm}.weight"][order.cpu()]
-        shard(f"layer-{layer:02d}.safetensors", tensors)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(write, range(len(shards))))
+    weight_map = {f"{name}.weight": f"shard-{i:02d}.safetensors" for i, names in enumerate(shards) for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "vocab.json").write_text(json.dumps({f"Ġ{i}": i for i in range(shape["vocab_size"])}))
+    (folder / "vocab.json").write_text(json.dumps({f"Ġ{i}": i for i in range(vocab)}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+
+
+class PeakMemory:
+    """The largest RssAnon and VmRSS of this process, in GiB, while the block runs."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.anonymous = self.resident = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+            kib = {words[0]: int(words[1]) for words in lines if words[0] in {"RssAnon:", "VmRSS:"}}
+            self.anonymous = max(self.anonymous, kib["RssAnon:"] / 2**20)
+            self.resident = max(self.resident, kib["VmRSS:"] / 2**20)
+            if self._ended.wait(0.02):
+                return
+
+
+ROWS = {
+    "paper-lap": lambda a, b: awm(a, b, hardened=False).score,
+    "hardened-lap": lambda a, b: awm(a, b, anchor="embedding").score,
+    "huref-ics": lambda a, b: ics(a, b).score,
+    "hardened-lap, all anchors": lambda a, b: awm(a, b).score,
+    "hardened-procrustes": lambda a, b: awm(a, b, alignment="procrustes", anchor="embedding").score,
+    "hardened-lap-p0.25": lambda a, b: awm(a, b, anchor="embedding", power=0.25).score,
+}
+ONCE = {"hardened-procrustes", "hardened-lap-p0.25"}
+
+
+def time_row(name: str, paths: list[Path], device: str, repeats: int) -> dict[str, float | list[float]]:
+    cuda = device.startswith("cuda")
+    seconds, cpu, value = [], [], 0.0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with PeakMemory() as memory:
+        for _ in range(1 if name in ONCE else repeats):
+            start, start_cpu = time.perf_counter(), time.process_time()
+            value = ROWS[name](*(open_checkpoint(p, device=device) for p in paths))
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - start_cpu)
+    found = {"seconds": statistics.median(seconds), "all": seconds, "cpu_seconds": statistics.median(cpu),
+             "score": value, "peak_anonymous_gib": memory.anonymous, "peak_resident_gib": memory.resident,
+             "load_average": os.getloadavg()[0]}  # fmt: skip
+    return found | ({"peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
 
 
 def main() -> None:
@@ -86,59 +131,51 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fathom-lineage-speed")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after this time")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--slow", action="store_true")
     parser.add_argument("--related", action="store_true")
     args = parser.parse_args()
 
+    start = time.perf_counter()
     size = "tiny" if args.tiny else "7b"
     paths = [args.folder / f"{size}-a", args.folder / (f"{size}-permuted" if args.related else f"{size}-b")]
-    start = time.perf_counter()
     write_model(paths[0], SHAPES[size], 0, False, args.device)
     write_model(paths[1], SHAPES[size], 0 if args.related else 1, args.related, args.device)
-    print(f"models ready after {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{time.perf_counter() - start:6.0f}s models written", flush=True)
     for path in paths:  # warm the page cache
         for file in path.glob("*.safetensors"):
             with open(file, "rb", buffering=0) as handle:
                 while handle.read(1 << 26):
                     pass
+    print(f"{time.perf_counter() - start:6.0f}s models read", flush=True)
 
-    runs = {
-        "paper-lap": lambda a, b: awm(a, b, hardened=False).score,
-        "hardened-lap": lambda a, b: awm(a, b, anchor="embedding").score,
-        "hardened-lap, all anchors": lambda a, b: awm(a, b).score,
-        "huref-ics": lambda a, b: ics(a, b).score,
-    }
-    if args.slow:
-        runs["hardened-procrustes"] = lambda a, b: awm(a, b, alignment="procrustes", anchor="embedding").score
-        runs["hardened-lap-p0.25"] = lambda a, b: awm(a, b, anchor="embedding", power=0.25).score
-    results = {}
-    for name, run in runs.items():
-        seconds, value = [], 0.0
-        for _ in range(1 if name in {"hardened-procrustes", "hardened-lap-p0.25"} else args.repeats):
-            if args.device.startswith("cuda"):
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            value = run(*(open_checkpoint(p, device=args.device) for p in paths))
-            seconds.append(time.perf_counter() - start)
-        results[name] = {"seconds": statistics.median(seconds), "all": seconds, "score": value}
-        if args.device.startswith("cuda"):
-            results[name]["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        print(f"{name:28} {results[name]['seconds']:8.2f} s  score {value:.5f}", flush=True)
-    device = (
-        torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    cuda = args.device.startswith("cuda")
+    processor = platform.processor() or platform.machine()
+    commit = (
+        os.environ.get("FATHOM_COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    record = {"results": results, "shape": SHAPES[size], "related": args.related, "device": device, "torch":
-    torch.__version__,
-              "threads": torch.get_num_threads(), "commit": commit,
-              "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # fmt: skip
-    work = args.out.with_suffix(".tmp")
-    work.write_text(json.dumps(record, indent=1))
-    os.replace(work, args.out)
+    results: dict[str, dict] = {}
+    record = {"results": results, "shape": SHAPES[size], "related": args.related, "torch": torch.__version__,
+              "device": torch.cuda.get_device_name() if cuda else processor, "threads": torch.get_num_threads(),
+              "commit": commit}  # fmt: skip
+    for name in args.rows:
+        if time.perf_counter() - start > 60 * args.minutes:
+            print(f"--minutes {args.minutes:g} are over; not run: {name}", flush=True)
+            continue
+        try:
+            found = results[name] = time_row(name, paths, args.device, args.repeats)
+            line = f"{found['seconds']:.2f} s, score {found['score']:.5f}, {found['peak_anonymous_gib']:.2f} GiB"
+        except Exception as error:  # the rows after it are worth having
+            results[name] = {"error": repr(error)}
+            line = repr(error)
+        print(f"{time.perf_counter() - start:6.0f}s {name}: {line}", flush=True)
+        work = args.out.with_suffix(".tmp")
+        work.write_text(json.dumps(record, indent=1))
+        os.replace(work, args.out)
 
 
 if __name__ == "__main__":

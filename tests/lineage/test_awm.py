@@ -11,6 +11,7 @@ from fathom.lineage.awm import awm, spectral_power
 from fathom.lineage.canonical import balance_product
 from fathom.lineage.cka import Samples, biased_cka, centred_gram, unbiased_cka
 from fathom.lineage.errors import NoAnchorError
+from fathom.lineage.short_products import is_short, precision
 
 
 def oracle(x, y):
@@ -30,7 +31,7 @@ def oracle(x, y):
     return hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l))
 
 
-@pytest.mark.parametrize(("p", "q"), [(3, 5), (40, 11), (70, 90)])
+@pytest.mark.parametrize(("p", "q"), [(3, 5), (40, 11), (70, 90), (20, 33)])
 def test_closed_form_gram_form_and_definition_agree(p, q):
     g = torch.Generator().manual_seed(p)
     x = torch.randn(33, p, generator=g, dtype=torch.float64)
@@ -38,6 +39,31 @@ def test_closed_form_gram_form_and_definition_agree(p, q):
     want = oracle(x.numpy(), y.numpy())
     assert unbiased_cka(Samples.of(x), Samples.of(y)) == pytest.approx(want, rel=1e-10)
     assert (centred_gram(x) * centred_gram(y)).sum().item() == pytest.approx(want, rel=1e-10)
+
+
+def test_products_of_bfloat16_numbers_lose_nothing():
+    """On units that take bfloat16 or TF32, where this machine has them: float64 is the judge."""
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(300, n, generator=g).bfloat16().float() for n in (200, 310))
+    assert is_short(x) and is_short(x.T) and is_short(-4 * x.flip(1)) and is_short(x[::2])
+    nearly = x.clone()
+    nearly[-1, -1] += 2**-20
+    assert not is_short(nearly) and not is_short(nearly.T) and not is_short(x.double())
+    with precision(True):
+        product = (x.T @ y).double()
+    exact = x.double().T @ y.double()
+    assert ((product - exact).abs() <= 1e-6 * (x.double().abs().T @ y.double().abs())).all()
+    score = unbiased_cka(Samples.of(x), Samples.of(y))
+    assert score == pytest.approx(oracle(x.double().numpy(), y.double().numpy()), abs=1e-6)
+
+    torch.set_float32_matmul_precision("high")  # a training script's choice does not reach other matrices
+    try:
+        with pytest.raises(KeyError), precision(False):
+            assert torch.get_float32_matmul_precision() == "highest"
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_invariances_and_degenerate_inputs():

@@ -9,7 +9,9 @@ the residual
 stream (QuaRot, SliceGPT), at the price of a higher score for unrelated models.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -17,6 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fathom.lineage.errors import NoAnchorError
+from fathom.lineage.short_products import is_short, precision
 
 Mode = Literal["lap", "procrustes"]
 _CHUNK = 1024  # token rows at a time: what a core's cache holds
@@ -55,33 +58,57 @@ class Alignment:
         )
 
 
+class TokenTable:
+    """An embedding or head [V, d] that is read when asked for: slices by themselves, scattered rows from the whole."""
+
+    def __init__(self, read: Callable[[slice | None], Tensor], width: int) -> None:
+        self._read, self.width = read, width
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return self._read(None)
+
+    def rows(self, rows: list[int]) -> Tensor:
+        """Rows as listed, [len(rows), d]."""
+        # Rows follow one another where both models have one tokenizer.
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return self._read(slice(rows[0], rows[0] + len(rows)))
+        return self._whole[torch.tensor(rows, device=self._whole.device)]
+
+
+def _held(table: Tensor) -> TokenTable:
+    return TokenTable(lambda rows: table if rows is None else table[rows], table.shape[1])
+
+
 def identity(mode: str, anchor: str = "identity") -> Alignment:
     """Axes taken as they are: for models of equal width without a usable anchor."""
     return Alignment(mode, anchor, 0, None, None, None, float("nan"), float("nan"))
 
 
-def cross_covariance(a: Tensor, b: Tensor, rows_a: list[int], rows_b: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def cross_covariance(
+    a: TokenTable, b: TokenTable, rows_a: list[int], rows_b: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks."""
-    cross = a.new_zeros(a.shape[1], b.shape[1])
-    norm_a = a.new_zeros(a.shape[1], dtype=torch.float64)
-    norm_b = b.new_zeros(b.shape[1], dtype=torch.float64)
+    like = a.rows(rows_a[:1])
+    cross = like.new_zeros(a.width, b.width)
+    norm_a = like.new_zeros(a.width, dtype=torch.float64)
+    norm_b = like.new_zeros(b.width, dtype=torch.float64)
     for start in range(0, len(rows_a), _CHUNK):
-        part_a, part_b = (_rows(t, r[start : start + _CHUNK]) for t, r in ((a, rows_a), (b, rows_b)))
-        cross.addmm_(part_a.T, part_b)
+        part_a, part_b = (t.rows(r[start : start + _CHUNK]) for t, r in ((a, rows_a), (b, rows_b)))
+        with precision(is_short(part_a) and is_short(part_b)):
+            cross.addmm_(part_a.T, part_b)
         norm_a += part_a.square().sum(0).double()
         norm_b += part_b.square().sum(0).double()
     return cross, norm_a.sqrt(), norm_b.sqrt()
 
 
-def _rows(table: Tensor, rows: list[int]) -> Tensor:
-    """table[rows]; a view where the rows follow one another, as they do when both models have one tokenizer."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return table[rows[0] : rows[0] + len(rows)]
-    return table[torch.tensor(rows, device=table.device)]
-
-
 def align(
-    a: Tensor, b: Tensor, rows_a: list[int], rows_b: list[int], mode: Mode, anchor: str = "embedding"
+    a: Tensor | TokenTable,
+    b: Tensor | TokenTable,
+    rows_a: list[int],
+    rows_b: list[int],
+    mode: Mode,
+    anchor: str = "embedding",
 ) -> Alignment:
     """Align the columns of a [V_a, d_a] with those of b [V_b, d_b], d_a ≥ d_b, over the rows of shared tokens.
 
@@ -89,8 +116,9 @@ def align(
     """
     if not rows_a:
         raise NoAnchorError("no shared tokens: the two vocabularies have no entry in common, so axes cannot be matched")
-    if a.shape[1] < b.shape[1]:
-        raise ValueError(f"a: {a.shape[1]} columns, b: {b.shape[1]}; pass the wider model first")
+    a, b = (t if isinstance(t, TokenTable) else _held(t) for t in (a, b))
+    if a.width < b.width:
+        raise ValueError(f"a: {a.width} columns, b: {b.width}; pass the wider model first")
     cross, norm_a, norm_b = cross_covariance(a, b, rows_a, rows_b)
     cosine = cross / (norm_a[:, None] * norm_b).clamp_min(1e-30).to(cross.dtype)
     if mode == "procrustes":
@@ -101,10 +129,10 @@ def align(
         return Alignment(mode, anchor, len(rows_a), None, None, rotation, confidence, float("nan"))
     strength = cosine.abs()
     _, columns = linear_sum_assignment((1 - strength.T).cpu().numpy())  # every column of b gets its own column of a
-    index = torch.as_tensor(columns, device=a.device)
-    here = torch.arange(b.shape[1], device=a.device)
+    index = torch.as_tensor(columns, device=cross.device)
+    here = torch.arange(b.width, device=cross.device)
     matched = strength[index, here]
-    sign = torch.where(cosine[index, here] < 0, -1.0, 1.0).to(a.dtype)  # sign(0) is +1: no axis is deleted
+    sign = torch.where(cosine[index, here] < 0, -1.0, 1.0).to(cross.dtype)  # sign(0) is +1: no axis is deleted
     strength[index, here] = -1
     margin = (matched - strength.amax(0)).mean().item()
     return Alignment(mode, anchor, len(rows_a), index, sign, None, matched.mean().item(), margin)

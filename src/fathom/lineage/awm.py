@@ -22,7 +22,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 from fathom.lineage import canonical
-from fathom.lineage.align import Alignment, align, fixed_frame, identity
+from fathom.lineage.align import Alignment, TokenTable, align, fixed_frame, identity
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.cka import Samples, centred_gram, unbiased_cka
 from fathom.lineage.errors import CheckpointError, NoAnchorError
@@ -87,11 +87,12 @@ class _Side:
     def width(self) -> int:
         return self.model.geometry.hidden if self.dims is None else len(self.dims)
 
-    def anchor(self, name: str) -> Tensor:
-        if not self.hardened:
-            return self.model.embedding() if name == "embedding" else self.model.head()
-        read = canonical.embedding if name == "embedding" else canonical.output_head
-        return read(self.model, self.dims)
+    def anchor(self, name: str) -> TokenTable:
+        model, dims, embedding = self.model, self.dims, name == "embedding"
+        if self.hardened:
+            read = canonical.embedding if embedding else canonical.output_head
+            return TokenTable(lambda rows: read(model, dims, rows), self.width)
+        return TokenTable(model.embedding if embedding else model.head, self.width)
 
     def query_key(self, layer: int) -> tuple[Tensor, Tensor]:
         if self.hardened:

@@ -59,14 +59,14 @@ def live_layers(model: Checkpoint) -> list[int]:
     return [l for l in range(model.geometry.layers) if any(writes(l, role) for role in _writers(model, l))]
 
 
-def embedding(model: Checkpoint, dims: Tensor | None) -> Tensor:
-    """Input embedding [V, d] over live dims; LayerNorm models: without the row mean that their norms remove."""
-    return _centre(model, _select(model.embedding(), dims))
+def embedding(model: Checkpoint, dims: Tensor | None, rows: slice | None = None) -> Tensor:
+    """Input embedding [rows, d] over live dims; LayerNorm models: without the row mean that their norms remove."""
+    return _centre(model, _select(model.embedding(rows), dims))
 
 
-def output_head(model: Checkpoint, dims: Tensor | None) -> Tensor:
-    """Output head [V, d] with the final norm's gain folded in."""
-    head = model.head()
+def output_head(model: Checkpoint, dims: Tensor | None, rows: slice | None = None) -> Tensor:
+    """Output head [rows, d] with the final norm's gain folded in."""
+    head = model.head(rows)
     if (gain := model.outer("final_norm")) is not None:
         head = head * gain
     return _centre(model, _select(head, dims))

@@ -238,9 +238,9 @@ class Checkpoint:
         """Input embedding [rows, hidden]."""
         return self._load(self._names["embed"], rows)
 
-    def head(self) -> Tensor:
+    def head(self, rows: slice | None = None) -> Tensor:
         """Output head [rows, hidden]; the embedding when tied."""
-        return self._load(self._names["embed" if self.tied else "head"])
+        return self._load(self._names["embed" if self.tied else "head"], rows)
 
     def outer(self, role: str) -> Tensor | None:
         """`final_norm`, `final_norm.bias`, `positions`, `head.bias`, or None where the model has none."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fathom.lineage.short_products import is_short, precision
+
 # A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the
 # verdict.
 _FLOOR = 1e-6
@@ -24,9 +26,12 @@ _FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Samples:
-    """A matrix X [d, p] with what every comparison of it needs: k, r (float64, [d]) and HSIC_u(K, K)."""
+    """A matrix X [d, p] with what every comparison of it needs: k, r (float64, [d]), HSIC_u(K, K), whether bfloat16
+    holds X (see `short_products`), and XXᵀ where it is no larger than XᵀX."""
 
     x: Tensor
+    short: bool
+    gram: Tensor | None
     k: Tensor
     r: Tensor
     self_hsic: float
@@ -36,13 +41,26 @@ class Samples:
         """x: [d, p], d ≥ 4 samples in rows, p features in columns."""
         if x.ndim != 2 or x.shape[0] < 4:
             raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
-        # Scale-free, and far from the ends of float32: mean square row norm 1.
-        x = x / (x.norm() / math.sqrt(x.shape[0])).clamp_min(torch.finfo(x.dtype).tiny)
-        k = torch.linalg.vector_norm(x, dim=1).double().square()
-        r = (x @ x.sum(0)).double() - k
-        square = _energy(x.T @ x if x.shape[1] <= x.shape[0] else x @ x.T)
+        # Scale-free, and far from the ends of float32: mean square row norm near 1. A power of two rounds nothing.
+        scale = _power_of_two(math.sqrt(x.shape[0]) / max(x.norm().item(), torch.finfo(x.dtype).tiny))
+        x = x * scale
+        short, wide = is_short(x), x.shape[1] >= x.shape[0]
+        with precision(short):
+            gram = x @ x.T if wide else x.T @ x
+        if wide:
+            k = gram.diagonal().double()
+            r = gram.sum(1).double() - k
+        else:
+            k = x.square().sum(1).double()
+            r = (x @ x.sum(0)).double() - k
+        square = _energy(gram)
         hsic = square - k.dot(k).item() + _mean_terms(r, r)
-        return cls(x, k, r, hsic if hsic > _FLOOR * square else 0.0)
+        return cls(x, short, gram if wide else None, k, r, hsic if hsic > _FLOOR * square else 0.0)
+
+
+def _power_of_two(x: float) -> float:
+    """The largest power of two that is at most x > 0, within float32's range."""
+    return math.ldexp(1.0, min(max(math.frexp(x)[1] - 1, -126), 127))
 
 
 def _energy(x: Tensor) -> float:
@@ -62,11 +80,11 @@ def unbiased_cka(a: Samples, b: Samples) -> float:
         raise ValueError(f"a, b: {a.x.shape[0]} and {b.x.shape[0]} rows; CKA compares matrices over the same samples")
     if a.self_hsic == 0 or b.self_hsic == 0:
         return 0.0
-    d, p, q = a.x.shape[0], a.x.shape[1], b.x.shape[1]
-    if p * q * d <= (p + q + 1) * d * d:
-        cross = _energy(a.x.T @ b.x)
-    else:  # wide matrices: d × d Grams cost less
-        cross = torch.linalg.vecdot(a.x @ a.x.T, b.x @ b.x.T).sum(dtype=torch.float64).item()
+    if a.gram is not None and b.gram is not None:
+        cross = torch.linalg.vecdot(a.gram, b.gram).sum(dtype=torch.float64).item()
+    else:
+        with precision(a.short and b.short):
+            cross = _energy(a.x.T @ b.x)
     hsic = cross - a.k.dot(b.k).item() + _mean_terms(a.r, b.r)
     return hsic / math.sqrt(a.self_hsic * b.self_hsic)
 
@@ -77,7 +95,8 @@ def centred_gram(x: Tensor) -> Tensor:
     K̃ᵢⱼ = Kᵢⱼ − mᵢ − mⱼ off the diagonal and 0 on it, with mᵢ = Σⱼ Kᵢⱼ/(d−2) − Σ K/(2(d−1)(d−2)).
     """
     d = x.shape[0]
-    gram = x @ x.T
+    with precision(is_short(x)):
+        gram = x @ x.T
     gram.fill_diagonal_(0)
     square = _energy(gram)
     m = gram.sum(1, dtype=torch.float64) / (d - 2)

@@ -323,10 +323,10 @@ class LoRAStore:
         if name not in self._pairs:
             return weight
         a, b = (self._adapter.read(n).float() for n in self._pairs[name])
-        delta = self._scale(name.removesuffix(".weight")) * (b @ a)
+        scale, rows = self._scale(name.removesuffix(".weight")), rows or slice(None)
         if self._config.get("fan_in_fan_out"):  # Conv1D layers store [in, out]
-            delta = delta.T
-        return weight.float() + delta[rows or slice(None)]
+            return weight.float() + scale * (b @ a).T[rows]
+        return weight.float() + scale * (b[rows] @ a)
 
 
 def hub_snapshot(name: str) -> Path:

@@ -30,6 +30,9 @@ _STAND_IN = {b: c for c, b in _ALPHABET.items()}
 def token_bytes(piece: str, byte_level: bool) -> bytes:
     """The bytes one vocabulary entry stands for."""
     if byte_level:
+        plain = piece.replace("Ġ", " ")
+        if plain.isascii():  # most entries: every other ASCII character stands for itself
+            return plain.encode()
         # Added tokens (<|im_end|>) are plain text inside a byte-level vocabulary; so is what holds any other character.
         try:
             return bytes(map(_ALPHABET.__getitem__, piece))
@@ -97,6 +100,9 @@ def shared_rows(
     """
     if a is None or b is None:
         same = list(range(min(rows_a, rows_b)))
+        return same, same
+    if a == b:  # one tokenizer
+        same = sorted(i for i in a.values() if i < min(rows_a, rows_b))
         return same, same
     pairs = sorted((i, b[t]) for t, i in a.items() if t in b and i < rows_a and b[t] < rows_b)
     return [i for i, _ in pairs], [j for _, j in pairs]
