@@ -6,8 +6,10 @@
 "graph" rows are one CUDA graph a step, "eager" rows are not; compare rows of one mode only. The full cache comes as
 `full_static` (transformers' StaticCache), `full_buffer` (preallocated, SDPA over exactly its tokens: the strongest
 baseline) and, eager, `full`. A graph row that says `grows` is the device's time for one step of a cache that gets
-longer: in use its step is eager. Beside each row: the bytes that a step must read (weights and the cache's closed form)
-and the seconds these take at the card's measured copy bandwidth. Rows that targets need come first.
+longer: in use its step is eager, and every 64th (fourier) or 1024th (vqkv) one also moves tokens, which is not in the
+row; `fourier_triton_every` moves one every step. Beside each row: the bytes that a step must read (weights and the
+cache's closed form) and the seconds these take at the card's measured copy bandwidth. Rows that targets need come
+first.
 """
 
 from __future__ import annotations
@@ -192,6 +194,7 @@ def main() -> None:
             "commit": os.environ.get("COMMIT", "unknown"),
             "shapes": "tiny" if args.tiny else "Llama-3.1-8B, random weights, bf16",
             "copy_bytes_per_second": bandwidth,
+            "gigabytes": args.gigabytes,
             "largest_batch_at_131072": most,
         },
         "decode": [],
