@@ -6,7 +6,7 @@
 "graph" rows are one CUDA graph a step, "eager" rows are not; compare rows of one mode only. The full cache comes as
 `full_static` (transformers' StaticCache), `full_buffer` (preallocated, SDPA over exactly its tokens: the strongest
 baseline) and, eager, `full`. A graph row that says `grows` is the device's time for one step of a cache that gets
-longer: in use its step is eager, and every 64th (fourier) or 1024th (vqkv) one also moves tokens, which is not in the
+longer: in use its step is eager, and every 32nd (fourier) or 1024th (vqkv) one also moves tokens, which is not in the
 row; `fourier_triton_every` moves one every step. Beside each row: the bytes that a step must read (weights and the
 cache's closed form) and the seconds these take at the card's measured copy bandwidth. Rows that targets need come
 first.
@@ -102,8 +102,8 @@ def copy_bandwidth(device: str) -> float:
 
 def make_methods(budget: int, tiny: bool, codebooks: str, cuda: bool) -> dict[str, Any]:
     local = {"n_local": 32} if tiny else {}
-    # the oldest 64 local tokens become coefficients together; "every" is the paper's one a step
-    fourier = {**local, "flush_every": 8 if tiny else 64, **({"frequencies": 16} if tiny else {})}
+    # the oldest 32 local tokens become coefficients together; "every" is the paper's one a step
+    fourier = {**local, "flush_every": 8 if tiny else 32, **({"frequencies": 16} if tiny else {})}
     methods: dict[str, Any] = {
         "full_buffer": BUFFER,
         "full_static": STATIC,
