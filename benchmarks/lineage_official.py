@@ -1,13 +1,15 @@
 """AWM in paper mode beside the authors' own code, on the same pairs: scores and seconds.
 
-    python benchmarks/lineage_official.py OUT.json CHECKOUT MODEL [--other MODEL] [--repeats 3] [--threads 2]
+    python benchmarks/lineage_official.py OUT.json CHECKOUT MODEL [--other MODEL] [--random WIDTH …] [--repeats 3]
+        [--threads 2]
 
 CHECKOUT: a clone of https://github.com/LUMIA-Group/AWM, left as it is (it needs scikit-learn). Pairs, all written as
 bfloat16 safetensors: MODEL and itself with Gaussian noise of half a standard deviation on every matrix, residual axes
 permuted and their signs flipped; MODEL and the same cut to two thirds of its depth; with --other, MODEL and an
-unrelated one. Medians of the repeats (the last two pairs are run once). Each run is a process of its own. `seconds` is
-loading and scoring, imports excluded; `process` the whole process; `cpu` user and system time of loading and scoring,
-which other work on the machine disturbs less.
+unrelated one; with --random, a Llama of 8 layers with random weights and 32,000 tokens, and itself with its
+residual axes permuted. Medians of the repeats (the depth cut and --other are run once). Each run is a process of its
+own. `seconds` is loading and scoring, imports excluded; `process` the whole process; `cpu` user and system time of
+loading and scoring, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.perturb import INEXACT
 from fathom.lineage.vocabulary import spelled
 from fathom.lineage.weights import Weights
+from lineage_speed import write_model
 
 # Both programs print one JSON line at the end. The authors' script only prints rounded percentages, so the function
 # it calls is wrapped to see the full score.
@@ -62,6 +65,9 @@ report(awm(open_checkpoint(sys.argv[2]), open_checkpoint(sys.argv[3]), hardened=
 )
 
 
+_ONCE = {"unrelated", "depth cut"}
+
+
 def write(weights: Weights, folder: Path) -> Path:
     """A checkpoint that both read: bfloat16 safetensors, and tokenizer.json, the only JSON the authors' code reads."""
     weights.save(folder, torch.bfloat16)
@@ -69,6 +75,17 @@ def write(weights: Weights, folder: Path) -> Path:
         vocab = {spelled(token): i for token, i in (weights.vocabulary or {}).items()}
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}}))
     return folder
+
+
+def random_pair(width: int, folder: Path) -> tuple[Path, Path]:
+    shape = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": 8,
+             "num_attention_heads": width // 64, "num_key_value_heads": width // 64, "vocab_size": 32000}  # fmt: skip
+    pair = folder / f"{width}-a", folder / f"{width}-permuted"
+    for path, permuted in zip(pair, (False, True)):
+        write_model(path, shape, 0, permuted, "cpu")
+        vocab = json.loads((path / "vocab.json").read_text())
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}}))
+    return pair
 
 
 def run(program: str, checkout: Path, pair: tuple[Path, Path], threads: int) -> dict[str, float]:
@@ -95,6 +112,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("model")
     parser.add_argument("--other")
+    parser.add_argument("--random", type=int, nargs="*", default=[], metavar="WIDTH")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -107,6 +125,7 @@ def main() -> None:
         pairs = {
             "noise, permuted": (first, write(apply_exact(apply_exact(noisy, "permute"), "sign"), Path(work) / "noisy")),
         }
+        pairs |= {f"random, width {width}": random_pair(width, Path(work)) for width in args.random}
         if args.other:
             other = Weights.load(open_checkpoint(args.other))
             pairs["unrelated"] = (first, write(other, Path(work) / "other"))
@@ -115,7 +134,9 @@ def main() -> None:
         del noisy, base
         for name, pair in pairs.items():
             runs: dict[str, list[dict[str, float]]] = {"official": [], "fathom": []}
-            for _ in range(args.repeats if name == "noise, permuted" else 1):  # in turn: both meet the same load
+            for _ in range(
+                1 if name in {"unrelated", "depth cut"} else args.repeats
+            ):  # in turn: both meet the same load
                 runs["official"].append(run(_OFFICIAL, args.checkout.resolve(), pair, args.threads))
                 runs["fathom"].append(run(_FATHOM, args.checkout.resolve(), pair, args.threads))
             median = {who: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for who, rs in runs.items()}

@@ -22,7 +22,7 @@ from fathom.lineage.errors import NoAnchorError
 from fathom.lineage.short_products import is_short, precision
 
 Mode = Literal["lap", "procrustes"]
-_CHUNK = 1024  # token rows at a time: what a core's cache holds
+_CHUNK = 512  # token rows at a time: what a core's cache holds
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathom.lineage.short_products import is_short, precision
+from fathom.lineage.short_products import gram, is_short, precision
 
 # A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the
 # verdict.
@@ -41,21 +41,21 @@ class Samples:
         """x: [d, p], d ≥ 4 samples in rows, p features in columns."""
         if x.ndim != 2 or x.shape[0] < 4:
             raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
-        # Scale-free, and far from the ends of float32: mean square row norm near 1. A power of two rounds nothing.
+        # Scale-free: rows whose norms are far from 1 are brought near it. A power of two rounds nothing.
         scale = _power_of_two(math.sqrt(x.shape[0]) / max(x.norm().item(), torch.finfo(x.dtype).tiny))
-        x = x * scale
+        x = x if 2**-10 < scale < 2**10 else x * scale
         short, wide = is_short(x), x.shape[1] >= x.shape[0]
         with precision(short):
-            gram = x @ x.T if wide else x.T @ x
+            inner = gram(x if wide else x.T)
         if wide:
-            k = gram.diagonal().double()
-            r = gram.sum(1).double() - k
+            k = inner.diagonal().double()
+            r = inner.sum(1).double() - k
         else:
             k = x.square().sum(1).double()
             r = (x @ x.sum(0)).double() - k
-        square = _energy(gram)
+        square = _energy(inner)
         hsic = square - k.dot(k).item() + _mean_terms(r, r)
-        return cls(x, short, gram if wide else None, k, r, hsic if hsic > _FLOOR * square else 0.0)
+        return cls(x, short, inner if wide else None, k, r, hsic if hsic > _FLOOR * square else 0.0)
 
 
 def _power_of_two(x: float) -> float:
@@ -96,17 +96,16 @@ def centred_gram(x: Tensor) -> Tensor:
     """
     d = x.shape[0]
     with precision(is_short(x)):
-        gram = x @ x.T
-    gram.fill_diagonal_(0)
-    square = _energy(gram)
-    m = gram.sum(1, dtype=torch.float64) / (d - 2)
-    m = (m - m.sum() / (2 * (d - 1))).to(gram.dtype)
-    gram -= m[:, None] + m
-    gram.fill_diagonal_(0)
-    norm = _energy(gram)
+        centred = gram(x).fill_diagonal_(0)
+    square = _energy(centred)
+    m = centred.sum(1, dtype=torch.float64) / (d - 2)
+    m = (m - m.sum() / (2 * (d - 1))).to(centred.dtype)
+    centred -= m[:, None] + m
+    centred.fill_diagonal_(0)
+    norm = _energy(centred)
     if norm <= _FLOOR * square:
-        return torch.zeros_like(gram)
-    return gram.div_(math.sqrt(norm))
+        return torch.zeros_like(centred)
+    return centred.div_(math.sqrt(norm))
 
 
 def biased_cka(x: Tensor, y: Tensor) -> float:
