@@ -1,12 +1,13 @@
 """Every lineage method on every pair that can be made from the given models: AUC, pAUC, TPR at 1 % FPR, d', nulls.
 
-    python benchmarks/lineage_evaluate.py OUT.json MODEL [MODEL …] [--related A:B …] [--derive N]
+    python benchmarks/lineage_evaluate.py OUT.json MODEL [MODEL …] [--related A:B …] [--derive N] [--processes 16]
+        [--minutes 5]
 
 Negatives: all pairs of the given models, except those named by --related (positives) or --by-design A:B (same seed,
 other data: listed apart). Positives: for the first N models (default 1) every exact and inexact attack. Models are
-folders or GGUF files; name them LABEL=PATH. REEF compares hidden states on the same --texts passages (0 leaves
-it out). OUT.json is rewritten after every pair; its
-`summary` has AUC, pAUC, TPR, d' and the null of each method with the number of pairs behind it.
+folders or GGUF files; name them LABEL=PATH. REEF compares hidden states on the same --texts passages (0 leaves it
+out). OUT.json is rewritten after every pair, a pair that fails is printed and left out; its `summary` has AUC, pAUC,
+TPR, d' and the null of each method with the number of pairs behind it.
 """
 
 import argparse
@@ -17,8 +18,13 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -74,24 +80,91 @@ def states(model: Weights, texts: list[str]) -> torch.Tensor:
     return activations(model, [token_ids(text, model.vocabulary) for text in texts])
 
 
-def descendants(base: Weights, exact: list[str], inexact: list[str]):
-    for name in exact:
-        try:
-            yield f"exact:{name}", apply_exact(base, name)
-        except ValueError:
-            continue
-    made = {}
-    for name in inexact:
-        try:
-            made[name] = INEXACT[name](base, torch.Generator().manual_seed(0))
-        except ValueError:
-            continue
-        yield f"inexact:{name}", made[name]
-    if {"noise", "lora"} <= made.keys():
-        yield "inexact:merge_linear", merge([made["noise"], made["lora"]], [0.5, 0.5])
-        yield "inexact:merge_ties", merge([base, made["noise"], made["lora"]], [1, 0.5, 0.5], "ties")
-    if "prune_magnitude" in made:
-        yield "inexact:prune+all", apply_exact(made["prune_magnitude"], "all")
+MERGES = ("merge_linear", "merge_ties", "prune+all")
+
+
+def attacked(base: Weights, attack: str) -> Weights:
+    """One descendant: `exact:NAME`, `inexact:NAME`. Raises ValueError where it does not apply to this model."""
+    kind, name = attack.split(":")
+
+    def inexact(name: str) -> Weights:
+        return INEXACT[name](base, torch.Generator().manual_seed(0))
+
+    if kind == "exact":
+        return apply_exact(base, name)
+    if name == "merge_linear":
+        return merge([inexact("noise"), inexact("lora")], [0.5, 0.5])
+    if name == "merge_ties":
+        return merge([base, inexact("noise"), inexact("lora")], [1, 0.5, 0.5], "ties")
+    return apply_exact(inexact("prune_magnitude"), "all") if name == "prune+all" else inexact(name)
+
+
+@dataclass(eq=False)
+class Worker:
+    """Scores one job: a pair of models, or a model and an attack on it. What it reads it keeps for the next job."""
+
+    paths: dict[str, str]
+    methods: list[str]
+    texts: int
+    device: str
+
+    @cache  # noqa: B019 — a worker lives as long as its process
+    def model(self, label: str) -> Checkpoint:
+        return open_checkpoint(self.paths[label], device=self.device)
+
+    @cache  # noqa: B019
+    def weights(self, label: str) -> Weights:
+        return Weights.load(self.model(label))
+
+    @cache  # noqa: B019
+    def states(self, label: str) -> torch.Tensor:
+        return states(self.weights(label), passages(self.texts))
+
+    def __call__(self, a: str, b: str) -> dict[str, float]:
+        if b in self.paths:
+            first, second = self.model(a), self.model(b)
+            other = self.states(b) if self.texts else None
+        else:
+            child = attacked(self.weights(a), b.removeprefix(f"{a}/"))
+            first, second = self.weights(a).checkpoint(), child.checkpoint()
+            other = states(child, passages(self.texts)) if self.texts else None
+        found = score(first, second, self.methods)
+        return found if other is None else found | {"reef": reef(self.states(a), other)}
+
+
+_worker: Worker
+
+
+def _begin(paths: dict[str, str], methods: list[str], texts: int, device: str) -> None:
+    global _worker
+    torch.set_num_threads(1)
+    _worker = Worker(paths, methods, texts, device)
+
+
+def _work(a: str, b: str) -> dict[str, float] | str:
+    try:
+        return _worker(a, b)
+    except ValueError as error:  # the attack does not apply to this model
+        return str(error)
+
+
+def outcomes(jobs: list[tuple[str, str]], processes: int, *setup) -> Iterator[tuple[int, dict[str, float] | str]]:
+    """(number of the job, its scores or why there are none), as they come."""
+    if processes < 2:
+        global _worker
+        _worker = Worker(*setup)
+        yield from ((i, _work(*job)) for i, job in enumerate(jobs))
+        return
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, setup)
+    try:
+        futures = {pool.submit(_work, *job): i for i, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except Exception as error:  # the other pairs are worth having
+                yield futures[future], repr(error)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def main() -> None:
@@ -106,41 +179,37 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--texts", type=int, default=64, help="passages for REEF; 0 leaves it out")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--processes", type=int, default=1, help="pairs scored at a time, one thread each")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time with what there is")
     args = parser.parse_args()
 
-    models = {}
+    paths = {}
     for item in args.models:
         label, _, path = item.rpartition("=")
-        models[label or Path(path).name] = open_checkpoint(path, device=args.device)
+        paths[label or Path(path).name] = path
     named = {tuple(sorted(p.split(":"))): "positive" for p in args.related}
     named |= {tuple(sorted(p.split(":"))): "by-design" for p in args.by_design}
-    pairs, start = [], time.time()
-
-    def add(kind: str, a: str, b: str, scores: dict[str, float]) -> None:
-        pairs.append({"kind": kind, "a": a, "b": b, "scores": scores})
-        print(
-            f"{time.time() - start:6.0f}s {kind:9} {a} | {b} " + " ".join(f"{k} {v:.4f}" for k, v in scores.items()),
-            flush=True,
-        )
-        write(args.out, args, pairs)
-
-    texts = passages(args.texts)
-    seen = {label: states(Weights.load(model), texts) for label, model in models.items()} if texts else {}
-    for a, b in combinations(models, 2):
-        found = score(models[a], models[b], args.methods)
-        if texts:
-            found["reef"] = reef(seen[a], seen[b])
-        add(named.get(tuple(sorted((a, b))), "negative"), a, b, found)
-    for label in list(models)[: args.derive]:
-        base = Weights.load(models[label])
-        own = base.checkpoint()
-        own.source = label
-        for name, child in descendants(base, args.exact, args.inexact):
-            found = score(own, child.checkpoint(), args.methods)
-            if texts:
-                found["reef"] = reef(seen[label], states(child, texts))
-            add("positive", label, f"{label}/{name}", found)
-    for method, found in write(args.out, args, pairs).items():
+    attacks = [f"exact:{name}" for name in args.exact] + [f"inexact:{name}" for name in args.inexact]
+    if {"noise", "lora", "prune_magnitude"} <= set(args.inexact):
+        attacks += [f"inexact:{name}" for name in MERGES]
+    jobs = list(combinations(paths, 2))
+    jobs += [(label, f"{label}/{attack}") for label in list(paths)[: args.derive] for attack in attacks]
+    pairs: dict[int, dict] = {}
+    start = time.time()
+    for job, found in outcomes(jobs, args.processes, paths, args.methods, args.texts, args.device):
+        a, b = jobs[job]
+        if isinstance(found, str):
+            print(f"{time.time() - start:6.0f}s left out: {a} | {b}: {found}", flush=True)
+            continue
+        kind = named.get(tuple(sorted((a, b))), "negative") if b in paths else "positive"
+        pairs[job] = {"kind": kind, "a": a, "b": b, "scores": found}
+        values = " ".join(f"{k} {v:.4f}" for k, v in found.items())
+        print(f"{time.time() - start:6.0f}s {kind:9} {a} | {b} {values}", flush=True)
+        write(args.out, args, [pairs[i] for i in sorted(pairs)])
+        if time.time() - start > 60 * args.minutes:
+            print(f"--minutes {args.minutes:g} are over: {len(pairs)} of {len(jobs)} pairs done", flush=True)
+            break
+    for method, found in write(args.out, args, [pairs[i] for i in sorted(pairs)]).items():
         print(
             f"{method:26} AUC {found['auc']:.3f}  pAUC {found['pauc']:.3f}  TPR@1% {found['tpr_at_1pct_fpr']:.3f}  "
             f"d' {found['d_prime']:.1f}  gap {found['gap']:.3f}  null {found['null_mean']:.4f} ± "
@@ -158,9 +227,12 @@ def write(out: Path, args: argparse.Namespace, pairs: list[dict]) -> dict[str, d
         values = {k: np.array([v for v in vs if math.isfinite(v)]) for k, vs in values.items()}
         if len(values["positive"]) and len(values["negative"]):
             summary[method] = detection(values["positive"], values["negative"])
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        os.environ.get("FATHOM_COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     record = {"summary": summary, "pairs": pairs, "torch": torch.__version__, "python": platform.python_version(),
               "device": args.device, "commit": commit, "seed": 0}  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
