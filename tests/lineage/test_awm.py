@@ -11,7 +11,7 @@ from fathom.lineage.awm import awm, spectral_power
 from fathom.lineage.canonical import balance_product
 from fathom.lineage.cka import Samples, biased_cka, centred_gram, unbiased_cka
 from fathom.lineage.errors import NoAnchorError
-from fathom.lineage.short_products import is_short, precision
+from fathom.lineage.short_products import gram, is_short, precision
 
 
 def oracle(x, y):
@@ -55,6 +55,9 @@ def test_products_of_bfloat16_numbers_lose_nothing():
     assert ((product - exact).abs() <= 1e-6 * (x.double().abs().T @ y.double().abs())).all()
     score = unbiased_cka(Samples.of(x), Samples.of(y))
     assert score == pytest.approx(oracle(x.double().numpy(), y.double().numpy()), abs=1e-6)
+
+    wide = torch.randn(1031, 7, generator=g, dtype=torch.float64)  # odd, and above the size where blocks begin
+    torch.testing.assert_close(gram(wide), torch.einsum("ik,jk->ij", wide, wide))
 
     torch.set_float32_matmul_precision("high")  # a training script's choice does not reach other matrices
     try:
