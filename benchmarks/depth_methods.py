@@ -85,8 +85,9 @@ def builder(name: str, sizes: dict[str, int], vocab: int, length: int) -> Callab
 
 
 def training(
-    names: list[str], shape: str, sizes: dict, vocab: int, batch: int, length: int, device: str, blocks: int, steps: int
-):
+    names: list[str], shape: str, sizes: dict, vocab: int, batch: int, length: int, device: str, blocks: int,
+    steps: int, profile: str | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     bandwidth = copy_bandwidth(device)
     runs, rows = {}, []
     for name in names:
@@ -102,6 +103,8 @@ def training(
             continue
         print(f"  {shape} {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
     timed = take_turns({name: lambda r=run: r.time(steps) for name, run in runs.items()}, blocks)
+    for name, run in runs.items() if profile else ():
+        write_profile(run, f"{profile}-{name.replace(', ', '-').replace(' ', '-')}.txt")
     for name, figures in timed.items():
         row = {
             "kind": "training", "shape": shape, "contestant": name, "batch": batch, "length": length, "vocab": vocab,
@@ -124,6 +127,16 @@ def training(
     runs.clear()
     free(device)
     return rows
+
+
+def write_profile(run: TrainingStep, path: str) -> None:
+    """Kernels of two steps by their time on the device."""
+    with torch.profiler.profile() as profile:
+        run(2)
+        synchronize(run.device)
+    by = "self_cuda_time_total" if run.device == "cuda" else "self_cpu_time_total"
+    with open(path, "w") as file:
+        file.write(profile.key_averages().table(sort_by=by, row_limit=120, max_name_column_width=200))
 
 
 def decoding(shape: str, sizes: dict, vocab: int, batches: tuple[int, ...], device: str, blocks: int, new: int):
@@ -193,6 +206,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=0, help="compile this many contestants at a time beforehand")
     parser.add_argument("--compile-only", help="(used by --warm) one contestant: compile it and leave")
     parser.add_argument("--only", choices=("training", "decode"), help="run one part")
+    parser.add_argument("--profile", help="write the kernels of a step of each contestant to PROFILE-NAME.txt")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a training step")
     args = parser.parse_args()
     args.contestants = args.contestants or [name for name in CONTESTANTS if name != TRITON]
@@ -215,7 +229,8 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment(device), "rows": []}
     if args.only != "decode":
         blocks, steps = (2, 2) if args.tiny else (9, 8)
-        results["rows"] += training(args.contestants, shape, sizes, vocab, batch, length, device, blocks, steps)
+        sections = (args.contestants, shape, sizes, vocab, batch, length, device, blocks, steps, args.profile)
+        results["rows"] += training(*sections)
         write(args.out, results)
     if args.only != "training":
         blocks, new = (2, 4) if args.tiny else (7, 128)
