@@ -134,7 +134,7 @@ def write_profile(run: TrainingStep, path: str) -> None:
     with torch.profiler.profile() as profile:
         run(2)
         synchronize(run.device)
-    by = "self_cuda_time_total" if run.device == "cuda" else "self_cpu_time_total"
+    by = "self_device_time_total" if run.device == "cuda" else "self_cpu_time_total"
     with open(path, "w") as file:
         file.write(profile.key_averages().table(sort_by=by, row_limit=120, max_name_column_width=200))
 
