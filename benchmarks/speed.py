@@ -221,9 +221,9 @@ def agreement(sizes: dict[str, int], vocab: int, device: str) -> dict[str, float
 
 
 def environment(device: str) -> dict[str, Any]:
-    # a benchmark machine may hold a bare copy of the tree: FATHOM_COMMIT then says which commit it is
+    # a benchmark machine may hold a bare copy of the tree, inside another checkout: FATHOM_COMMIT then says which it is
     head = subprocess.run(["git", "rev-parse", "--verify", "HEAD^{commit}"], capture_output=True, text=True)
-    commit = head.stdout.strip() if head.returncode == 0 else os.environ.get("FATHOM_COMMIT", "unknown")
+    commit = os.environ.get("FATHOM_COMMIT") or (head.stdout.strip() if head.returncode == 0 else "unknown")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "transformers": transformers.__version__, "fathom": fathom.__version__,

@@ -26,14 +26,17 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of Fathom's source, '+changes' behind it where files differ from it, or 'not a checkout'."""
+    """The commit of Fathom's source, '+changes' behind it where files differ from it, or 'not a checkout'.
+
+    A bare copy of the source has no commit of its own: the environment's FATHOM_COMMIT then names it.
+    """
     package = Path(fathom.__file__).parent
     try:
         _git(package, "ls-files", "--error-unmatch", "__init__.py")  # installed inside another project's checkout?
         changed = _git(package, "status", "--porcelain", "--", ".")
         return _git(package, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "not a checkout"
+        return os.environ.get("FATHOM_COMMIT", "not a checkout")
 
 
 def device() -> str:
