@@ -33,6 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fathom.models.staggered import generate_staggered
 from fathom.train.atomic import write_json
+from fathom.train.trainer import compile_layers
 from speed import environment, free, make_fathom, seconds_of, shape, take_turns
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
@@ -71,11 +72,8 @@ class Watched:
         object.__setattr__(self.model.depth.options, "threshold", value)
 
     def compile_layers(self, device: str) -> None:
-        # a layer's number would be a constant of its graph, and every layer another graph
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True
         torch._dynamo.config.recompile_limit = 64
-        for layer in self.model.model.layers:
-            layer.compile(backend="inductor" if device == "cuda" else "eager")
+        compile_layers(self.model, "inductor" if device == "cuda" else "eager")
 
     def calibrate(self, tokens: torch.Tensor, mean: float) -> float:
         """The threshold at which these tokens run `mean` steps."""

@@ -22,7 +22,7 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, prepare
 from fathom.train import MethodConfig, model_config, sweep_lr, train_run
 from fathom.train.order import ShuffledBlocks
-from fathom.train.trainer import FathomTrainer
+from fathom.train.trainer import FathomTrainer, compile_layers
 
 VANILLA = MethodConfig("vanilla")
 PONDERING = MethodConfig("pondering", {"depth": {"name": "pondering", "steps": 1}})
@@ -223,10 +223,12 @@ def test_plain_progress_lines(recipe, data, folder, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "training", [{"gradient_checkpointing": True}, {"fused": False}, {"compile": True}], ids=lambda t: next(iter(t))
+    "training",
+    [{"gradient_checkpointing": True}, {"fused": False}, {"compile": True}, {"compile": "layers"}],
+    ids=lambda t: "-".join(str(word) for item in t.items() for word in item),
 )
 def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path, training, monkeypatch) -> None:
-    method = VANILLA if "compile" in training else PONDERING
+    method = VANILLA if training.get("compile") is True else PONDERING
     real, backends = torch.compile, []
 
     def traced_only(model: Any = None, **options: Any) -> Any:  # inductor takes a minute; the models floor tests it
@@ -246,6 +248,16 @@ def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path
     ]
     assert results[1].train_loss == pytest.approx(results[0].train_loss, abs=1e-5)
     assert backends == (["inductor"] if "compile" in training else [])
+
+
+def test_compiled_layers_share_their_graphs(recipe, data) -> None:
+    model = FathomForCausalLM(model_config(recipe(model={"num_hidden_layers": 3}), PONDERING, data.tokenizer))
+    counter = torch._dynamo.testing.CompileCounter()
+    compile_layers(model, counter)
+    ids = torch.arange(40).view(2, 20)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert counter.frame_count <= 2  # the first layer may know less of its input's layout than the others
 
 
 def test_bf16_trains_fp32_weights(recipe, data, folder) -> None:

@@ -191,6 +191,8 @@ def train_run(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
+    if training.compile == "layers":
+        compile_layers(model)
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     trainer = FathomTrainer(
         flops_per_token=flops_per_token,
@@ -267,7 +269,7 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
         optim="adamw_torch_fused" if training.fused else "adamw_torch",
         use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
         bf16=training.precision == "bf16",
-        torch_compile=training.compile,
+        torch_compile=training.compile is True,
         seed=seed,
         logging_steps=training.log_every,
         logging_nan_inf_filter=False,  # a diverged run must show, and the filter waits for the device every step
@@ -337,6 +339,13 @@ def has_trained(folder: Path) -> bool:
     """Whether a run's folder holds anything that a run of other settings must not mix with: a step's metrics, a
     checkpoint or a model. A run that failed before its first step leaves none."""
     return bool(read_metrics(folder) or checkpoints.checkpoints(folder)) or (folder / MODEL).is_dir()
+
+
+def compile_layers(model: FathomForCausalLM, backend: str = "inductor") -> None:
+    """Have torch.compile make one set of graphs that all layers share."""
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
