@@ -153,15 +153,22 @@ class Conductor:
         for ask in sorted((self.state / "quiet").glob("*.ask"), key=lambda path: path.stat().st_mtime):
             owner = int(ask.stem)
             gpu = next((g for p, g in self.running.values() if owner in family(p.pid)), None)
-            if gpu is None or gpu in self.quiet:
-                continue
-            others = [pid for pid, where in self.workers() if where == gpu]
-            for process, where in self.running.values():
-                if where == gpu and owner not in (members := family(process.pid)):
-                    others += members
-            signal_all(others, signal.SIGSTOP)
-            self.quiet[gpu] = owner, others
-            ask.with_suffix(".granted").touch()
+            if gpu is not None and gpu not in self.quiet:
+                self.quiet[gpu] = owner, []
+                self.stop_others(gpu)
+                ask.with_suffix(".granted").touch()
+        for gpu in self.quiet:
+            self.stop_others(gpu)  # those that started since
+
+    def stop_others(self, gpu: str) -> None:
+        owner, stopped = self.quiet[gpu]
+        others = [pid for pid, where in self.workers() if where == gpu]
+        for process, where in self.running.values():
+            if where == gpu and owner not in (members := family(process.pid)):
+                others += members
+        fresh = [pid for pid in others if pid not in stopped]
+        signal_all(fresh, signal.SIGSTOP)
+        stopped += fresh
 
     def end_quiet(self) -> None:
         for gpu, (owner, others) in list(self.quiet.items()):
