@@ -10,7 +10,7 @@ from fathom.lineage.attack import apply_exact
 from fathom.lineage.awm import awm, spectral_power
 from fathom.lineage.canonical import balance_product
 from fathom.lineage.cka import Samples, biased_cka, centred_gram, unbiased_cka
-from fathom.lineage.errors import NoAnchorError
+from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.short_products import gram, is_short, precision
 
 
@@ -200,3 +200,53 @@ def test_spectral_power_against_svd():
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
     torch.testing.assert_close(spectral_power(w, 0.25), u * s.pow(0.25) @ vt)
     torch.testing.assert_close(spectral_power(w.T, 0.5), vt.T * s.sqrt() @ u.T)
+
+
+@pytest.mark.parametrize("power", [18, 21])
+def test_exact_scales_at_the_ends_of_float32(weights, power):
+    """Rotary pairs of q and k scaled against each other, gains against readers, the stream itself: factors whose
+    squares float32 cannot hold."""
+    original, factor = weights("llama").to(torch.bfloat16), 2.0 ** round(power * np.log2(10))
+    changed, g = original.clone(), original.geometry
+    pairs = torch.ones(2, g.head_dim // 2)
+    pairs[:, ::2] = factor
+    for layer in range(changed.depth):
+        for role, scale in (("q", pairs), ("k", 1 / pairs)):
+            heads = original.get(layer, role).view(-1, 2, g.head_dim // 2, WIDTH)
+            changed.set(layer, role, (heads * scale[..., None]).reshape(-1, WIDTH).bfloat16())
+    assert awm(original.checkpoint(), changed.checkpoint()).score == pytest.approx(1, abs=1e-4)
+    folded = original.clone()
+    for layer in range(folded.depth):
+        folded.set(layer, "attn_norm", original.get(layer, "attn_norm") * factor)
+        for role in "qkv":
+            folded.set(layer, role, original.get(layer, role) / factor)
+    assert awm(original.checkpoint(), folded.checkpoint()).score == pytest.approx(1, abs=1e-4)
+    stream = original.clone()
+    for scale in (factor, 1 / factor):
+        stream.tensors["embed"] = original.tensors["embed"] * scale
+        result = awm(original.checkpoint(), apply_exact(stream, "permute").checkpoint())
+        assert result.score == pytest.approx(1, abs=1e-4) and result.alignment.anchor == "embedding"
+
+
+def test_scores_do_not_depend_on_scale():
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, n, generator=g) for n in (30, 50))
+    want = oracle(x.double().numpy(), y.double().numpy())
+    for scale in (1e-30, 1e-20, 1e20, 1e30):
+        assert unbiased_cka(Samples.of(x * scale), Samples.of(y)) == pytest.approx(want, abs=1e-6)
+        assert (centred_gram(x * scale) * centred_gram(y)).sum().item() == pytest.approx(want, abs=1e-6)
+
+
+def test_layers_whose_attention_writes_nothing_are_left_out(weights):
+    """W_o = 0: queries and keys are no part of the function, so they neither lower a score nor count as compared."""
+    silent = weights("llama").clone()
+    silent.set(1, "o", torch.zeros_like(silent.get(1, "o")))
+    result = awm(silent.checkpoint(), silent.checkpoint())
+    assert result.score == pytest.approx(1, abs=1e-6) and result.coverage == 0.75
+    other = silent.clone()
+    other.set(1, "q", torch.randn_like(other.get(1, "q")))
+    assert awm(silent.checkpoint(), other.checkpoint()).score == pytest.approx(1, abs=1e-6)
+    for layer in range(silent.depth):
+        silent.set(layer, "o", torch.zeros_like(silent.get(layer, "o")))
+    with pytest.raises(NoEvidenceError, match="query and key"):
+        awm(silent.checkpoint(), silent.checkpoint())

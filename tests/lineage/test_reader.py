@@ -181,3 +181,81 @@ def test_errors_name_the_culprit(folders, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
     with pytest.raises(CheckpointError, match="missing"):
         open_checkpoint(tmp_path)
+
+
+def test_what_does_not_fit_is_refused(folders, tmp_path):
+    """Layers without tensors, an index that lies, sizes that the weights deny, files that are something else."""
+    state, config = load_file(next(folders("llama").glob("*.safetensors"))), folders("llama") / "config.json"
+    sizes = json.loads(config.read_text())
+
+    def model(name, tensors=state, **changes):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes | changes))
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        return tmp_path / name
+
+    partial = model("partial", {n: t for n, t in state.items() if "layers.2" not in n})
+    with pytest.raises(CheckpointError, match=r"1 of 4 layers have no tensors \(first: layer 2\)"):
+        open_checkpoint(partial)
+    index = {"weight_map": dict.fromkeys([*state, "model.layers.0.lost.weight"], "model.safetensors")}
+    (model("index") / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names 'model\.layers\.0\.lost\.weight', which no shard holds"):
+        open_checkpoint(tmp_path / "index")
+    for changes, message in (
+        ({"hidden_size": 80}, "80 wide"),
+        ({"hidden_size": "64"}, "hidden size is '64'"),
+        ({"num_key_value_heads": 0}, "key-value heads is 0"),
+        ({"num_key_value_heads": 16}, "cannot share"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(model(str(changes), **changes))
+    with pytest.raises(CheckpointError, match=r"layer 0 'q' has shape \(64, 64\).*4 heads"):
+        open_checkpoint(model("heads", num_attention_heads=4)).read(0, "q")
+    with pytest.raises(CheckpointError, match="fused q, k, v: 192 rows"):
+        changed = json.loads((folders("gpt_neox") / "config.json").read_text()) | {"num_attention_heads": 8}
+        fused = model("fused", load_file(next(folders("gpt_neox").glob("*.safetensors"))))
+        (fused / "config.json").write_text(json.dumps(changed | {"head_dim": 16}))
+        open_checkpoint(fused).read(0, "q")
+    for file, text in (("vocab.json", "{oops"), ("vocab.json", "[1]"), ("tokenizer.json", '{"model": {}}')):
+        (partial / file).write_text(text)
+        with pytest.raises(CheckpointError, match="tokenizer files"):
+            open_checkpoint(partial)
+    torch.save([1, 2], tmp_path / "list.bin")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "config.json").write_text("[]")
+    for file, message in (("list.bin", "holds a list"), ("empty.gguf", "empty"), ("index", "no shard")):
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path / file)
+
+
+def test_integers_without_a_scale_are_packed_weights(folders, tmp_path):
+    """In every format; with bitsandbytes' row maxima int8 is read, from .bin as from safetensors."""
+    state = load_file(next(folders("llama").glob("*.safetensors")))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    (tmp_path / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(state | {name: state[name].to(torch.int8)}, file)
+    with pytest.raises(PackedWeightsError, match="int8"):
+        open_checkpoint(tmp_path).read(0, "q")
+    largest = state[name].abs().amax(1)
+    codes = (state[name] / largest[:, None] * 127).round().to(torch.int8)
+    torch.save(state | {name: codes, name.replace("weight", "SCB"): largest}, file)
+    got, want = open_checkpoint(tmp_path).read(0, "q"), state[name].float()
+    assert (got - want).abs().max() <= largest.max() / 254 * 1.001
+
+
+def test_adapters_that_are_not_plain_lora_are_refused(folders, tmp_path):
+    q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    good = {q.format("A"): torch.zeros(4, 64), q.format("B"): torch.zeros(64, 4)}
+    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    for tensors, config, message in (
+        (good, {"peft_type": "LORA"}, "no value for 'r'"),
+        ({q.format("A"): torch.zeros(4, 64)}, whole, "do not make"),
+        (good | {q.format("B"): torch.zeros(64, 5)}, whole, "do not make"),
+        (good | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 384)}, whole, "with peft"),
+        (good | {q.format("B").replace("weight", "bias"): torch.zeros(64)}, whole, "with peft"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path, base=folders("llama"))

@@ -118,6 +118,27 @@ def test_opening_proves_the_vector(weights, family):
         commitment.check_opening(record, commitment.Opening(opening.tensors, opening.proof | {"nodes": []}))
 
 
+def test_opening_cannot_hide_a_forged_leaf(committed):
+    """A leaf outside the tree, or put where an honest one follows, never reaches the root: it must be refused."""
+    model, record = committed
+    opening = commitment.open_selected(model, record, SECRET)
+    tensors, proof = load(opening.tensors), opening.proof
+    name = next(n for n in tensors if n.endswith(".attn_norm"))
+    tensors[name] += 0.001
+    honest = [i for key, i in proof["index"].items() if not key.startswith(name)]
+    levels = commitment._levels(commitment._leaves(model, SECRET)[0])
+    for place in (honest[0], honest[-1], proof["leaves"], 10**6, -1, 0.5, "0", None):
+        forged = proof | {"index": proof["index"] | {f"{name}@0": place}}
+        forged["nodes"] = commitment._multiproof(levels, honest)
+        with pytest.raises(commitment.CommitmentError, match="proof"):
+            commitment.check_opening(record, commitment.Opening(save(tensors), forged))
+    for broken in ({"rows": 5}, {"leaves": "x"}, {"nodes": [5]}, {"shapes": []}, {"salts": {}}):
+        with pytest.raises(commitment.CommitmentError, match="proof"):
+            commitment.check_opening(record, commitment.Opening(opening.tensors, proof | broken))
+    with pytest.raises(commitment.CommitmentError, match="proof"):
+        commitment.check_opening(record, commitment.Opening(b"not tensors", proof))
+
+
 # ── merges and perturbations ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -142,6 +163,15 @@ def test_merge_weights_are_recovered(relatives):
     assert found.unexplained > 0.1 and max(found.errors) > 1e-4
     with pytest.raises(ValueError, match="two candidates"):
         merge_weights(base.checkpoint(), [one.checkpoint()])
+
+
+def test_dead_layers_do_not_disturb_a_merge_estimate(relatives):
+    one, two = (w.clone() for w in relatives[1:])
+    for parent in (one, two):
+        for role in parent.roles(1):
+            parent.set(1, role, torch.zeros_like(parent.get(1, role)))
+    found = merge_weights(merge([one, two], [0.6, 0.4]).checkpoint(), [one.checkpoint(), two.checkpoint()])
+    assert found.weights == pytest.approx([0.6, 0.4], abs=1e-3) and max(found.errors) < 1e-3
 
 
 def test_ties_and_dare_stay_near_their_parents(relatives):
@@ -300,3 +330,23 @@ def test_token_ids_read_one_text_with_any_vocabulary():
     assert token_ids("?a?r", {t: 9 - i for t, i in table.items()}).tolist() == [4, 9, 5]
     with pytest.raises(ValueError, match="nothing in common"):
         token_ids("xyz", {b"a": 0})
+
+
+def test_compare_without_a_method_abstains_and_with_one_goes_on(folders, tmp_path, nulls_of_tiny_models):
+    state = load_file(next(folders("llama").glob("*.safetensors")))
+    (tmp_path / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    save_file({n: t for n, t in state.items() if "v_proj" not in n}, tmp_path / "model.safetensors")
+    record = json.loads(run("compare", folders("llama"), tmp_path, "--json"))
+    assert record["verdict"] == "related" and any("HuRef needs them" in r for r in record["reasons"])
+    save_file({n: t for n, t in state.items() if "q_proj" not in n}, tmp_path / "model.safetensors")
+    record = json.loads(run("compare", folders("llama"), tmp_path, "--json", code=3))
+    assert record["verdict"] == "inconclusive" and record["coverage"] == 0 and "query and key" in record["reasons"][0]
+
+
+def test_fingerprint_appears_whole_or_not_at_all(folders, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commitment, "open_selected", stop)
+    result = CliRunner().invoke(app, ["fingerprint", str(folders("llama")), "-o", str(tmp_path / "mark"), "--opening"])
+    assert result.exit_code != 0 and list(tmp_path.iterdir()) == []

@@ -77,14 +77,14 @@ def compare(
     from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.compare import abstain
     from fathom.lineage.compare import compare as run
-    from fathom.lineage.errors import NoAnchorError, PackedWeightsError
+    from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
     from fathom.lineage.page import write_page
 
     try:
         models = [open_checkpoint(m, base=base, device=device) for m in (a, b)]
         with _bars(as_json) as bars:
             result = run(models[0], models[1], method, alignment, paper=paper, parts=parts, progress=bars)
-    except (PackedWeightsError, NoAnchorError) as error:
+    except (PackedWeightsError, NoEvidenceError) as error:
         result = abstain(a, b, str(error))
     if html is not None:
         write_page(result, html)
@@ -143,6 +143,7 @@ def fingerprint(
     from fathom.lineage.huref import fingerprint as compute
     from fathom.lineage.picture import Renderer, creature, save_picture
     from fathom.lineage.stylegan2 import StyleGAN2
+    from fathom.lineage.weights import new_folder
 
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output}: exists and is not empty; name a new folder")
@@ -152,18 +153,18 @@ def fingerprint(
     secret = secrets.token_bytes(32)
     record = commitment.statement(opened, mark, secret, __version__)
     render: Renderer = creature if generator is None else StyleGAN2.load(generator)
-    output.mkdir(parents=True, exist_ok=True)
-    save_picture(render(mark.vector.numpy()), output / "picture.png")
     document = {"statement": record, "signature": None if signer is None else commitment.sign(record, signer)}
-    (output / "fingerprint.json").write_text(json.dumps(document, indent=1))
-    handle = os.open(output / "secret.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(base64.b64encode(secret).decode())
-    if opening:
-        part = commitment.open_selected(opened, record, secret)
-        (output / "opening").mkdir()
-        (output / "opening" / "opened.safetensors").write_bytes(part.tensors)
-        (output / "opening" / "proof.json").write_text(json.dumps(part.proof))
+    with new_folder(output) as folder:
+        save_picture(render(mark.vector.numpy()), folder / "picture.png")
+        (folder / "fingerprint.json").write_text(json.dumps(document, indent=1))
+        handle = os.open(folder / "secret.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(base64.b64encode(secret).decode())
+        if opening:
+            part = commitment.open_selected(opened, record, secret)
+            (folder / "opening").mkdir()
+            (folder / "opening" / "opened.safetensors").write_bytes(part.tensors)
+            (folder / "opening" / "proof.json").write_text(json.dumps(part.proof))
     _out.print(f"root {record['root']}", markup=False)
     _out.print(f"written: {output} (keep secret.key private)", markup=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fathom.lineage.errors import NoAnchorError
-from fathom.lineage.short_products import is_short, precision
+from fathom.lineage.short_products import is_short, near_one, precision
 
 Mode = Literal["lap", "procrustes"]
 _CHUNK = 512  # token rows at a time: what a core's cache holds
@@ -88,13 +88,17 @@ def identity(mode: str, anchor: str = "identity") -> Alignment:
 def cross_covariance(
     a: TokenTable, b: TokenTable, rows_a: list[int], rows_b: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks."""
+    """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks, each up to a power of two."""
     like = a.rows(rows_a[:1])
+    # A scaled residual stream changes no cosine; its squares must stay within float32.
+    scale_a, scale_b = (near_one(t.rows(r[:_CHUNK])) for t, r in ((a, rows_a), (b, rows_b)))
     cross = like.new_zeros(a.width, b.width)
     norm_a = like.new_zeros(a.width, dtype=torch.float64)
     norm_b = like.new_zeros(b.width, dtype=torch.float64)
     for start in range(0, len(rows_a), _CHUNK):
         part_a, part_b = (t.rows(r[start : start + _CHUNK]) for t, r in ((a, rows_a), (b, rows_b)))
+        part_a = part_a if scale_a == 1 else part_a * scale_a
+        part_b = part_b if scale_b == 1 else part_b * scale_b
         with precision(is_short(part_a) and is_short(part_b)):
             cross.addmm_(part_a.T, part_b)
         norm_a += part_a.square().sum(0).double()

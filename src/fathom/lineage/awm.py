@@ -25,7 +25,7 @@ from fathom.lineage import canonical
 from fathom.lineage.align import Alignment, TokenTable, align, fixed_frame, identity
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.cka import Samples, centred_gram, unbiased_cka
-from fathom.lineage.errors import CheckpointError, NoAnchorError
+from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.vocabulary import shared_rows
 
 Anchor = Literal["auto", "embedding", "head", "identity"]
@@ -76,11 +76,13 @@ class _Side:
     def __post_init__(self) -> None:
         alive = canonical.live_layers(self.model) if self.hardened else list(range(self.model.geometry.layers))
         self.layers = [l for l in alive if self.model.has(l, "q") and self.model.has(l, "k")]
+        if self.hardened:  # queries and keys of heads that write nothing are not part of the function
+            self.layers = [l for l in self.layers if canonical.attends(self.model, l)]
         self.live = len(alive)
         self.dims = canonical.residual_dims(self.model) if self.hardened else None
         if not self.layers:
-            raise CheckpointError(
-                f"{self.model.source}: no layer with query and key weights; AWM has nothing to compare"
+            raise NoEvidenceError(
+                f"{self.model.source}: no live layer with query and key weights; AWM has nothing to compare"
             )
 
     @property
@@ -166,7 +168,7 @@ def awm(
     power:     spectral power p of every matrix (1 = off).
     parts:     also score gate, up, v and the writers o and down; never part of the score.
 
-    Raises NoAnchorError when no axis can be matched, CheckpointError when a model has no query and key weights.
+    Raises NoAnchorError when no axis can be matched, NoEvidenceError when a model has no query and key weights.
     """
     sides = [_Side(m, hardened, power) for m in (a, b)]
     swapped = sides[0].width < sides[1].width

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fathom.lineage.checkpoint import Checkpoint
+from fathom.lineage.short_products import length
 
 _PROBE_ROWS = 8  # a live writer shows non-zero entries in its first rows; only suspects are read whole
 
@@ -116,8 +117,10 @@ def query_key_heads(model: Checkpoint, layer: int, dims: Tensor | None = None) -
 def _apply_head_norm(heads: Tensor, gain: Tensor) -> Tensor:
     """[Hkv, g, h, d] → unit-norm rows of each head, times gains. OLMo-2 norms all heads together: gain [H·h]."""
     if gain.numel() == heads.shape[2]:
-        return heads / heads.norm(dim=(2, 3), keepdim=True).clamp_min(1e-30) * gain[:, None]
-    return heads / heads.norm().clamp_min(1e-30) * gain.reshape(*heads.shape[:3], 1)
+        return (
+            heads / length(heads, 3).double().norm(dim=2, keepdim=True).clamp_min(1e-37).to(heads.dtype) * gain[:, None]
+        )
+    return heads / length(heads).clamp_min(1e-37).to(heads.dtype) * gain.reshape(*heads.shape[:3], 1)
 
 
 def live_heads(model: Checkpoint, layer: int) -> Tensor | None:
@@ -135,6 +138,12 @@ def live_heads(model: Checkpoint, layer: int) -> Tensor | None:
     return None if mask.all() else mask
 
 
+def attends(model: Checkpoint, layer: int) -> bool:
+    """Whether any head of the layer writes something."""
+    mask = live_heads(model, layer)
+    return mask is None or bool(mask.any())
+
+
 def balance_query_key(q: Tensor, k: Tensor, rotary: int, normed: bool) -> tuple[Tensor, Tensor]:
     """Spread q [Hkv, g, h, d] and k [Hkv, 1, h, d] evenly over the maps that keep every score qᵀ·RoPE·k.
 
@@ -145,15 +154,13 @@ def balance_query_key(q: Tensor, k: Tensor, rotary: int, normed: bool) -> tuple[
     half = rotary // 2
 
     def scale(rows_q: Tensor, rows_k: Tensor) -> Tensor:
-        """(n_k/n_q)^¼ for energies [Hkv, n]; 1 where a side is zero."""
-        ratio = torch.where((rows_q > 0) & (rows_k > 0), rows_k / rows_q.clamp_min(1e-38), 1.0)
-        return ratio.pow(0.25)
+        """√(‖k‖/‖q‖) for norms [Hkv, n]; 1 where a side is zero."""
+        return torch.where((rows_q > 0) & (rows_k > 0), rows_k / rows_q, 1.0).sqrt()
 
-    energy_q = q.square().sum((1, 3))
-    energy_k = k.square().sum((1, 3))
-    pair = scale(energy_q[:, :half] + energy_q[:, half:rotary], energy_k[:, :half] + energy_k[:, half:rotary])
-    rest = scale(energy_q[:, rotary:], energy_k[:, rotary:]) if normed else torch.ones_like(energy_q[:, rotary:])
-    a = torch.cat([pair, pair, rest], dim=1)[:, None, :, None]
+    norm_q, norm_k = (length(x, 3).double().norm(dim=1)[..., 0] for x in (q, k))
+    pair = scale(*(torch.hypot(n[:, :half], n[:, half:rotary]) for n in (norm_q, norm_k)))
+    rest = scale(norm_q[:, rotary:], norm_k[:, rotary:]) if normed else torch.ones_like(norm_q[:, rotary:])
+    a = torch.cat([pair, pair, rest], dim=1)[:, None, :, None].to(q.dtype)
     q, k = q * a, k / a
     if not normed and rotary < q.shape[2]:
         free_q, free_k = balance_product(q[:, :, rotary:], k[:, :, rotary:])
@@ -218,9 +225,9 @@ def feed_forward(
         gate = fold(model, layer, model.read(layer, prefix + "gate"), "ffn_norm", dims)
         live = gate.bool().any(1) & up.bool().any(1) & down.bool().any(1)
         gate, up, down = (gate, up, down) if live.all() else (gate[live], up[live], down[live])
-        length = up.norm(dim=1, keepdim=True)
-        keep, down = merge_split(torch.cat([gate, up / length], dim=1), down * length)
-        gate, up = gate[keep], up[keep] / length[keep]
+        size = length(up, 1).to(up.dtype)
+        keep, down = merge_split(torch.cat([gate, up / size], dim=1), down * size)
+        gate, up = gate[keep], up[keep] / size[keep]
     else:
         gate, live = None, down.bool().any(1)
         bias = model.read(layer, prefix + "up.bias") if model.has(layer, prefix + "up.bias") else up.new_zeros(len(up))
@@ -229,8 +236,8 @@ def feed_forward(
         up = up[keep]
         if "relu" not in str(model.config.get("hidden_act") or model.config.get("activation_function") or ""):
             return None, up, down.T
-    scale = (down.norm(dim=1, keepdim=True) / up.norm(dim=1, keepdim=True).clamp_min(1e-30)).sqrt()
-    return gate, up * scale, (down / scale.clamp_min(1e-30)).T
+    scale = (length(down, 1).double() / length(up, 1).double().clamp_min(1e-37)).sqrt().to(up.dtype)
+    return gate, up * scale, (down / scale.clamp_min(1e-37)).T
 
 
 def merge_split(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

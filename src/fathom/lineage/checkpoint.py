@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from fathom.lineage.errors import CheckpointError
-from fathom.lineage.families import Family, Geometry, family_of, geometry, gguf_config, gguf_family, roles, without_role
+from fathom.lineage.families import (
+    Family,
+    Geometry,
+    family_of,
+    geometry,
+    gguf_config,
+    gguf_family,
+    roles,
+    stored_layers,
+    without_role,
+)
 from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, open_store
 from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
 
@@ -62,9 +72,13 @@ def open_checkpoint(
         config = _read_config(folder)
         family = family_of(config)
         vocabulary = read_vocabulary(folder)
-    return Checkpoint(
-        str(source), store, config, family, geometry(config, family), vocabulary, torch.device(device), dtype
-    )
+    shape = geometry(config, family)
+    if missing := sorted(set(range(shape.layers)) - stored_layers(list(store.names()))):
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {shape.layers} layers have no tensors (first: layer {missing[0]}); is a shard "
+            "missing?"
+        )
+    return Checkpoint(str(source), store, config, family, shape, vocabulary, torch.device(device), dtype)
 
 
 _GGUF_KEYS = (
@@ -83,6 +97,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: holds a {type(config).__name__}, not the keys of a configuration")
     for tower in ("text_config", "language_config", "llm_config", "thinker_config"):
         if isinstance(config.get(tower), dict):  # multimodal: the language tower is the model that is compared
             inner = config[tower]
@@ -110,6 +126,10 @@ class Checkpoint:
         if "embed" not in self._names:
             raise CheckpointError(
                 f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint; is a shard missing?"
+            )
+        if (shape := self.store.shape(self._names["embed"]))[1:] != (self.geometry.hidden,):
+            raise CheckpointError(
+                f"{self.source}: the embedding has shape {shape}, but config.json says {self.geometry.hidden} wide"
             )
 
     @property
@@ -181,6 +201,7 @@ class Checkpoint:
             tensor = self._oriented(names[layer, role], rows)
         else:
             raise CheckpointError(f"{self.source}: layer {layer} has no {role!r}")
+        self._check_shape(layer, role, tensor)
         if base in {"q", "k"} and self.family.interleaved:
             tensor = halves_from_pairs(tensor, self.geometry.head_dim, self.geometry.rotary(layer))
         if base.endswith("norm") and not role.endswith(".bias"):
@@ -188,6 +209,20 @@ class Checkpoint:
             if base in {"q_norm", "k_norm"} and self.family.interleaved:
                 tensor = halves_from_pairs(tensor, self.geometry.head_dim, self.geometry.rotary(layer))
         return tensor
+
+    def _check_shape(self, layer: int, role: str, tensor: Tensor) -> None:
+        """A weight that the sizes in config.json cannot make raises CheckpointError before it is taken for another."""
+        g = self.geometry
+        out = {"q": g.heads * g.head_dim, "k": g.kv_heads * g.head_dim}.get(role, 0)
+        if role not in {"q", "k", "v", "gate", "up", "attn_norm", "ffn_norm"}:
+            return
+        found = tuple(tensor.shape)
+        rank = 1 if role.endswith("norm") else 2
+        if len(found) != rank or found[-1] != g.hidden or (out and found[0] != out):
+            raise CheckpointError(
+                f"{self.source}: layer {layer} {role!r} has shape {found}, which does not fit config.json "
+                f"({g.hidden} wide, {g.heads} heads and {g.kv_heads} key-value heads of {g.head_dim})"
+            )
 
     def _oriented(self, name: str, rows: slice | None = None) -> Tensor:
         if not self.family.transposed or len(self.store.shape(name)) != 2:
@@ -277,7 +312,9 @@ def split_fused(fused: Tensor, role: str, family: Family, g: Geometry) -> Tensor
     """The rows of `role` in a fused matrix or bias, in the order of the unfused weight."""
     if role in {"gate", "up"}:
         return fused.chunk(2)[0 if role == "gate" else 1]
-    group = g.heads // g.kv_heads
+    group, total = g.heads // g.kv_heads, (g.heads + 2 * g.kv_heads) * g.head_dim
+    if len(fused) != total:
+        raise CheckpointError(f"fused q, k, v: {len(fused)} rows, but config.json makes {total}")
     if family.fused == "blocks":
         sizes = [g.heads * g.head_dim, g.kv_heads * g.head_dim, g.kv_heads * g.head_dim]
         return fused.split(sizes)["qkv".index(role)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathom.lineage.short_products import gram, is_short, precision
+from fathom.lineage.short_products import gram, is_short, near_one, precision
 
 # A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the
 # verdict.
@@ -41,9 +41,8 @@ class Samples:
         """x: [d, p], d ≥ 4 samples in rows, p features in columns."""
         if x.ndim != 2 or x.shape[0] < 4:
             raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
-        # Scale-free: rows whose norms are far from 1 are brought near it. A power of two rounds nothing.
-        scale = _power_of_two(math.sqrt(x.shape[0]) / max(x.norm().item(), torch.finfo(x.dtype).tiny))
-        x = x if 2**-10 < scale < 2**10 else x * scale
+        scale = near_one(x)
+        x = x if scale == 1 else x * scale
         short, wide = is_short(x), x.shape[1] >= x.shape[0]
         with precision(short):
             inner = gram(x if wide else x.T)
@@ -56,11 +55,6 @@ class Samples:
         square = _energy(inner)
         hsic = square - k.dot(k).item() + _mean_terms(r, r)
         return cls(x, short, inner if wide else None, k, r, hsic if hsic > _FLOOR * square else 0.0)
-
-
-def _power_of_two(x: float) -> float:
-    """The largest power of two that is at most x > 0, within float32's range."""
-    return math.ldexp(1.0, min(max(math.frexp(x)[1] - 1, -126), 127))
 
 
 def _energy(x: Tensor) -> float:
@@ -94,7 +88,8 @@ def centred_gram(x: Tensor) -> Tensor:
 
     K̃ᵢⱼ = Kᵢⱼ − mᵢ − mⱼ off the diagonal and 0 on it, with mᵢ = Σⱼ Kᵢⱼ/(d−2) − Σ K/(2(d−1)(d−2)).
     """
-    d = x.shape[0]
+    d, scale = x.shape[0], near_one(x)
+    x = x if scale == 1 else x * scale
     with precision(is_short(x)):
         centred = gram(x).fill_diagonal_(0)
     square = _energy(centred)

@@ -31,6 +31,7 @@ import torch
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -280,9 +281,10 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
 
     Raises CommitmentError when a value, path or the vector does not fit.
     """
-    tensors, proof = load(opening.tensors), opening.proof
+    proof = opening.proof
     known: dict[int, bytes] = {}
     try:
+        tensors = load(opening.tensors)
         for name, tensor in tensors.items():
             shape = tuple(proof["shapes"][name])
             pieces = _pieces(name, tensor)
@@ -291,9 +293,12 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
                 pieces = ((at, data) for at, (_, data) in zip(offsets, pieces, strict=True))
             for offset, data in pieces:
                 key = f"{name}@{offset}"
-                known[proof["index"][key]] = _leaf(bytes.fromhex(proof["salts"][key]), name, shape, offset, data)
+                leaf, at = _leaf(bytes.fromhex(proof["salts"][key]), name, shape, offset, data), proof["index"][key]
+                # A leaf outside the tree, or in the place of another, would not reach the root and could say anything.
+                if at not in range(proof["leaves"]) or known.setdefault(at, leaf) != leaf:
+                    raise ValueError(f"{key} has no place of its own in the tree")
         root = _root_from(known, proof["leaves"], proof["nodes"]).hex()
-    except (KeyError, ValueError, StopIteration) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, StopIteration, SafetensorError) as error:
         raise CommitmentError(f"proof: it is incomplete or malformed ({error!r})") from error
     if root != record["root"]:
         raise CommitmentError("root: the opened values do not belong to the committed model")

@@ -11,7 +11,7 @@ from scipy.spatial.distance import squareform
 
 from fathom.lineage.awm import Anchor, AWMResult, Progress, awm
 from fathom.lineage.checkpoint import Checkpoint
-from fathom.lineage.errors import NoAnchorError
+from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.huref import ics
 from fathom.lineage.verdict import EXIT_CODES, Verdict, Word, combine, judge
 
@@ -70,7 +70,7 @@ def compare(
     alignment: "lap", "procrustes", or "auto": LAP, and Procrustes too unless LAP already says related.
     paper:     the published AWM (stored weights, LAP) instead of the hardened one.
 
-    Raises NoAnchorError when nothing ties the models together, CheckpointError when a weight cannot be read.
+    Raises NoEvidenceError when nothing ties the models together, CheckpointError when a weight cannot be read.
     """
     width = min(a.geometry.hidden, b.geometry.hidden)
     details: dict[str, dict[str, Any]] = {}
@@ -86,7 +86,7 @@ def compare(
                 result = awm(
                     a, b, hardened=not paper, alignment=mode, anchor=anchor, power=power, parts=parts, progress=report
                 )
-            except NoAnchorError as error:
+            except NoEvidenceError as error:
                 failures.append(str(error))
                 break
             verdict = judge(result.mode, width, result.score, result.coverage, result.anchors_tried)
@@ -99,14 +99,14 @@ def compare(
     if method in {"huref", "all"}:
         try:
             outcome = ics(a, b)
-        except NoAnchorError as error:
+        except NoEvidenceError as error:
             failures.append(str(error))
         else:
             verdict = judge("huref-ics", width, outcome.score)
             judged.append(("huref", verdict, 1.0))
             details["huref"] = {**asdict(outcome), **verdict.as_dict(), "notes": outcome.notes}
     if not judged:
-        raise NoAnchorError("; ".join(dict.fromkeys(failures)))
+        raise NoEvidenceError("; ".join(dict.fromkeys(failures)))
     word = combine([v for _, v, _ in judged])
     # AWM decides where it agrees with the outcome: z of different methods are no common scale.
     agreeing = [j for j in judged if j[1].verdict == word] or judged

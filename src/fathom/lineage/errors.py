@@ -9,5 +9,9 @@ class PackedWeightsError(CheckpointError):
     """Weights are stored in a packed format that Fathom does not dequantise (GPTQ, AWQ, NF4, MXFP4 …): abstain."""
 
 
-class NoAnchorError(CheckpointError):
+class NoEvidenceError(CheckpointError):
+    """A pair cannot be compared by a method: a model has none of the weights it reads. Abstain."""
+
+
+class NoAnchorError(NoEvidenceError):
     """The residual axes of two models cannot be aligned: no embedding, or no token in common."""

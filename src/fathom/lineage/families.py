@@ -215,6 +215,11 @@ def geometry(config: Mapping[str, Any], family: Family) -> Geometry:
             "config.json: hidden_size, num_attention_heads and num_hidden_layers are needed; one is missing"
         )
     kv_heads = _first(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads)
+    for name, size in (("hidden size", hidden), ("heads", heads), ("layers", layers), ("key-value heads", kv_heads)):
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"config.json: {name} is {size!r}; one whole number for all layers is needed")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads cannot share {kv_heads} key-value heads evenly")
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
         kv_heads = 1 if config.get("multi_query", True) else heads
     head_dim = _first(config, "head_dim", "kv_channels", default=hidden // heads)
@@ -314,6 +319,12 @@ def roles(names: list[str], family: Family, layers: int) -> tuple[dict[tuple[int
             if role := wanted.get(stem.rsplit(".", 1)[-1]):
                 outside.setdefault(role + bias, name)
     return in_layer, outside
+
+
+def stored_layers(names: list[str]) -> set[int]:
+    """Numbers of the decoder layers that have any tensor."""
+    prefix = language_prefix(names)
+    return {int(m["layer"]) for n in names if (m := _LAYER.match(n)) and m["prefix"] == prefix}
 
 
 def without_role(names: list[str], known: Iterable[str]) -> list[str]:

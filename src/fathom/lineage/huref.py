@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fathom.lineage import canonical
 from fathom.lineage.checkpoint import Checkpoint
-from fathom.lineage.errors import CheckpointError, NoAnchorError
+from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.vocabulary import shared_rows
 
 VECTOR = 512
@@ -122,7 +122,7 @@ def last_layers(model: Checkpoint, count: int = 2) -> list[int]:
     """The last layers that write anything (growth appends dead ones) and have attention weights."""
     found = [l for l in canonical.live_layers(model) if all(model.has(l, r) for r in "qkvo")][-count:]
     if not found:
-        raise CheckpointError(f"{model.source}: no layer with q, k, v and o weights; HuRef needs them")
+        raise NoEvidenceError(f"{model.source}: no live layer with q, k, v and o weights; HuRef needs them")
     return found
 
 

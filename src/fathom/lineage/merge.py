@@ -18,6 +18,7 @@ from fathom.lineage import canonical
 from fathom.lineage.align import align
 from fathom.lineage.awm import Progress
 from fathom.lineage.checkpoint import Checkpoint
+from fathom.lineage.errors import NoEvidenceError
 from fathom.lineage.vocabulary import shared_rows
 
 _READERS = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "gate": "ffn_norm", "up": "ffn_norm"}
@@ -64,7 +65,10 @@ def merge_weights(
             if not suspect.has(layer, role):
                 continue
             target = canonical.fold(suspect, layer, suspect.read(layer, role), norm, None)
-            scale = 1 / target.square().sum(dtype=torch.float64)
+            energy = target.square().sum(dtype=torch.float64)
+            if energy == 0:  # a dead matrix says nothing about proportions
+                continue
+            scale = 1 / energy
             mapped = [
                 found.apply(canonical.fold(parent, layer, parent.read(layer, role), norm, None))
                 for parent, found in zip(parents, maps)
@@ -78,6 +82,8 @@ def merge_weights(
             total[layer] += 1
         if progress:
             progress(layer + 1, depth)
+    if not total.any():
+        raise NoEvidenceError(f"{suspect.source}: every matrix is zero; there is nothing to estimate from")
     weights, residual = _solve(gram.sum(0), right.sum(0), total.sum())
     if depth > 1:
         rest = torch.stack(

@@ -6,6 +6,7 @@ the order of its sums. Permuting, flipping signs and scaling by powers of two ke
 rotation does not, and such matrices are multiplied in full float32 whatever the process has set.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,28 @@ def is_short(x: Tensor) -> bool:
     if x.dtype != torch.float32 or x.stride(-1) != 1:
         return False
     return not torch.count_nonzero(x.view(torch.int16)[..., ::2])  # little endian: the low half comes first
+
+
+def near_one(x: Tensor) -> float:
+    """A power of two, which rounds nothing, that brings entries of x near 1; 1 where they are, or all are zero.
+
+    Float32 holds 1e-38 … 3e38, but squares and sums of squares only of numbers within about 1e±18.
+    """
+    norm = length(x).item()
+    if norm == 0:
+        return 1.0
+    exponent = math.frexp(math.sqrt(x.numel()) / norm)[1] - 1
+    return 1.0 if abs(exponent) <= 10 else math.ldexp(1.0, min(max(exponent, -126), 127))
+
+
+def length(x: Tensor, dim: int | None = None) -> Tensor:
+    """Euclidean norms of x over `dim`, which is kept (None: all, a scalar); in float64 where float32 squares overflow
+    or vanish."""
+    keep = dim is not None
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=keep)
+    if ((norm > 1e-15) & (norm < 1e15)).all():
+        return norm
+    return torch.linalg.vector_norm(x, dim=dim, keepdim=keep, dtype=torch.float64)
 
 
 @contextmanager

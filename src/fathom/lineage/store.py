@@ -58,7 +58,7 @@ def open_store(path: Path) -> TensorStore:
         ("pytorch_model.bin.index.json", BinStore),
     ):
         if (path / index).is_file():
-            return _checked(store(_shards(path / index)))
+            return _checked(_complete(store(_shards(path / index)), path / index))
     if files := sorted(path.glob("*.safetensors")):
         return _checked(SafetensorsStore([f for f in files if not f.name.startswith("adapter_")] or files))
     if files := sorted(path.glob("pytorch_model*.bin")):
@@ -82,6 +82,12 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
+def _complete(store: TensorStore, index: Path) -> TensorStore:
+    if missing := sorted(set(json.loads(index.read_text())["weight_map"]) - set(store.names())):
+        raise CheckpointError(f"{index}: names {missing[0]!r}, which no shard holds; download the shards again")
+    return store
+
+
 def _checked(store: TensorStore) -> TensorStore:
     if packed := next((n for n in store.names() if _PACKED.search(n)), None):
         raise PackedWeightsError(
@@ -91,9 +97,35 @@ def _checked(store: TensorStore) -> TensorStore:
     return store
 
 
-class SafetensorsStore:
-    """Memory-mapped safetensors shards; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on
+class _Shards:
+    """Tensors of a Hugging Face checkpoint; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on
     read."""
+
+    def names(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def _raw(self, name: str, rows: slice | None) -> Tensor:
+        raise NotImplementedError
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor, names = self._raw(name, rows), self.names()
+        if tensor.dtype == torch.int8 and (scale := name.removesuffix("weight") + "SCB") in names:
+            row_max = self._raw(scale, rows)  # bitsandbytes LLM.int8(): one absolute maximum for each row
+            tensor = tensor.float() * (row_max.float() / 127)[:, None]
+        elif (scale := name + "_scale_inv") in names:
+            # A slice may start inside a tile, so the whole tensor is scaled first.
+            tensor, tiles = self._raw(name, None).float(), self._raw(scale, None).float()
+            tiles = tiles.repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
+            tensor = (tensor * tiles[: tensor.shape[0], : tensor.shape[1]])[rows or slice(None)]
+        elif not tensor.is_floating_point():
+            raise PackedWeightsError(
+                f"tensor {name!r} has dtype {tensor.dtype} and no scale that Fathom knows; dequantise it"
+            )
+        return tensor
+
+
+class SafetensorsStore(_Shards):
+    """Memory-mapped safetensors shards."""
 
     def __init__(self, files: list[Path]) -> None:
         self._file_of: dict[str, Any] = {}
@@ -117,24 +149,8 @@ class SafetensorsStore:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"tensor {name!r}: cannot be read ({error}); the shard is damaged") from error
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        tensor = self._raw(name, rows)
-        if tensor.dtype == torch.int8 and (scale := name.removesuffix("weight") + "SCB") in self._file_of:
-            row_max = self._raw(scale, rows)  # bitsandbytes LLM.int8(): one absolute maximum for each row
-            tensor = tensor.float() * (row_max.float() / 127)[:, None]
-        elif (scale := name + "_scale_inv") in self._file_of:
-            # A slice may start inside a tile, so the whole tensor is scaled first.
-            tensor, tiles = self._raw(name, None).float(), self._raw(scale, None).float()
-            tiles = tiles.repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
-            tensor = (tensor * tiles[: tensor.shape[0], : tensor.shape[1]])[rows or slice(None)]
-        elif not tensor.is_floating_point():
-            raise PackedWeightsError(
-                f"tensor {name!r} has dtype {tensor.dtype} and no scale that Fathom knows; dequantise it"
-            )
-        return tensor
 
-
-class BinStore:
+class BinStore(_Shards):
     """PyTorch shards, opened with `weights_only=True` (nothing is unpickled but tensors) and memory-mapped if
     possible."""
 
@@ -146,6 +162,8 @@ class BinStore:
                     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 except RuntimeError:  # the format before torch 1.6 is no zip file and cannot be mapped
                     state = torch.load(path, map_location="cpu", weights_only=True)
+                if not isinstance(state, dict):
+                    raise TypeError(f"it holds a {type(state).__name__}, not named tensors")
             except Exception as error:  # torch raises pickle, EOF, OS, runtime and attribute errors for damaged files
                 reason = str(error).splitlines()[0]
                 raise CheckpointError(
@@ -160,7 +178,7 @@ class BinStore:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
+    def _raw(self, name: str, rows: slice | None) -> Tensor:
         tensor = self._tensors[name]
         return tensor if rows is None else tensor[rows]
 
@@ -180,8 +198,8 @@ class GGUFStore:
                 f"{path}: reading GGUF needs the gguf package; pip install 'fathom-lm[gguf]'"
             ) from error
         self._dequantize = dequantize
-        self._data = np.memmap(path, np.uint8, "r")
         try:
+            self._data = np.memmap(path, np.uint8, "r")
             header = _GGUFHeader(self._data)
             self._fields = header.fields
             self._tensors = {}
@@ -275,6 +293,8 @@ class LoRAStore:
 
     def __init__(self, base: TensorStore, adapter: Path) -> None:
         config = json.loads((adapter / "adapter_config.json").read_text())
+        if missing := [k for k in ("r", "lora_alpha") if config.get("peft_type") == "LORA" and not config.get(k)]:
+            raise CheckpointError(f"{adapter}/adapter_config.json: no value for {missing[0]!r}; is it a PEFT adapter?")
         if config.get("peft_type") != "LORA" or config.get("use_dora"):
             kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
             raise CheckpointError(
@@ -293,13 +313,26 @@ class LoRAStore:
             if ".lora_A." in inner:
                 target = re.sub(r"\.lora_A\..*$", ".weight", inner)
                 self._pairs[target] = (name, name.replace(".lora_A.", ".lora_B."))
-            elif ".lora_" not in inner:
+            elif ".lora_" in inner:  # lora_B is the partner of lora_A; embedding adapters and biases have other rules
+                if ".lora_B." not in inner or inner.endswith(".bias"):
+                    raise CheckpointError(f"{adapter}: {name!r} cannot be merged here; merge it with peft first")
+            else:
                 target = inner.replace(".modules_to_save.default", "").replace(".modules_to_save", "")
                 self._replaced[target] = name
         if missing := [t for t in self._pairs if t not in known]:
             raise CheckpointError(
                 f"{adapter}: adapter targets {missing[0]!r}, which the base lacks; is this the right base?"
             )
+        ours = set(self._adapter.names())
+        for target, (a, b) in self._pairs.items():
+            shapes = [self._adapter.shape(n) if n in ours else () for n in (b, a)]
+            want, swap = base.shape(target), bool(config.get("fan_in_fan_out"))
+            fits = [len(s) == 2 for s in shapes] == [True, True] and shapes[0][1] == shapes[1][0]
+            if not fits or (shapes[0][0], shapes[1][1]) != (want[::-1] if swap else want):
+                raise CheckpointError(
+                    f"{adapter}: B {shapes[0]} and A {shapes[1]} do not make the {want} of {target!r}; is this the "
+                    "right base, and the adapter whole?"
+                )
 
     def names(self) -> Iterable[str]:
         return dict.fromkeys([*self._base.names(), *self._replaced]).keys()

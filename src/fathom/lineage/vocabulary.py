@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from fathom.lineage.errors import CheckpointError
 from fathom.lineage.store import GGUFStore
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -63,7 +64,18 @@ def read_vocabulary(folder: Path) -> dict[bytes, int] | None:
     """Token bytes → row of the embedding table, from the tokenizer files of a folder; None when there are none.
 
     Reads tokenizer.json (BPE, WordPiece, Unigram; added tokens included), vocab.json, tokenizer.model, *.tiktoken.
+    Raises CheckpointError when a file is none of these.
     """
+    try:
+        return _vocabulary(folder)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder}: its tokenizer files cannot be read ({error!r}); restore them, or remove them to match tokens by"
+            " their number"
+        ) from error
+
+
+def _vocabulary(folder: Path) -> dict[bytes, int] | None:
     if (file := folder / "tokenizer.json").is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,12 +180,7 @@ class Weights:
 
         Raises FileExistsError when the folder exists and is not empty.
         """
-        folder = Path(folder)
-        if folder.exists() and any(folder.iterdir()):
-            raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with new_folder(Path(folder)) as work:
             state = {n: t if dtype is None else t.to(dtype) for n, t in self.state_dict().items()}
             _save_shards(state, work, shard_bytes)
             kept = {k: v for k, v in self.config.items() if k not in {"quantization_config", "_name_or_path"}}
@@ -192,14 +188,7 @@ class Weights:
             kept["dtype"] = str(first.dtype).removeprefix("torch.")
             (work / "config.json").write_text(json.dumps(kept, indent=2))
             self._save_tokenizer(work)
-            if folder.exists():
-                folder.rmdir()
-            os.replace(work, folder)
-            folder.chmod(0o755)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        return folder
+        return Path(folder)
 
     def _save_tokenizer(self, folder: Path) -> None:
         for name in _TOKENIZER_FILES:
@@ -240,6 +229,27 @@ class MemoryStore:
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         return self._tensors[name] if rows is None else self._tensors[name][rows]
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `folder` only when the block ends without an error.
+
+    Raises FileExistsError when `folder` exists and is not empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield work
+        if folder.exists():
+            folder.rmdir()
+        os.replace(work, folder)
+        folder.chmod(0o755)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _save_shards(state: dict[str, Tensor], folder: Path, limit: int) -> None:
