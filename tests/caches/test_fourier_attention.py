@@ -20,6 +20,8 @@ from fathom.caches.channels import affine_repair, default_channels, paper_ratios
 from fathom.caches.fourier_attention import FourierState, Side
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops import fourier_coefficients as fourier
+from fathom.ops import fourier_grid
+from fathom.ops.fourier_grid import make_grid
 
 SIZE = {"n_sink": 2, "n_local": 5, "frequencies": 4, "headroom": 40}
 
@@ -96,43 +98,60 @@ def test_fft_equals_dense(family, reconstruction):
     assert relative(logits[1], logits[0]) < 2e-5
 
 
-@torch.no_grad()
-def tiled_partials(scores, query, raw_key, raw_value, key_place, key_starts, value_starts, widest, scaling, block=8):
-    """The Triton kernel's tiling, program by program, in plain PyTorch."""
-    rows, heads, slots = scores.shape
-    groups, tokens, blocks = len(key_starts) - 1, raw_key.shape[1], -(-slots // block)
-    highest, total = scores.new_zeros(rows, heads, blocks), scores.new_zeros(rows, heads, blocks)
-    mixed = scores.new_zeros(rows, heads, blocks, widest + 3)
-    for b in range(rows):
-        for h in range(heads):
-            g = h // (heads // groups)
-            keys = slice(int(key_starts[g]), int(key_starts[g + 1]))
-            values = slice(int(value_starts[g]), int(value_starts[g + 1]))
-            q = query[b, h, key_place[g, : keys.stop - keys.start]]
-            for i in range(blocks):
-                top, e = -1e30, scores.new_zeros(block)
-                for j in range(block):
-                    t = i * block + j
-                    e[j] = (scores[b, h, t] + q @ raw_key[b, t, keys]) * scaling if t < tokens else -math.inf
-                    top = max(top, float(e[j]))
-                e = (e - top).exp()
-                scores[b, h, i * block : (i + 1) * block] = e[: slots - i * block]
-                highest[b, h, i], total[b, h, i] = top, e.sum()
-                for j in range(block):
-                    if i * block + j < tokens:
-                        mixed[b, h, i, : values.stop - values.start] += e[j] * raw_value[b, i * block + j, values]
-    return highest, total, mixed
+@pytest.mark.parametrize("frequencies,window,block", [(4, 84, 64), (12, 30, 8), (16, 2000, 32), (64, 4500, 64)])
+def test_the_coarse_grid_gives_the_sums(frequencies, window, block):
+    """Both directions against cosines and sines, one token at a time, blocks as the kernel cuts them."""
+    grid = make_grid(frequencies, window, block)
+    length, support = window - 3, fourier_grid.SUPPORT
+    amplitude = torch.randn(2, 3, 2 * frequencies, dtype=torch.float64)
+    g = fourier.evaluate(amplitude / fourier_grid.spectrum(grid, amplitude.device), grid.points, grid.points)
+    p, spread = torch.rand(2, 3, length), torch.zeros(2, 3, grid.blocks(length), grid.span, dtype=torch.float64)
+    got, held = torch.zeros(2, 3, length, dtype=torch.float64), [0] * grid.blocks(length)
+    for t in range(length):
+        block_of = t * grid.points // window // grid.cells
+        held[block_of] += 1
+        for j in range(grid.span):
+            point = block_of * grid.cells + j - support + 1
+            phi = kaiser_bessel(t * grid.points / window - point, grid)
+            got[..., t] += phi * g[..., point % grid.points]
+            spread[:, :, block_of, j] += phi * p[..., t]
+    assert 0 < max(held) <= block and sum(held) == length
+    angles = fourier.basis(0, length, frequencies, window, torch.float64, amplitude.device)
+    assert relative(got, amplitude @ angles) < 1e-6
+    projected = fourier.project(fourier_grid.overlap_add(spread, grid), frequencies, grid.points)
+    assert relative(projected / fourier_grid.spectrum(grid, p.device), p.double() @ angles.T) < 1e-6
+
+
+def kaiser_bessel(z, grid):
+    under = fourier_grid.SUPPORT**2 - z * z
+    if under <= 0:
+        return 0.0
+    scale = math.exp(-grid.shape * fourier_grid.SUPPORT) / math.pi
+    return scale * math.sinh(grid.shape * math.sqrt(under)) / math.sqrt(under)
+
+
+def plain_partials(query, scores, raw_key, raw_value, key_starts, value_starts, grid, scaling):
+    """What the Triton kernel returns, over all tokens at once."""
+    phi = torch.zeros(grid.points, raw_key.shape[1])
+    for t in range(raw_key.shape[1]):
+        u = t * grid.points / grid.window
+        for point in range(math.floor(u) - 3, math.floor(u) + 5):
+            phi[point % grid.points, t] += kaiser_bessel(u - point, grid)
+    s = (scores @ phi + query @ raw_key.transpose(1, 2)) * scaling
+    top = s.amax(-1, keepdim=True) - 1
+    e = (s - top).exp()
+    return top, e.sum(-1, keepdim=True), e @ raw_value, e @ phi.T
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("reconstruction", ["affine", "projection"])
-def test_the_tiling_of_the_kernel_equals_dense(family, reconstruction, monkeypatch):
-    """The whole decode path of attention="triton", its kernel replaced by a transcription with blocks of 8."""
+def test_the_path_around_the_kernel_equals_dense(family, reconstruction, monkeypatch):
+    """The whole decode path of attention="triton", its kernel replaced by plain PyTorch."""
     model, ids = get_model(family), long_ids()
     logits = []
     for attention in ("dense", "fft"):
         if attention == "fft":
-            stand_in = SimpleNamespace(BLOCK=8, raw_partials=tiled_partials)
+            stand_in = SimpleNamespace(block_tokens=lambda dtype: 8, raw_partials=plain_partials)
             monkeypatch.setitem(sys.modules, "fathom.ops.fourier_decode", stand_in)
             monkeypatch.setattr(FourierState, "attend_fft", FourierState.attend_triton)
         with compress(model, FourierAttention(reconstruction=reconstruction, attention=attention, **SIZE)):
@@ -146,15 +165,16 @@ needs_triton = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
     reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
 )
-ATTENTION_SHAPES = [(2, 8, 2, 64, 300, 320), (1, 4, 4, 32, 128, 500), (1, 6, 1, 128, 77, 77)]
+ATTENTION_SHAPES = [(2, 8, 2, 64, 300, 320, 20), (1, 4, 4, 32, 128, 500, 100), (1, 6, 1, 128, 77, 77, 30)]
+ATTENTION_SHAPES += [(1, 8, 4, 128, 500, 1000, 16)]
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("rows,heads,groups,width,tokens,slots", ATTENTION_SHAPES)
-def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, slots):
-    """Against softmax written out, with ragged heads."""
-    from fathom.ops.fourier_decode import raw_partials
+@pytest.mark.parametrize("rows,heads,groups,width,tokens,window,frequencies", ATTENTION_SHAPES)
+def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, window, frequencies):
+    """Against softmax, cosines and sines written out, with ragged heads."""
+    from fathom.ops.fourier_decode import block_tokens, head_runs, raw_partials
 
     if dtype == torch.bfloat16 and INTERPRETED:
         pytest.skip("Triton's interpreter has no bfloat16")
@@ -163,32 +183,39 @@ def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, slots):
     # the first head keeps nothing raw, the last one everything, those between two of three
     chosen = [c for c in range(groups * width) if c >= (groups - 1) * width or (c >= width and c % 3)]
     side = Side(tuple(c for c in range(groups * width) if c not in set(chosen)), groups, width).to(device)
+    assert (len(head_runs(side.starts, side.starts)) > 1) == (len(chosen) > 256)
     random = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
     raw_key, raw_value = (random(rows, tokens, len(chosen)).to(dtype) for _ in range(2))
-    query, x = random(rows, heads, width).to(dtype), random(rows, heads, slots)
+    query, amplitude = random(rows, heads, width).to(dtype), random(rows, heads, 2 * frequencies) / frequencies**0.5
+    own = torch.zeros(rows, heads, groups * width, dtype=dtype, device=device)
+    for h in range(heads):
+        g = h // (heads // groups)
+        own[:, h, g * width : (g + 1) * width] = query[:, h]
     dense = torch.zeros(2, rows, tokens, groups * width, device=device)
     dense[0][..., chosen], dense[1][..., chosen] = raw_key.float(), raw_value.float()
     keys, values = (
         d.unflatten(2, (groups, width)).transpose(1, 2).repeat_interleave(heads // groups, 1) for d in dense
     )
-    p = ((x[..., :tokens] + torch.einsum("bhd,bhtd->bht", query.float(), keys)) * 0.3).softmax(-1)
+    angles = fourier.basis(0, tokens, frequencies, window, torch.float64, amplitude.device)
+    x = (amplitude.double() @ angles).float()
+    p = ((x + torch.einsum("bhd,bhtd->bht", query.float(), keys)) * 0.3).softmax(-1)
     expected = torch.einsum("bht,bhtd->bhd", p, values)
 
-    widest = side.place.shape[1]
-    highest, total, mixed = raw_partials(
-        x, query, raw_key, raw_value, side.place, side.starts, side.starts, widest, 0.3
+    grid = make_grid(frequencies, window, block_tokens(dtype))
+    spectrum = fourier_grid.spectrum(grid, amplitude.device)
+    scores = fourier.evaluate(amplitude / spectrum, grid.points, grid.points)
+    top, total, mixed, spread = raw_partials(
+        own[..., side.raw], scores, raw_key, raw_value, side.starts, side.starts, grid, 0.3
     )
-    factor = (highest - highest.amax(-1, keepdim=True)).exp()
-    factor = factor / (factor * total).sum(-1, keepdim=True)
-    assert relative((x * factor.repeat_interleave(128, -1)[..., :slots])[..., :tokens], p) < tolerance
-    assert not x[..., tokens:].any()
-    got = (factor.unsqueeze(2) @ mixed).squeeze(2)
+    assert top.isfinite().all()
+    projected = fourier.project(spread, frequencies, grid.points) / spectrum / total
+    assert relative(projected, (p.double() @ angles.T).float()) < tolerance
     for g in range(groups):
-        channels = side.place[g][side.place[g] < width]
+        place = slice(side.starts[g], side.starts[g + 1])
+        channels = side.raw[place] % width
         heads_of = slice(g * (heads // groups), (g + 1) * (heads // groups))
         if len(channels):
-            assert relative(got[:, heads_of, : len(channels)], expected[:, heads_of, channels]) < tolerance
-        assert not got[:, heads_of, len(channels) : widest].any()
+            assert relative((mixed / total)[:, heads_of, place], expected[:, heads_of, channels]) < tolerance
 
 
 @needs_triton

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import warnings
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
 from fathom.caches.channels import ChannelSets, affine_repair, default_channels, flatten_heads, load_channels
 from fathom.ops import fourier_coefficients as fourier
+from fathom.ops import fourier_grid
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time for calls of several tokens
@@ -107,21 +107,18 @@ class FourierAttention(CacheMethod):
 class Side:
     """Where the channels of keys or values of one layer go: ids of the coefficients' channels and of the raw ones.
 
-    Flat ids are sorted, so head g's raw channels lie side by side, from starts[g] to starts[g + 1]; place[g] names them
-    within the head, filled up with D to the length of the longest list.
+    Flat ids are sorted, so head g's raw channels lie side by side, from starts[g] to starts[g + 1].
     """
 
     def __init__(self, compressed: tuple[int, ...], heads: int, width: int):
         chosen = set(compressed)
+        raw = [c for c in range(heads * width) if c not in chosen]
         self.compressed = torch.tensor(compressed, dtype=torch.long)
-        self.raw = torch.tensor([c for c in range(heads * width) if c not in chosen], dtype=torch.long)
-        self.starts = torch.searchsorted(self.raw, torch.arange(heads + 1) * width).to(torch.int32)
-        lists = [ids % width for ids in self.raw.split(self.starts.diff().tolist())]
-        self.place = pad_sequence(lists, batch_first=True, padding_value=width)
+        self.raw = torch.tensor(raw, dtype=torch.long)
+        self.starts = [bisect.bisect_left(raw, head * width) for head in range(heads + 1)]
 
     def to(self, device: torch.device) -> Side:
-        for name in ("compressed", "raw", "starts", "place"):
-            setattr(self, name, getattr(self, name).to(device))
+        self.compressed, self.raw = self.compressed.to(device), self.raw.to(device)
         return self
 
 
@@ -273,56 +270,70 @@ class FourierState(State):
     #   output_c = s_c Σ_n w_n (C_v[n,c] Σ_t p_t cos + C_v[N+n,c] Σ_t p_t sin) + shift_c Σ_t p_t
 
     def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
-        batch, heads, _, width = query.shape
-        keys, values = self.full()
-        groups = keys.shape[1]
         own = self.own_channels(query)
-        raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
-        middle = self.scores_of_coefficients(own, self.middle)
-        middle = middle + (own[..., self.sides["key"].raw] @ raw_key.transpose(1, 2)).to(middle.dtype)
-        grouped = query.reshape(batch, groups, heads // groups, width)
-        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(middle.dtype)
-        weights = (torch.cat((middle, exact), dim=-1) * scaling).softmax(-1)
+        amplitude = self.amplitude(own) * scaling
+        middle = fourier.evaluate(amplitude, self.middle, self.window)
+        raw = own[..., self.sides["key"].raw] @ self.raw_key.transpose(1, 2)  # type: ignore[attr-defined]
+        middle = torch.add(middle, raw, alpha=scaling)  # widens in the same pass
+        weights = torch.cat((middle, self.exact_scores(query, scaling).to(middle.dtype)), dim=-1).softmax(-1)
         p, p_exact = weights[..., : self.middle], weights[..., self.middle :]
-
-        flat = p.new_zeros(batch, heads, groups * width)
-        flat[..., self.sides["value"].compressed] = self.output_of_coefficients(p)
-        flat[..., self.sides["value"].raw] = (p.to(raw_value.dtype) @ raw_value).to(p.dtype)
-        from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
-        return self.own_outputs(flat).to(values.dtype) + from_exact.reshape(batch, heads, 1, width)
+        raw_value = self.raw_value  # type: ignore[attr-defined]
+        projected = fourier.project(p, self.method.frequencies, self.window)
+        compressed = self.output_of_coefficients(projected, p.sum(-1, keepdim=True))
+        return self.output(compressed, p.to(raw_value.dtype) @ raw_value, p_exact)
 
     def attend_triton(self, query: Tensor, scaling: float) -> Tensor:
-        """As `attend_fft`; raw channels are read once a key head, by `raw_partials`, whose blocks are merged here."""
-        from fathom.ops.fourier_decode import BLOCK, raw_partials
+        """As `attend_fft`, in one pass of a kernel over the raw channels; a coarse grid stands between it and the FFT.
 
-        batch, heads, _, width = query.shape
-        keys, values = self.full()
-        groups = keys.shape[1]
+        Only the middle's softmax is partial there: it is merged with the exact tokens' here.
+        """
+        from fathom.ops.fourier_decode import block_tokens, raw_partials
+
         own = self.own_channels(query)
         key, value = self.sides["key"], self.sides["value"]
-        e = self.scores_of_coefficients(own, self.window).contiguous()
-        raw_key, raw_value = self.raw_key, self.raw_value  # type: ignore[attr-defined]
-        widest = value.place.shape[1]
-        highest, total, mixed = raw_partials(
-            e, query[:, :, 0], raw_key, raw_value, key.place, key.starts, value.starts, widest, scaling
+        grid = fourier_grid.make_grid(self.method.frequencies, self.window, block_tokens(query.dtype))
+        spectrum = fourier_grid.spectrum(grid, query.device)
+        scores = fourier.evaluate(self.amplitude(own) / spectrum, grid.points, grid.points)
+        top, total, raw, spread = raw_partials(
+            own[..., key.raw],
+            scores,
+            self.raw_key,  # type: ignore[attr-defined]
+            self.raw_value,  # type: ignore[attr-defined]
+            key.starts,
+            value.starts,
+            grid,
+            scaling,
         )
-        grouped = query.reshape(batch, groups, heads // groups, width)
-        exact = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, -1).to(e.dtype) * scaling
-        top = torch.maximum(highest.amax(-1), exact.amax(-1)).unsqueeze(-1)
-        factor, exact = (highest - top).exp(), (exact - top).exp()
-        norm = (factor * total).sum(-1, keepdim=True) + exact.sum(-1, keepdim=True)
-        factor, p_exact = factor / norm, exact / norm
-        whole = self.window // BLOCK * BLOCK  # e becomes the weights p in place
-        e[..., :whole].unflatten(2, (-1, BLOCK)).mul_(factor[..., : whole // BLOCK, None])
-        e[..., whole:].mul_(factor[..., whole // BLOCK :])
+        exact = self.exact_scores(query, scaling).to(top.dtype)
+        higher = torch.maximum(top, exact.amax(-1, keepdim=True))
+        factor, exact = (top - higher).exp(), (exact - higher).exp()
+        total = factor * total
+        norm = total + exact.sum(-1, keepdim=True)
+        factor = factor / norm
+        projected = fourier.project(spread, self.method.frequencies, grid.points) * factor / spectrum
+        return self.output(self.output_of_coefficients(projected, total / norm), raw * factor, exact / norm)
 
-        flat = e.new_zeros(batch, heads, groups * width)
-        flat[..., value.compressed] = self.output_of_coefficients(e)
-        raw = (factor.unsqueeze(2) @ mixed)[..., :widest]
-        place = value.place[:, None, None].expand(batch, groups, heads // groups, 1, widest).flatten(1, 2)
-        output = F.pad(self.own_outputs(flat), (0, 1)).scatter(3, place, raw)[..., :width]
-        from_exact = p_exact.to(values.dtype).reshape(batch, groups, heads // groups, -1) @ values
-        return output.to(values.dtype) + from_exact.reshape(batch, heads, 1, width)
+    def exact_scores(self, query: Tensor, scaling: float) -> Tensor:
+        """Scores of sinks and local tokens, [B,H,·]."""
+        sink, local = self.sink_key, self.local_key  # type: ignore[attr-defined]
+        assert local is not None
+        grouped = query.unflatten(1, (local.shape[1], -1)).squeeze(3)
+        scores = torch.cat([grouped @ keys.transpose(2, 3) for keys in (sink, local)], dim=-1)
+        return scores.flatten(1, 2) * scaling
+
+    def output(self, compressed: Tensor, raw: Tensor, p_exact: Tensor) -> Tensor:
+        """[B,H,1,D] from the middle's compressed and raw channels [B,H,·] and the weights of sinks and local tokens."""
+        sink, local = self.sink_value, self.local_value  # type: ignore[attr-defined]
+        assert local is not None
+        groups, width = local.shape[1], local.shape[3]
+        flat = compressed.new_empty(*compressed.shape[:2], groups * width)
+        flat[..., self.sides["value"].compressed] = compressed
+        flat[..., self.sides["value"].raw] = raw.to(flat.dtype)
+        p_sink, p_local = (
+            p_exact.to(local.dtype).unflatten(1, (groups, -1)).split((sink.shape[2], local.shape[2]), dim=-1)
+        )
+        exact = (p_sink @ sink + p_local @ local).flatten(1, 2).unsqueeze(2)
+        return self.own_outputs(flat).to(local.dtype) + exact
 
     def own_channels(self, query: Tensor) -> Tensor:
         """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]."""
@@ -336,8 +347,8 @@ class FourierState(State):
         parts = flat.unflatten(2, (groups, -1)).unflatten(1, (groups, -1))  # [B,G,h,G,D]
         return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(1, 2).unsqueeze(2)
 
-    def scores_of_coefficients(self, own: Tensor, length: int) -> Tensor:
-        """q·k̃_t over the compressed channels, unscaled, for t = 0 … length − 1, [B,H,length]."""
+    def amplitude(self, own: Tensor) -> Tensor:
+        """a with q·k̃_t = Σ_n a_n cos + a_{N+n} sin over the compressed channels, unscaled, [B,H,2N]."""
         coefficients = self.coefficients_key  # type: ignore[attr-defined]
         q, shift = own[..., self.sides["key"].compressed].to(coefficients.dtype), None
         if self.method.reconstruction == "affine":
@@ -346,13 +357,12 @@ class FourierState(State):
         amplitude = q @ coefficients.transpose(1, 2) * self.weight(coefficients)
         if shift is not None:
             amplitude[..., :1] += shift  # a constant is the cosine of frequency 0
-        return fourier.evaluate(amplitude, length, self.window)
+        return amplitude
 
-    def output_of_coefficients(self, p: Tensor) -> Tensor:
-        """Σ_t p_t ṽ_t over the compressed channels of all heads, [B,H,|D_c|]; p [B,H,t]."""
+    def output_of_coefficients(self, projected: Tensor, mass: Tensor) -> Tensor:
+        """Σ_t p_t ṽ_t over the compressed channels of all heads, [B,H,|D_c|], from Σ_t p_t cos, sin and Σ_t p_t."""
         coefficients = self.coefficients_value  # type: ignore[attr-defined]
-        projected = fourier.project(p, self.method.frequencies, self.window)
         mixed = projected * self.weight(coefficients) @ coefficients
         if self.method.reconstruction == "affine":
-            mixed = mixed * self.scale_value + self.shift_value * p.sum(-1, keepdim=True)  # type: ignore[attr-defined]
+            mixed = mixed * self.scale_value + self.shift_value * mass  # type: ignore[attr-defined]
         return mixed

@@ -1,133 +1,229 @@
-"""One query over raw channels and given scores, in one pass over the tokens: a Triton kernel for FourierAttention.
+"""One query over raw channels and Fourier coefficients, in one pass over the tokens: a Triton kernel (flash decoding).
 
-For a block of tokens and the h = H/G query heads of one key head, with x [h, block] the scores that the compressed
-channels gave (one inverse FFT for all tokens) and the key head's raw channels R_k of keys and R_v of values:
+Coefficients meet the tokens on the coarse grid of `fourier_grid`: with g the grid of the scores that the compressed
+key channels give, Φ its interpolation to a block of tokens, and k_raw, v_raw the raw channels of all heads,
 
-    s = scaling · (x + q[R_k] k_rawᵀ),   μ = max s,   e = e^{s − μ},   l = Σ e,   o = e v_raw
+    s = scaling · (g Φ + q k_rawᵀ),   e = e^{s − μ},   l = Σ e,   o = Σ e v_raw,   z = e Φᵀ
 
-e replaces x (0 after the last token, so that its FFT needs no padded copy); μ, l and o are merged over blocks by the
-caller. Raw channels are read once for all query heads of a group. No key or value is rebuilt: that would be 2N
-multiply-adds a channel and token. Needs the package `triton`, which GPU builds of PyTorch bring.
+A program takes one row, all query heads of some key heads, and a run of blocks. q is zero outside its own head's
+channels: a tensor core computes the zeros faster than memory brings the next channel. z goes back through the
+grid's FFT to the value coefficients. No key or value is rebuilt and no score is written. Each raw channel is read once.
+Needs the package `triton`, which GPU builds of PyTorch bring.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-BLOCK = 128
+from fathom.ops.fourier_grid import SUPPORT, Grid, overlap_add
+
+WIDEST = 256  # raw channels of a program, keys or values, unless one head has more
+PROGRAMS = 2  # a multiprocessor, at least
 
 
 @triton.jit
 def _raw_partials(
-    scores,
     query,
+    scores,
     raw_key,
     raw_value,
-    key_place,
-    key_starts,
-    value_starts,
     highest,
     total,
     mixed,
+    running,
+    spread,
     scaling,
+    shape,
     tokens,
-    slots,
+    window,
+    points,
     blocks,
-    key_width,
-    value_width,
+    parts,
+    first_head,
+    key_start,
+    key_stop,
+    value_start,
+    value_stop,
     HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDEST: tl.constexpr,
+    HERE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK: tl.constexpr,
+    CELLS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SUPPORT: tl.constexpr,
 ):
-    block, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.arange(0, ROWS)
-    real = row < PER_GROUP
-    head = batch * HEADS + group * PER_GROUP + row
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    exists = token < tokens
+    real = row < HERE
+    head = batch * HEADS + first_head + row
+    # starts and stops count units of ALIGN channels, which tells the compiler how wide its loads may be
+    key_channel = key_start * KEY_ALIGN + tl.arange(0, KEYS)
+    has_key = key_channel < key_stop * KEY_ALIGN
+    value_channel = value_start * VALUE_ALIGN + tl.arange(0, VALUES)
+    has_value = value_channel < value_stop * VALUE_ALIGN
+    lane = tl.arange(0, BLOCK)
+    tap = tl.arange(0, SPAN)
+    q = tl.load(
+        query + head[:, None] * KEY_WIDTH + key_channel[None, :], mask=real[:, None] & has_key[None, :], other=0.0
+    )
 
-    start = tl.load(key_starts + group)
-    column = tl.arange(0, KEYS)
-    ours = column < tl.load(key_starts + group + 1) - start
-    channel = tl.load(key_place + group * WIDEST + column, mask=ours, other=0)
-    q = tl.load(query + head[:, None] * WIDTH + channel[None, :], mask=real[:, None] & ours[None, :], other=0.0)
-    at = (batch * tokens + token)[None, :] * key_width + start + column[:, None]
-    k = tl.load(raw_key + at, mask=exists[None, :] & ours[:, None], other=0.0)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, VALUES], tl.float32)
+    for step in range(RUN):  # blocks after the last have no tokens
+        block = part * RUN + step
+        cell = block.to(tl.int64) * CELLS
+        first = (cell * window + points - 1) // points
+        stop = tl.minimum(((cell + CELLS) * window + points - 1) // points, tokens)
+        token = first + lane
+        exists = token < stop
+        at = batch * tokens + token
+        k = tl.load(
+            raw_key + at[:, None] * KEY_WIDTH + key_channel[None, :],
+            mask=exists[:, None] & has_key[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            raw_value + at[:, None] * VALUE_WIDTH + value_channel[None, :],
+            mask=exists[:, None] & has_value[None, :],
+            other=0.0,
+        )
 
-    place = head[:, None] * slots + token[None, :]
-    inside = real[:, None] & (token < slots)[None, :]
-    s = tl.load(scores + place, mask=inside, other=0.0) + tl.dot(q, k, input_precision="ieee")
-    s = tl.where(exists[None, :], s * scaling, float("-inf"))
-    top = tl.maximum(tl.max(s, 1), -1e30)  # a block after the last token holds nothing but −inf
-    e = tl.exp(s - top[:, None])
-    tl.store(scores + place, e, mask=inside)
+        # Φ [SPAN, BLOCK]; the place of a token among the cells is split in integers, so that none of its bits are lost
+        ahead = (token * points - cell * window).to(tl.int32)
+        within = ahead // window
+        fraction = (ahead - within * window).to(tl.float32) / window
+        z = (within[None, :] + (SUPPORT - 1) - tap[:, None]).to(tl.float32) + fraction[None, :]
+        under = SUPPORT * SUPPORT - z * z
+        root = tl.sqrt(tl.maximum(under, 1e-6))
+        sinh = tl.exp(shape * (root - SUPPORT)) - tl.exp(-shape * (root + SUPPORT))
+        phi = tl.where(under > 0, sinh / (6.283185307179586 * root), 0.0)
 
-    start = tl.load(value_starts + group)
-    column = tl.arange(0, VALUES)
-    ours = column < tl.load(value_starts + group + 1) - start
-    at = (batch * tokens + token)[:, None] * value_width + start + column[None, :]
-    v = tl.load(raw_value + at, mask=exists[:, None] & ours[None, :], other=0.0)
-    o = tl.dot(e.to(v.dtype), v, input_precision="ieee")
-    out = head * blocks + block
+        point = (block * CELLS + tap + (points - SUPPORT + 1)) % points
+        g = tl.load(scores + head[:, None] * points + point[None, :], mask=real[:, None], other=0.0)
+        s = tl.dot(g, phi, input_precision="tf32x3") + tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.where(exists[None, :], s * scaling, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        e = tl.exp(s - higher[:, None])
+        keep = tl.exp(top - higher)
+        norm = norm * keep + tl.sum(e, 1)
+        o = o * keep[:, None] + tl.dot(e.to(v.dtype), v, input_precision="ieee")
+        top = higher
+        z_block = tl.dot(e, tl.trans(phi), input_precision="tf32x3")
+        out = head * blocks + block
+        stored = real & (block < blocks)
+        tl.store(running + out, top, mask=stored)
+        tl.store(spread + out[:, None] * SPAN + tap[None, :], z_block, mask=stored[:, None])
+
+    out = head * parts + part
     tl.store(highest + out, top, mask=real)
-    tl.store(total + out, tl.sum(e, 1), mask=real)
-    tl.store(mixed + out[:, None] * VALUES + column[None, :], o, mask=real[:, None])
+    tl.store(total + out, norm, mask=real)
+    place = mixed + out[:, None] * VALUE_WIDTH + value_channel[None, :]
+    tl.store(place, o, mask=real[:, None] & has_value[None, :])
+
+
+def block_tokens(dtype: torch.dtype) -> int:
+    """Tokens of a block: what fits beside its successor in a multiprocessor's shared memory."""
+    return 128 // dtype.itemsize
 
 
 def raw_partials(
-    scores: Float[Tensor, "B H Tw"],
-    query: Float[Tensor, "B H D"],
+    query: Float[Tensor, "B H Rk"],
+    scores: Float[Tensor, "B H K"],
     raw_key: Float[Tensor, "B t Rk"],
     raw_value: Float[Tensor, "B t Rv"],
-    key_place: Int[Tensor, "G widest_key"],
-    key_starts: Int[Tensor, " heads"],
-    value_starts: Int[Tensor, " heads"],
-    widest: int,
+    key_starts: list[int],
+    value_starts: list[int],
+    grid: Grid,
     scaling: float,
-) -> tuple[Float[Tensor, "B H blocks"], Float[Tensor, "B H blocks"], Float[Tensor, "B H blocks channels"]]:
-    """μ, l and o of every block of `BLOCK` tokens; `scores` (fp32, contiguous) becomes e.
+) -> tuple[Float[Tensor, "B H 1"], Float[Tensor, "B H 1"], Float[Tensor, "B H Rv"], Float[Tensor, "B H K"]]:
+    """μ, l, o and z over all tokens, not yet divided by l; fp32.
 
-    *_starts [G+1]: where each head's raw channels begin among all (int32). key_place: their channels within the head.
-    widest: the most raw value channels of a head; o has that many or more, filled up with 0.
+    Of o only the channels of a head's own key head have a meaning. query: zero outside the own key head's channels.
+    scores: g, fp32. *_starts [G+1]: where each head's raw channels begin. grid: made for `block_tokens(dtype)`.
     """
-    batch, heads, slots = scores.shape
-    groups, width, blocks = len(key_starts) - 1, query.shape[2], triton.cdiv(slots, BLOCK)
-    keys, values = (max(16, triton.next_power_of_2(channels)) for channels in (key_place.shape[1], widest))
-    highest = scores.new_empty(batch, heads, blocks)
-    total, mixed = torch.empty_like(highest), scores.new_empty(batch, heads, blocks, values)
-    _raw_partials[(blocks, groups, batch)](
-        scores,
-        query.contiguous(),
-        raw_key.contiguous(),
-        raw_value.contiguous(),
-        key_place.contiguous(),
-        key_starts,
-        value_starts,
-        highest,
-        total,
-        mixed,
-        scaling,
-        raw_key.shape[1],
-        slots,
-        blocks,
-        raw_key.shape[2],
-        raw_value.shape[2],
-        HEADS=heads,
-        PER_GROUP=heads // groups,
-        WIDTH=width,
-        WIDEST=key_place.shape[1],
-        ROWS=max(16, triton.next_power_of_2(heads // groups)),
-        KEYS=keys,
-        VALUES=values,
-        BLOCK=BLOCK,
-    )
-    return highest, total, mixed
+    batch, heads, key_width = query.shape
+    tokens, value_width = raw_value.shape[1:]
+    groups, blocks = len(key_starts) - 1, grid.blocks(tokens)
+    device = query.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    run = 1 << max(0, (batch * blocks // (PROGRAMS * processors)).bit_length() - 1)  # few values: each is compiled
+    parts = triton.cdiv(blocks, run)
+    query, scores, raw_key, raw_value = (x.contiguous() for x in (query, scores, raw_key, raw_value))
+    highest, running = scores.new_empty(batch, heads, parts), scores.new_empty(batch, heads, blocks)
+    total, mixed = torch.empty_like(highest), scores.new_empty(batch, heads, parts, value_width)
+    spread = scores.new_empty(batch, heads, blocks, grid.span)
+    for start, stop in head_runs(key_starts, value_starts):
+        here = heads // groups * (stop - start)
+        key_align, value_align = (
+            math.gcd(8, starts[start], starts[stop], starts[-1]) for starts in (key_starts, value_starts)
+        )
+        keys, values = (starts[stop] - starts[start] for starts in (key_starts, value_starts))
+        _raw_partials[(parts, batch)](
+            query,
+            scores,
+            raw_key,
+            raw_value,
+            highest,
+            total,
+            mixed,
+            running,
+            spread,
+            scaling,
+            grid.shape,
+            tokens,
+            grid.window,
+            grid.points,
+            blocks,
+            parts,
+            heads // groups * start,
+            key_starts[start] // key_align,
+            key_starts[stop] // key_align,
+            value_starts[start] // value_align,
+            value_starts[stop] // value_align,
+            HEADS=heads,
+            HERE=here,
+            KEY_WIDTH=key_width,
+            VALUE_WIDTH=value_width,
+            KEY_ALIGN=key_align,
+            VALUE_ALIGN=value_align,
+            ROWS=max(16, triton.next_power_of_2(here)),
+            KEYS=max(16, triton.next_power_of_2(keys)),
+            VALUES=max(16, triton.next_power_of_2(values)),
+            RUN=run,
+            BLOCK=block_tokens(raw_key.dtype),
+            CELLS=grid.cells,
+            SPAN=grid.span,
+            SUPPORT=SUPPORT,
+            num_warps=8,
+            num_stages=2,
+        )
+    top = highest.amax(-1, keepdim=True)
+    factor = (highest - top).exp()
+    output = (factor.unsqueeze(2) @ mixed).squeeze(2)
+    spread = spread * (running - top).exp().unsqueeze(-1)
+    return top, (factor * total).sum(-1, keepdim=True), output, overlap_add(spread, grid)
+
+
+def head_runs(key_starts: list[int], value_starts: list[int]) -> list[tuple[int, int]]:
+    """Key heads that one program takes together: as many as have at most `WIDEST` raw channels."""
+    runs, start = [], 0
+    for stop in range(1, len(key_starts)):
+        wide = max(starts[min(stop + 1, len(starts) - 1)] - starts[start] for starts in (key_starts, value_starts))
+        if stop == len(key_starts) - 1 or wide > WIDEST:
+            runs.append((start, stop))
+            start = stop
+    return runs
