@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fathom.ops.fourier_grid import SUPPORT, Grid, overlap_add
 
-WIDEST = 256  # raw channels of a program, keys or values, unless one head has more
+WIDEST = 512  # bytes of a token's raw channels in one program, keys or values, unless one head has more
 PROGRAMS = 2  # a multiprocessor, at least
 
 
@@ -76,63 +76,63 @@ def _raw_partials(
     has_value = value_channel < value_stop * VALUE_ALIGN
     lane = tl.arange(0, BLOCK)
     tap = tl.arange(0, SPAN)
+    # tokens and channels lie along the rows of every product: the query heads are too few for them
     q = tl.load(
-        query + head[:, None] * KEY_WIDTH + key_channel[None, :], mask=real[:, None] & has_key[None, :], other=0.0
+        query + head[None, :] * KEY_WIDTH + key_channel[:, None], mask=real[None, :] & has_key[:, None], other=0.0
     )
 
     top = tl.full([ROWS], -1e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
-    o = tl.zeros([ROWS, VALUES], tl.float32)
+    o = tl.zeros([VALUES, ROWS], tl.float32)
     for step in range(RUN):  # blocks after the last have no tokens
         block = part * RUN + step
         cell = block.to(tl.int64) * CELLS
         first = (cell * window + points - 1) // points
         stop = tl.minimum(((cell + CELLS) * window + points - 1) // points, tokens)
-        token = first + lane
-        exists = token < stop
-        at = batch * tokens + token
+        exists = lane < (stop - first).to(tl.int32)
+        at = batch * tokens + first
         k = tl.load(
-            raw_key + at[:, None] * KEY_WIDTH + key_channel[None, :],
+            raw_key + at * KEY_WIDTH + (lane[:, None] * KEY_WIDTH + key_channel[None, :]),
             mask=exists[:, None] & has_key[None, :],
             other=0.0,
         )
         v = tl.load(
-            raw_value + at[:, None] * VALUE_WIDTH + value_channel[None, :],
+            raw_value + at * VALUE_WIDTH + (lane[:, None] * VALUE_WIDTH + value_channel[None, :]),
             mask=exists[:, None] & has_value[None, :],
             other=0.0,
         )
 
-        # Φ [SPAN, BLOCK]; the place of a token among the cells is split in integers, so that none of its bits are lost
-        ahead = (token * points - cell * window).to(tl.int32)
+        # Φᵀ [BLOCK, SPAN]; a token's place among the cells is split in integers, so that none of its bits are lost
+        ahead = (first * points - cell * window).to(tl.int32) + lane * points
         within = ahead // window
         fraction = (ahead - within * window).to(tl.float32) / window
-        z = (within[None, :] + (SUPPORT - 1) - tap[:, None]).to(tl.float32) + fraction[None, :]
+        z = (within[:, None] + (SUPPORT - 1) - tap[None, :]).to(tl.float32) + fraction[:, None]
         under = SUPPORT * SUPPORT - z * z
         root = tl.sqrt(tl.maximum(under, 1e-6))
         sinh = tl.exp(shape * (root - SUPPORT)) - tl.exp(-shape * (root + SUPPORT))
         phi = tl.where(under > 0, sinh / (6.283185307179586 * root), 0.0)
 
         point = (block * CELLS + tap + (points - SUPPORT + 1)) % points
-        g = tl.load(scores + head[:, None] * points + point[None, :], mask=real[:, None], other=0.0)
-        s = tl.dot(g, phi, input_precision="tf32x3") + tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = tl.where(exists[None, :], s * scaling, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        e = tl.exp(s - higher[:, None])
+        g = tl.load(scores + head[None, :] * points + point[:, None], mask=real[None, :], other=0.0)
+        s = tl.dot(phi, g, input_precision="tf32x3") + tl.dot(k, q, input_precision="tf32x3")
+        s = tl.where(exists[:, None], s * scaling, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 0))
+        e = tl.exp(s - higher[None, :])
         keep = tl.exp(top - higher)
-        norm = norm * keep + tl.sum(e, 1)
-        o = o * keep[:, None] + tl.dot(e.to(v.dtype), v, input_precision="ieee")
+        norm = norm * keep + tl.sum(e, 0)
+        o = o * keep[None, :] + tl.dot(tl.trans(v), e.to(v.dtype), input_precision="tf32x3")
         top = higher
-        z_block = tl.dot(e, tl.trans(phi), input_precision="tf32x3")
+        z_block = tl.dot(tl.trans(phi), e, input_precision="tf32x3")
         out = head * blocks + block
         stored = real & (block < blocks)
         tl.store(running + out, top, mask=stored)
-        tl.store(spread + out[:, None] * SPAN + tap[None, :], z_block, mask=stored[:, None])
+        tl.store(spread + out[None, :] * SPAN + tap[:, None], z_block, mask=stored[None, :])
 
     out = head * parts + part
     tl.store(highest + out, top, mask=real)
     tl.store(total + out, norm, mask=real)
-    place = mixed + out[:, None] * VALUE_WIDTH + value_channel[None, :]
-    tl.store(place, o, mask=real[:, None] & has_value[None, :])
+    place = mixed + out[None, :] * VALUE_WIDTH + value_channel[:, None]
+    tl.store(place, o, mask=real[None, :] & has_value[:, None])
 
 
 def block_tokens(dtype: torch.dtype) -> int:
@@ -166,7 +166,7 @@ def raw_partials(
     highest, running = scores.new_empty(batch, heads, parts), scores.new_empty(batch, heads, blocks)
     total, mixed = torch.empty_like(highest), scores.new_empty(batch, heads, parts, value_width)
     spread = scores.new_empty(batch, heads, blocks, grid.span)
-    for start, stop in head_runs(key_starts, value_starts):
+    for start, stop in head_runs(key_starts, value_starts, WIDEST // raw_key.element_size()):
         here = heads // groups * (stop - start)
         key_align, value_align = (
             math.gcd(8, starts[start], starts[stop], starts[-1]) for starts in (key_starts, value_starts)
@@ -218,12 +218,12 @@ def raw_partials(
     return top, (factor * total).sum(-1, keepdim=True), output, overlap_add(spread, grid)
 
 
-def head_runs(key_starts: list[int], value_starts: list[int]) -> list[tuple[int, int]]:
-    """Key heads that one program takes together: as many as have at most `WIDEST` raw channels."""
+def head_runs(key_starts: list[int], value_starts: list[int], widest: int) -> list[tuple[int, int]]:
+    """Key heads that one program takes together: as many as have at most `widest` raw channels, or one."""
     runs, start = [], 0
     for stop in range(1, len(key_starts)):
         wide = max(starts[min(stop + 1, len(starts) - 1)] - starts[start] for starts in (key_starts, value_starts))
-        if stop == len(key_starts) - 1 or wide > WIDEST:
+        if stop == len(key_starts) - 1 or wide > widest:
             runs.append((start, stop))
             start = stop
     return runs
