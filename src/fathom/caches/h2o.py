@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.caches.base import LayerContext
-from fathom.caches.slots import SlotState, TokenBudget, keep_highest
+from fathom.caches.slots import Eviction, SlotState, TokenBudget, keep_highest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +44,6 @@ class H2OState(SlotState):
         score = self.grown["received"]
         score = score.mean(1, keepdim=True) if self.method.granularity == "layer" else score
         return keep_highest(score, excess, self.method.n_sink, self.method.n_recent), value
+
+    def eviction(self) -> Eviction:
+        return Eviction(self.method.n_sink, self.budget + 1 - self.method.n_sink - self.method.n_recent, "sum")

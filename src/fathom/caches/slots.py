@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
+import os
 from abc import abstractmethod
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +95,23 @@ class TokenBudget(CacheMethod):
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Eviction:
+    """One token in, one out: the lowest score among `candidates` slots from `first` on leaves (ties: the oldest).
+
+    score: "latest" (the new query's weights r), "sum" (S + r) or "average" ((S + r) / C).
+    stride, cycle: with cycle > 0 the candidates begin at first + pointer, and pointer ← (pointer + stride) mod cycle.
+    merge: the value of the slot that leaves goes into its right neighbour, by their scores.
+    """
+
+    first: int
+    candidates: int
+    score: str = "latest"
+    stride: int = 0
+    cycle: int = 0
+    merge: bool = False
+
+
 class SlotState(State):
     """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32), queries [B,G,n] (int32)."""
 
@@ -133,6 +153,10 @@ class SlotState(State):
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
         """Which slots stay, in order, [B or 1, G or 1, n − excess], and the values (changed by methods that merge)."""
 
+    def eviction(self) -> Eviction | None:
+        """The same choice for one token in a full cache, where it is this simple: then one kernel decodes on a GPU."""
+        return None
+
     # -- one pass, top to bottom
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
@@ -143,6 +167,12 @@ class SlotState(State):
 
     def attend_part(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         length = key.shape[2]
+        if length == 1 and self.stored == self.budget and not dropout and not self.track_positions:
+            eviction = self.eviction()
+            if eviction is not None and has_kernel(query.device.type):
+                output = self.decode(query, key, value, scaling, eviction)
+                if output is not None:
+                    return output
         keys, values = concat(self.key, key), concat(self.value, value)
         slots = keys.shape[2]
         rope = self.context.rope
@@ -158,6 +188,43 @@ class SlotState(State):
             output = causal_attention(turned_query, turned_keys, values, scaling, dropout)
         self.note_positions(key)
         self.compress(keys, values, length)
+        return output
+
+    def decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, eviction: Eviction) -> Tensor | None:
+        """The pass below for one token in a full cache, in Triton: three launches, nothing copied. None: not served."""
+        from fathom.ops.slot_decode import serves, slot_decode  # needs the package triton
+
+        assert self.key is not None and self.value is not None
+        rope, slots = self.context.rope, self.stored + 1
+        table = None if rope is None else rope.table(slots, query)
+        held = (query, key, value, self.key, self.value)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held):
+            return None
+        if not serves(query, self.key, self.value, None if table is None else table[0]):
+            return None
+        self.key, self.value = self.key.contiguous(), self.value.contiguous()
+        output = slot_decode(
+            query,
+            key,
+            value,
+            self.key,
+            self.value,
+            table,
+            scaling,
+            self.received,
+            self.queries,
+            getattr(self, "pointer", None) if eviction.cycle else None,
+            eviction.first,
+            eviction.candidates,
+            eviction.stride,
+            eviction.cycle,
+            reduce=self.method.group_reduce if self.observed(1) else "none",
+            accumulate=eviction.score != "latest",
+            average=eviction.score == "average",
+            by_layer=self.method.granularity == "layer",
+            merge=eviction.merge,
+        )
+        self.seen += 1
         return output
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,6 +274,12 @@ class SlotState(State):
         if self.track_positions:
             new = torch.arange(self.seen, self.seen + key.shape[2], device=key.device).expand(*key.shape[:2], -1)
             self.grown["position"] = concat(self.position, new)
+
+
+@functools.cache
+def has_kernel(device: str) -> bool:
+    """Whether Triton's kernels run there; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
+    return find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def without_one(drop: Tensor, slots: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import LayerContext
-from fathom.caches.slots import SlotState, TokenBudget
+from fathom.caches.slots import Eviction, SlotState, TokenBudget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +65,6 @@ class StreamingState(SlotState):
         sinks = torch.arange(self.method.n_sink, device=value.device)
         window = torch.arange(self.method.n_sink + excess, value.shape[2], device=value.device)
         return torch.cat((sinks, window)).view(1, 1, -1), value
+
+    def eviction(self) -> Eviction:
+        return Eviction(self.method.n_sink, 1)

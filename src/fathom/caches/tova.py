@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from fathom.caches.base import LayerContext
-from fathom.caches.slots import SlotState, TokenBudget, keep_highest
+from fathom.caches.slots import Eviction, SlotState, TokenBudget, keep_highest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,9 @@ class TOVAState(SlotState):
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
         score = self.score.mean(1, keepdim=True) if self.method.granularity == "layer" else self.score
         return keep_highest(score, excess, self.method.n_sink, 0), value
+
+    def eviction(self) -> Eviction:
+        return Eviction(self.method.n_sink, self.budget + 1 - self.method.n_sink)
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         super().compress(keys, values, length)

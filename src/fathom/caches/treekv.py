@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheShape, LayerContext
-from fathom.caches.slots import STATISTICS_BYTES, SlotState, TokenBudget, without_one
+from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, without_one
 from fathom.ops.tree_sweep import tree_sweep
 
 
@@ -152,6 +152,14 @@ class TreeState(SlotState):
         rest = slots - excess - method.n_sink - middle.shape[2]
         recent = torch.arange(slots - rest, slots, device=value.device).expand(*middle.shape[:2], -1)
         return torch.cat((sinks, middle + method.n_sink, recent), dim=-1), value
+
+    def eviction(self) -> Eviction:
+        method = self.method
+        score = {"avg": "average", "last": "latest"}.get(method.score, "sum")
+        if method.tree_slots == 0:
+            return Eviction(method.n_sink, 1, score)
+        first, candidates = (method.n_sink + 1, 1) if method.score == "none" else (method.n_sink, 2)
+        return Eviction(first, candidates, score, method.stride, method.tree_slots)
 
     def contest(self, score: Tensor) -> Tensor:
         """The decode step: which slot of the pair at the pointer leaves, [B,G]; advances the pointer. No sync."""

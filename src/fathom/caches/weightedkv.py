@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import LayerContext
-from fathom.caches.slots import STATISTICS_BYTES, SlotState, TokenBudget, keep_highest, without_one
+from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
 from fathom.ops.run_merge import SMALLEST, run_merge
 
 
@@ -77,6 +77,12 @@ class WeightedState(SlotState):
         if method.merge_stats == "sum":
             self.sum_statistics(index, discarded, to_left)
         return index, value
+
+    def eviction(self) -> Eviction | None:
+        method = self.method
+        candidates = self.budget + 1 - method.n_sink - max(method.n_recent, 1)
+        simple = not method.merge or (method.merge_stats == "keep" and method.merge_into_recent)
+        return Eviction(method.n_sink, candidates, "average", merge=method.merge) if simple and candidates > 0 else None
 
     def step(self, value: Tensor, average: Tensor, slots: int, protected: int) -> tuple[Tensor, Tensor]:
         """One token in, one out: merge the pair (j, j + 1) only."""
