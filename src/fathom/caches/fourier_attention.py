@@ -271,21 +271,21 @@ class FourierState(State):
 
     def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
         own = self.own_channels(query)
-        amplitude = self.amplitude(own) * scaling
-        middle = fourier.evaluate(amplitude, self.middle, self.window)
+        middle = fourier.evaluate(self.amplitude(own) * scaling, self.middle, self.window)
         raw = own[..., self.sides["key"].raw] @ self.raw_key.transpose(1, 2)  # type: ignore[attr-defined]
         middle = torch.add(middle, raw, alpha=scaling)  # widens in the same pass
-        weights = torch.cat((middle, self.exact_scores(query, scaling).to(middle.dtype)), dim=-1).softmax(-1)
+        weights = torch.cat((middle, self.exact_scores(query, middle.dtype) * scaling), dim=-1).softmax(-1)
         p, p_exact = weights[..., : self.middle], weights[..., self.middle :]
         raw_value = self.raw_value  # type: ignore[attr-defined]
         projected = fourier.project(p, self.method.frequencies, self.window)
         compressed = self.output_of_coefficients(projected, p.sum(-1, keepdim=True))
-        return self.output(compressed, p.to(raw_value.dtype) @ raw_value, p_exact)
+        output = self.middle_output(compressed, p.to(raw_value.dtype) @ raw_value)
+        return output.to(raw_value.dtype) + self.exact_output(p_exact)
 
     def attend_triton(self, query: Tensor, scaling: float) -> Tensor:
         """As `attend_fft`, in one pass of a kernel over the raw channels; a coarse grid stands between it and the FFT.
 
-        Only the middle's softmax is partial there: it is merged with the exact tokens' here.
+        The kernel's softmax is over the middle: sinks and local tokens join it here.
         """
         from fathom.ops.fourier_decode import block_tokens, raw_partials
 
@@ -304,36 +304,35 @@ class FourierState(State):
             grid,
             scaling,
         )
-        exact = self.exact_scores(query, scaling).to(top.dtype)
-        higher = torch.maximum(top, exact.amax(-1, keepdim=True))
-        factor, exact = (top - higher).exp(), (exact - higher).exp()
-        total = factor * total
-        norm = total + exact.sum(-1, keepdim=True)
-        factor = factor / norm
-        projected = fourier.project(spread, self.method.frequencies, grid.points) * factor / spectrum
-        return self.output(self.output_of_coefficients(projected, total / norm), raw * factor, exact / norm)
+        exact = self.exact_scores(query, top.dtype) * scaling
+        weights = torch.cat((top + total.log(), exact), dim=-1).softmax(-1)  # the middle counts as one token
+        projected = fourier.project(spread, self.method.frequencies, grid.points) / spectrum
+        output = self.middle_output(self.output_of_coefficients(projected, total), raw)
+        output = output * (weights[..., :1] / total).unsqueeze(2)
+        return output.to(query.dtype) + self.exact_output(weights[..., 1:])
 
-    def exact_scores(self, query: Tensor, scaling: float) -> Tensor:
-        """Scores of sinks and local tokens, [B,H,·]."""
+    def exact_scores(self, query: Tensor, dtype: torch.dtype) -> Tensor:
+        """q·k of sinks and local tokens, unscaled, [B,H,·]."""
         sink, local = self.sink_key, self.local_key  # type: ignore[attr-defined]
         assert local is not None
         grouped = query.unflatten(1, (local.shape[1], -1)).squeeze(3)
-        scores = torch.cat([grouped @ keys.transpose(2, 3) for keys in (sink, local)], dim=-1)
-        return scores.flatten(1, 2) * scaling
+        return torch.cat([grouped @ keys.transpose(2, 3) for keys in (sink, local)], dim=-1).flatten(1, 2).to(dtype)
 
-    def output(self, compressed: Tensor, raw: Tensor, p_exact: Tensor) -> Tensor:
-        """[B,H,1,D] from the middle's compressed and raw channels [B,H,·] and the weights of sinks and local tokens."""
+    def exact_output(self, p: Tensor) -> Tensor:
+        """Σ p v over sinks and local tokens, [B,H,1,D]."""
         sink, local = self.sink_value, self.local_value  # type: ignore[attr-defined]
         assert local is not None
-        groups, width = local.shape[1], local.shape[3]
-        flat = compressed.new_empty(*compressed.shape[:2], groups * width)
-        flat[..., self.sides["value"].compressed] = compressed
-        flat[..., self.sides["value"].raw] = raw.to(flat.dtype)
-        p_sink, p_local = (
-            p_exact.to(local.dtype).unflatten(1, (groups, -1)).split((sink.shape[2], local.shape[2]), dim=-1)
-        )
-        exact = (p_sink @ sink + p_local @ local).flatten(1, 2).unsqueeze(2)
-        return self.own_outputs(flat).to(local.dtype) + exact
+        grouped = p.to(local.dtype).unflatten(1, (local.shape[1], -1))
+        p_sink, p_local = grouped.split((sink.shape[2], local.shape[2]), dim=-1)
+        return (p_sink @ sink + p_local @ local).flatten(1, 2).unsqueeze(2)
+
+    def middle_output(self, compressed: Tensor, raw: Tensor) -> Tensor:
+        """[B,H,1,D] from the outputs of the compressed and of the raw channels of all heads [B,H,·]."""
+        side = self.sides["value"]
+        flat = compressed.new_empty(*compressed.shape[:2], len(side.compressed) + len(side.raw))
+        flat[..., side.compressed] = compressed
+        flat[..., side.raw] = raw.to(flat.dtype)
+        return self.own_outputs(flat)
 
     def own_channels(self, query: Tensor) -> Tensor:
         """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]."""

@@ -9,6 +9,7 @@ even Tw 1/Tw at n = Tw/2, 0 above: the orthogonal projection, exact once N â‰¥ â
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -35,17 +36,19 @@ def transform(x: Float[Tensor, "B t M"], frequencies: int, window: int, start: i
     return basis(start, start + x.shape[1], frequencies, window, wide.dtype, x.device) @ wide
 
 
+@functools.lru_cache(maxsize=64)
 def weights(
     reconstruction: str, frequencies: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "2N"]:
-    """w_n for both halves of the coefficients."""
-    if reconstruction == "affine":
-        return torch.full((2 * frequencies,), 1 / frequencies, dtype=dtype, device=device)
-    n = torch.arange(frequencies, device=device)
-    half = torch.where(n == 0, 1 / window, 2 / window)
-    half = torch.where(2 * n == window, 1 / window, half)
-    half = torch.where(2 * n > window, 0.0, half)
-    return half.repeat(2).to(dtype)
+    """w_n for both halves of the coefficients. Made once on the CPU, so not while a CUDA graph is captured."""
+    with torch.inference_mode(False):
+        if reconstruction == "affine":
+            return torch.full((2 * frequencies,), 1 / frequencies, dtype=dtype).to(device)
+        n = torch.arange(frequencies)
+        half = torch.where(n == 0, 1 / window, 2 / window)
+        half = torch.where(2 * n == window, 1 / window, half)
+        half = torch.where(2 * n > window, 0.0, half)
+        return half.repeat(2).to(dtype).to(device)
 
 
 def rebuild(
