@@ -36,9 +36,9 @@ class FourierAttention(CacheMethod):
     rounded up to an FFT-friendly length. A full window raises.
     reconstruction: "affine" (the paper's: statistics frozen at compression, so read the prompt in one call) or
     "projection" (orthogonal, no statistics, right however the text is read).
-    attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same, but one kernel
-    reads the raw channels; on a GPU) or "dense" (rebuild, then attend: the reference). Keys post-RoPE at their true
-    positions.
+    attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same in one kernel
+    that reads the raw channels once and writes no scores; on a GPU) or "dense" (rebuild, then attend: the reference).
+    Keys post-RoPE at their true positions.
     Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n − n_mid)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
     """
@@ -181,7 +181,7 @@ class FourierState(State):
             setattr(self, f"sink_{name}", held[:, :, : method.n_sink].clone())
             setattr(self, f"local_{name}", held[:, :, method.n_sink + middle :].clone())
             x = flatten_heads(held[:, :, method.n_sink : method.n_sink + middle])
-            setattr(self, f"raw_{name}", x[..., side.raw])
+            setattr(self, f"raw_{name}", x[..., side.raw].contiguous())
             x = x[..., side.compressed]
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             coefficients = fourier.transform(x, method.frequencies, self.window)
