@@ -278,6 +278,22 @@ def test_fingerprint_and_verify(folders, tmp_path):
     assert "MISMATCH signature" in run("verify", mark, code=1)
 
 
+def test_verify_names_what_is_no_fingerprint(folders, tmp_path):
+    for text, message in (("{x", "not a JSON file"), ("[]", "no statement"), ("{}", "no statement"), ("\x89", "JSON")):
+        (tmp_path / "f.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=message):
+            CliRunner().invoke(app, ["verify", str(tmp_path / "f.json")], catch_exceptions=False)
+    for statement in ({}, {"tokens": 3, "vector": []}, {"tokens": [], "vector": [1.0]}):
+        (tmp_path / "f.json").write_text(json.dumps({"statement": statement, "signature": None}))
+        assert "MISMATCH statement" in run("verify", tmp_path / "f.json", folders("llama"), code=1)
+
+
+def test_a_broken_exact_transform_fails_the_command(folders, monkeypatch):
+    """Not a number is no proof of equality."""
+    monkeypatch.setattr("fathom.lineage.attack.logit_error", lambda *_: float("nan"))
+    assert '"logit_error": null' in run("attack", folders("llama"), "--transform", "heads", "--json", code=1)
+
+
 def test_matrix_merge_and_attack(folders, weights, tmp_path, nulls_of_tiny_models):
     child = apply_exact(weights("llama"), "heads").save(tmp_path / "child")
     record = json.loads(run("matrix", folders("llama"), folders("llama", 1), child, "-o", tmp_path / "m.png", "--json"))

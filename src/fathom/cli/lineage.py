@@ -86,12 +86,12 @@ def compare(
             result = run(models[0], models[1], method, alignment, paper=paper, parts=parts, progress=bars)
     except (PackedWeightsError, NoEvidenceError) as error:
         result = abstain(a, b, str(error))
-    if html is not None:
-        write_page(result, html)
     if as_json:
         _print_json(result.as_dict())
     else:
         _show(result)
+    if html is not None:
+        write_page(result, html)
     raise typer.Exit(result.exit_code)
 
 
@@ -169,6 +169,26 @@ def fingerprint(
     _out.print(f"written: {output} (keep secret.key private)", markup=False, soft_wrap=True)
 
 
+def _read_json(file: Path, *keys: str) -> dict[str, Any]:
+    """A JSON object with these keys. Raises ValueError when the file holds anything else."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ValueError(f"{file}: not a JSON file ({error}); name what `fathom lineage fingerprint` wrote") from error
+    if not isinstance(record, dict) or not set(keys) <= set(record):
+        raise ValueError(
+            f"{file}: no {' and '.join(keys) or 'object'} in it; name what fathom lineage fingerprint wrote"
+        )
+    return record
+
+
+def _read_secret(file: Path) -> bytes:
+    try:
+        return base64.b64decode(file.read_text(), validate=True)
+    except ValueError as error:
+        raise ValueError(f"{file}: not a secret.key ({error})") from error
+
+
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="Fingerprint folder or its fingerprint.json.")],
@@ -187,7 +207,7 @@ def verify(
     from fathom.lineage.checkpoint import open_checkpoint
 
     file = folder / "fingerprint.json" if folder.is_dir() else folder
-    document = json.loads(file.read_text())
+    document = _read_json(file, "statement", "signature")
     record, signature = document["statement"], document["signature"]
     try:
         if signature is not None:
@@ -199,13 +219,13 @@ def verify(
         else:
             _out.print("unsigned: nothing says who made this fingerprint")
         if model is not None:
-            salt = None if secret is None else base64.b64decode(secret.read_text())
+            salt = None if secret is None else _read_secret(secret)
             found = commitment.check_model(record, open_checkpoint(model), salt)
             _out.print(f"vector recomputed from the weights: cosine {found['cosine']:.6f}")
             _out.print("root recomputed: equal" if "root" in found else "root not checked: it needs --secret")
         part = file.parent / "opening"
         if part.is_dir():
-            proof = json.loads((part / "proof.json").read_text())
+            proof = _read_json(part / "proof.json")
             opened = commitment.Opening((part / "opened.safetensors").read_bytes(), proof)
             _out.print(
                 f"opening belongs to the root; vector from it: cosine {commitment.check_opening(record, opened):.6f}"
@@ -329,5 +349,5 @@ def attack(
     elif error is not None:
         _out.print(f"{transform}: logits differ by {error:.1e} of the largest", markup=False)
     # float32 rounding through a whole model stays below 1e-3; rounding to bfloat16 is exact only for bfloat16 models
-    if transform in EXACT and transform != "half_precision" and error is not None and error > 1e-3:
+    if transform in EXACT and transform != "half_precision" and error is not None and not error <= 1e-3:  # NaN too
         raise typer.Exit(1)

@@ -49,7 +49,7 @@ def logit_error(original: Weights, changed: Weights, tokens: Tensor, dtype: torc
     else:
         got = logits(changed, got_tokens, dtype)
     want, got = want - want.mean(-1, keepdim=True), got - got.mean(-1, keepdim=True)
-    return ((want - got).abs().max() / want.abs().max()).item()
+    return ((want - got).abs().max() / want.abs().max().clamp_min(torch.finfo(dtype).tiny)).item()
 
 
 def probe_tokens(weights: Weights, count: int = 24, seed: int = 0) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.families import family_of
-from fathom.lineage.huref import DEFAULT, Fingerprint, HuRefOptions, fingerprint
+from fathom.lineage.huref import DEFAULT, VECTOR, Fingerprint, HuRefOptions, fingerprint
 from fathom.lineage.weights import Weights
 
 _CHUNK = 1 << 20  # bytes of a leaf; the embedding is cut by rows, because single rows are opened
@@ -186,16 +186,23 @@ def check_model(record: dict[str, Any], model: Checkpoint, secret: bytes | None)
     """
     found = {"cosine": _check_vector(record, model)}
     if secret is not None:
-        if (root := merkle_root(model, secret)) != record["root"]:
-            raise CommitmentError(f"root: these weights give {root[:16]}…, the statement says {record['root'][:16]}…")
+        if (root := merkle_root(model, secret)) != record.get("root"):
+            raise CommitmentError(
+                f"root: these weights give {root[:16]}…, the statement says {record.get('root')!s:.16}…"
+            )
         found["root"] = 1.0
     return found
 
 
 def _check_vector(record: dict[str, Any], model: Checkpoint, options: HuRefOptions = DEFAULT) -> float:
-    tokens = [base64.b64decode(t) for t in record["tokens"]]
+    try:
+        tokens = [base64.b64decode(t) for t in record["tokens"]]
+        want = torch.tensor(record["vector"], dtype=torch.float64)
+        if want.shape != (VECTOR,):
+            raise ValueError(f"a vector of shape {tuple(want.shape)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommitmentError(f"statement: it is incomplete or malformed ({error!r})") from error
     mark = fingerprint(model, options, tokens or None)
-    want = torch.tensor(record["vector"], dtype=torch.float64)
     cosine = torch.cosine_similarity(mark.vector.double(), want, dim=0).item()
     if cosine < 0.9999:
         raise CommitmentError(
