@@ -355,7 +355,7 @@ class FourierState(State):
             q = q * self.scale_key  # type: ignore[attr-defined]
         amplitude = q @ coefficients.transpose(1, 2) * self.weight(coefficients)
         if shift is not None:
-            amplitude[..., :1] += shift  # a constant is the cosine of frequency 0
+            amplitude[..., :1].add_(shift)  # a constant is the cosine of frequency 0
         return amplitude
 
     def output_of_coefficients(self, projected: Tensor, mass: Tensor) -> Tensor:
@@ -363,5 +363,5 @@ class FourierState(State):
         coefficients = self.coefficients_value  # type: ignore[attr-defined]
         mixed = projected * self.weight(coefficients) @ coefficients
         if self.method.reconstruction == "affine":
-            mixed = mixed * self.scale_value + self.shift_value * mass  # type: ignore[attr-defined]
+            mixed = torch.addcmul(self.shift_value * mass, mixed, self.scale_value)  # type: ignore[attr-defined]
         return mixed

@@ -63,8 +63,8 @@ def evaluate(amplitude: Float[Tensor, "*rows 2N"], length: int, window: int) -> 
     """Σ_n a_n cos(2πnt/Tw) + a_{N+n} sin(2πnt/Tw) for t = 0 … length − 1, by one inverse FFT of length Tw."""
     cosine, sine = amplitude.chunk(2, dim=-1)
     if 2 * (cosine.shape[-1] - 1) < window:  # below Nyquist: the real transform, with halved amplitudes
-        spectrum = torch.complex(cosine, -sine) / 2
-        spectrum[..., 0] *= 2
+        spectrum = torch.complex(cosine, -sine)
+        spectrum[..., 1:].div_(2)
         return torch.fft.irfft(spectrum, n=window, norm="forward")[..., :length]
     return torch.fft.ifft(torch.complex(cosine, -sine), n=window, norm="forward").real[..., :length]
 
