@@ -237,6 +237,18 @@ def test_scores_do_not_depend_on_scale():
         assert (centred_gram(x * scale) * centred_gram(y)).sum().item() == pytest.approx(want, abs=1e-6)
 
 
+def test_a_constant_on_all_samples_is_not_seen():
+    """Columns with means far above their spread: the rest decides, and float32 keeps it."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 40, generator=g)
+    y = x[:, :20] + 0.5 * torch.randn(60, 20, generator=g)
+    want = oracle(x.double().numpy(), y.double().numpy())
+    for offset in (1, 10, 100):
+        moved = x + offset * torch.randn(40, generator=g)
+        assert unbiased_cka(Samples.of(moved), Samples.of(y)) == pytest.approx(want, abs=1e-5)
+        assert (centred_gram(moved) * centred_gram(y)).sum().item() == pytest.approx(want, abs=1e-5)
+
+
 def test_layers_whose_attention_writes_nothing_are_left_out(weights):
     """W_o = 0: queries and keys are no part of the function, so they neither lower a score nor count as compared."""
     silent = weights("llama").clone()

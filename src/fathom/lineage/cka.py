@@ -41,8 +41,7 @@ class Samples:
         """x: [d, p], d ≥ 4 samples in rows, p features in columns."""
         if x.ndim != 2 or x.shape[0] < 4:
             raise ValueError(f"x: shape {tuple(x.shape)}; unbiased CKA needs a matrix with at least 4 rows")
-        scale = near_one(x)
-        x = x if scale == 1 else x * scale
+        x = _steady(x)
         short, wide = is_short(x), x.shape[1] >= x.shape[0]
         with precision(short):
             inner = gram(x if wide else x.T)
@@ -55,6 +54,15 @@ class Samples:
         square = _energy(inner)
         hsic = square - k.dot(k).item() + _mean_terms(r, r)
         return cls(x, short, inner if wide else None, k, r, hsic if hsic > _FLOOR * square else 0.0)
+
+
+def _steady(x: Tensor) -> Tensor:
+    """X [d, p] brought near 1, and without the means of its columns where they outweigh the rest: UCKA sees neither the
+    scale nor a constant added to all samples, but float32 sums would lose the rest beside them."""
+    scale = near_one(x)
+    x = x if scale == 1 else x * scale
+    mean = x.mean(0)
+    return x - mean if mean.norm() * math.sqrt(2 * x.shape[0]) > torch.linalg.vector_norm(x) else x
 
 
 def _energy(x: Tensor) -> float:
@@ -88,8 +96,7 @@ def centred_gram(x: Tensor) -> Tensor:
 
     K̃ᵢⱼ = Kᵢⱼ − mᵢ − mⱼ off the diagonal and 0 on it, with mᵢ = Σⱼ Kᵢⱼ/(d−2) − Σ K/(2(d−1)(d−2)).
     """
-    d, scale = x.shape[0], near_one(x)
-    x = x if scale == 1 else x * scale
+    d, x = x.shape[0], _steady(x)
     with precision(is_short(x)):
         centred = gram(x).fill_diagonal_(0)
     square = _energy(centred)
