@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib.util import find_spec
 
 import pytest
 import torch
-from cache_cases import new_state, relative
+from cache_cases import SMALL, VOCABULARY, get_model, make, new_state, relative
 
-from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, slots
+from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress, prefill, slots
 from fathom.caches.rope import SlotRope
+from fathom.caches.versions import CACHE_NAME
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -166,3 +168,65 @@ def test_what_the_kernel_does_not_serve(monkeypatch):
     assert run(METHODS["weightedkv"], parts, monkeypatch, kernel=True, dtype=torch.float64)[2] == [False] * 3
     parts = [tuple(x.requires_grad_() for x in part) for part in parts]
     assert run(METHODS["weightedkv"], parts, monkeypatch, kernel=True)[2] == [False] * 3
+
+
+@torch.no_grad()
+def logits_of_steps(model, method, ids, mask, tokens, warm):
+    """Logits of single steps after a left-padded prompt; on CUDA the steps after `warm` are replays of one graph."""
+    device = model.device
+    with compress(model, method):
+        cache = prefill(model, ids.to(device), attention_mask=mask.to(device))[CACHE_NAME]
+        token, position = tokens[:, :1].clone().to(device), mask.sum(-1, keepdim=True).to(device)
+        captured, logits = None, []
+
+        def forward():
+            return model(input_ids=token, position_ids=position, use_cache=True, **{CACHE_NAME: cache}).logits
+
+        for step in range(tokens.shape[1]):
+            token.copy_(tokens[:, step : step + 1])
+            if device.type == "cuda" and step >= warm:
+                if captured is None:
+                    torch.cuda.synchronize()
+                    captured = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(captured):
+                        result = forward()
+                captured.replay()
+            else:
+                result = forward()
+            logits.append(result.float().cpu())
+            position += 1
+    return torch.stack(logits)
+
+
+IN_MODELS = [(name, {}) for name in ("treekv", "weightedkv", "h2o", "tova", "streaming_llm")]
+IN_MODELS += [(name, {"positions": "original"}) for name in ("treekv", "weightedkv")]
+IN_MODELS += [(name, {"granularity": "layer"}) for name in ("treekv", "h2o")] + [("treekv", {"score": "none"})]
+
+
+@pytest.mark.parametrize("name,options", IN_MODELS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_steps_of_a_model_equal_the_cpu(family, name, options, ids, monkeypatch):
+    """Grouped heads and a left-padded row, in fp32; on CUDA as replays of a graph. In bf16, where rounding may choose
+    another slot, only methods that choose without scores are compared: as near to fp32 as the PyTorch form."""
+    method, cpu, prompt = make(name, SMALL, **options), get_model(family), ids[:, :24]
+    mask = torch.ones_like(prompt)
+    mask[0, :5] = 0
+    tokens = torch.randint(
+        1, VOCABULARY, (2, 18 if DEVICE == "cuda" else 8), generator=torch.Generator().manual_seed(6)
+    )
+    monkeypatch.setattr(slots, "has_kernel", lambda device: False)
+    expected = logits_of_steps(cpu, method, prompt, mask, tokens, 4)
+    monkeypatch.undo()
+    served = []
+    decode = slots.SlotState.decode
+    monkeypatch.setattr(slots.SlotState, "decode", lambda *args: served.append(decode(*args)) or served[-1])
+    found = logits_of_steps(copy.deepcopy(cpu).to(DEVICE), method, prompt, mask, tokens, 4)
+    assert served and all(output is not None for output in served)
+    assert relative(found, expected) < 1e-4
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    if name == "streaming_llm" or options.get("score") == "none":
+        half = copy.deepcopy(cpu).to(torch.bfloat16)
+        found = logits_of_steps(copy.deepcopy(half).to(DEVICE), method, prompt, mask, tokens, 4)
+        monkeypatch.setattr(slots, "has_kernel", lambda device: False)
+        pytorch = logits_of_steps(half, method, prompt, mask, tokens, 4)
+        assert relative(found, expected) < 1.5 * relative(pytorch, expected)  # the error that the model has in bf16

@@ -48,6 +48,7 @@ class Binding:
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
         self.cache: CompressedCache | None = None
         self.length = 0
+        self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
         """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
@@ -96,7 +97,7 @@ class Binding:
             self.cache.groups.filled(self.length)
             for layer in self.cache.compressed_layers():
                 layer.fused, layer.pending = False, None
-        self.cache = None
+        self.cache = self.unturned = None
 
     def _check_cache(self, cache: CompressedCache) -> None:
         if cache.owner != id(self.model):
@@ -168,7 +169,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
             object.__setattr__(module, "_fathom_binding", binding)
             stack.callback(module.__dict__.pop, "_fathom_binding", None)
             if method.pre_rope and module.layer_idx in binding.contexts:
-                handle = module.register_forward_pre_hook(_without_rotation, with_kwargs=True)
+                handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
                 stack.callback(handle.remove)
         stack.callback(inner.set_attn_implementation, previous)
         inner.set_attn_implementation(ATTENTION)
@@ -288,9 +289,14 @@ def _after(binding: Binding) -> Any:
     return hook
 
 
-def _without_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    cos, sin = kwargs["position_embeddings"]
-    return args, {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+def _without_rotation(binding: Binding) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cos, sin = kwargs["position_embeddings"]
+        if binding.unturned is None or binding.unturned[0] is not cos:  # the layers of a forward share their tables
+            binding.unturned = cos, (torch.ones_like(cos), torch.zeros_like(sin))
+        return args, {**kwargs, "position_embeddings": binding.unturned[1]}
+
+    return hook
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fathom.ops.run_merge import SMALLEST
 
-BLOCK = 64  # slots of a program that attends
+BLOCK = 32  # slots of a program that attends: 128 registers a thread at width 128
 CHUNK = 256  # slots of a program that counts
 MOVED = 512  # slots that move at a time
 SLICE = 16  # channels of a program that moves: 32 bytes of bfloat16, the least that memory transfers
@@ -367,7 +367,7 @@ def slot_decode(
         COUNT=queries is not None,
         SWEEP=pointer is not None,
         BLOCKS=triton.next_power_of_2(blocks),
-        PART=16,
+        PART=32,
         CHUNK=CHUNK,
     )
     channels = min(SLICE, width)
