@@ -4,8 +4,7 @@
     α_j    = softmax_j( <q̄, k_j> / √D ),   j over the sources and the layer itself
     out    = Σ_j α_j · v_j
 
-K and V of the sources are never stacked. Compiled, nothing is: weights are one tensor a candidate, so that rotation,
-scores, softmax and mix become one kernel over the rows, forward and backward.
+K and V of the sources are never stacked: only the scores are, [B, G, T, M].
 """
 
 from __future__ import annotations
@@ -29,18 +28,10 @@ def depth_weights(
     wide = torch.promote_types(query.dtype, torch.float32)
     if wide_scores:
         mean_query, keys = mean_query.to(wide), [key.to(wide) for key in keys]
-    scale = query.shape[-1] ** -0.5
-    return softmax([(mean_query * key).sum(-1, keepdim=True).to(wide) * scale for key in keys])
-
-
-def softmax(scores: Sequence[Float[Tensor, "B G T 1"]]) -> Weights:
-    """exp(s_j − max s) / Σ_i exp(s_i − max s) over the list."""
-    if not torch.compiler.is_compiling():  # three kernels, however many scores
-        return torch.cat(tuple(scores), dim=-1).softmax(dim=-1).split(1, dim=-1)
-    top = reduce(torch.maximum, scores).detach()  # any shift gives the same weights, so none needs a gradient
-    powers = [(score - top).exp() for score in scores]
-    total = reduce(torch.add, powers)
-    return tuple(power / total for power in powers)
+    scores = torch.cat([(mean_query * key).sum(-1, keepdim=True) for key in keys], dim=-1)
+    # Compiled, a kernel takes the scores and another mixes. As one kernel over all candidates (a softmax over a list)
+    # the step was slower: 1.146 for 1.078 × vanilla with all sources at 768 × 12, 1.049 for 1.039 with the default.
+    return (scores.to(wide) * query.shape[-1] ** -0.5).softmax(dim=-1).split(1, dim=-1)
 
 
 def depth_mix(weights: Weights, states: Sequence[Float[Tensor, "B G T D"]]) -> Float[Tensor, "B G T D"]:
