@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fathom.models.staggered import generate_staggered
 from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
-from speed import environment, free, make_fathom, seconds_of, shape, take_turns
+from speed import environment, free, make_fathom, seconds_of, shape, take_turns, write_profile
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
 TINY = {"32x2": shape(32, 64, 2, 4, 2)}
@@ -131,7 +131,7 @@ class Rows:
             self.say(f"{what} failed: {type(error).__name__}: {str(error)[:300]}")
 
 
-def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length, blocks, compiled) -> None:
+def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length, blocks, compiled, profile) -> None:
     tokens = torch.randint(0, vocab, (batch, length), device=device)
     fixed = Watched(sizes, vocab, length, without_router(depth), device, dtype)
     adaptive = Watched(sizes, vocab, length, depth, device, dtype)
@@ -156,6 +156,8 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
             figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
             facts = {"batch": batch, "length": length, "compile": compiled}
             rows.add("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts)
+            for name in models if profile else ():
+                write_profile(lambda n=name: run(n), device, f"{profile}-{depth['name']}-{name}-{mean}.txt")
         fixed.passes.clear()
 
 
@@ -241,6 +243,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
     parser.add_argument("--means", type=float, nargs="+", default=[1.5, 2.5, 3.5], help="S of prefill")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--profile", help="write what prefill spends its time on to PROFILE-*.txt")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -256,9 +259,9 @@ def main() -> None:
     some, middle = means[:2], means[len(means) // 2 :][:1]
     compiled = not args.eager
     rows = Rows(Path(args.out), args.minutes, {"environment": environment(device), "shape": args.shape})
-    step = {**COT, "correctness_from": "step"}
+    step, shared = {**COT, "correctness_from": "step"}, (sizes, vocab, device, dtype)
     parts: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
-        *(("prefill", prefill, (d, sizes, vocab, device, dtype, means, batch, length, blocks, compiled)) for d in BOTH),
+        *(("prefill", prefill, (d, *shared, means, batch, length, blocks, compiled, args.profile)) for d in BOTH),
         *(("decode", decoding, (d, sizes, vocab, device, dtype, some, 1, prompt, new, 3)) for d in BOTH),
         ("training", training, (COT, sizes, vocab, device, some, batch, length, blocks, compiled)),
         *(("decode", decoding, (d, sizes, vocab, device, dtype, middle, many, prompt, new, 3)) for d in BOTH),

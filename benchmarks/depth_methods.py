@@ -24,7 +24,7 @@ import torch
 
 from fathom.depth.depth_attention import source_table
 from fathom.models.registry import build_options
-from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, synchronize, take_turns
+from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, synchronize, take_turns, write_profile
 
 TRITON = "depth_attention, Triton"
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def training(
         print(f"  {shape} {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
     timed = take_turns({name: lambda r=run: r.time(steps) for name, run in runs.items()}, blocks)
     for name, run in runs.items() if profile else ():
-        write_profile(run, f"{profile}-{name.replace(', ', '-').replace(' ', '-')}.txt")
+        write_profile(lambda run=run: run(2), device, f"{profile}-{name.replace(', ', '-').replace(' ', '-')}.txt")
     for name, figures in timed.items():
         row = {
             "kind": "training", "shape": shape, "contestant": name, "batch": batch, "length": length, "vocab": vocab,
@@ -127,16 +127,6 @@ def training(
     runs.clear()
     free(device)
     return rows
-
-
-def write_profile(run: TrainingStep, path: str) -> None:
-    """Kernels of two steps by their time on the device."""
-    with torch.profiler.profile() as profile:
-        run(2)
-        synchronize(run.device)
-    by = "self_device_time_total" if run.device == "cuda" else "self_cpu_time_total"
-    with open(path, "w") as file:
-        file.write(profile.key_averages().table(sort_by=by, row_limit=120, max_name_column_width=200))
 
 
 def decoding(shape: str, sizes: dict, vocab: int, batches: tuple[int, ...], device: str, blocks: int, new: int):

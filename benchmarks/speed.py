@@ -116,6 +116,16 @@ def take_turns(contestants: dict[str, Callable[[], float]], blocks: int) -> dict
     }
 
 
+def write_profile(run: Callable[[], Any], device: str, path: str) -> None:
+    """What a call spends its time on: kernels by their time on the device, then operators by the CPU's."""
+    with torch.profiler.profile() as profile:
+        run()
+        synchronize(device)
+    with open(path, "w") as file:
+        for by in ("self_device_time_total", "self_cpu_time_total"):
+            file.write(profile.key_averages().table(sort_by=by, row_limit=80, max_name_column_width=160) + "\n")
+
+
 def free(device: str) -> None:
     gc.collect()
     torch._dynamo.reset()
