@@ -12,6 +12,7 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -91,14 +92,13 @@ class CacheMethod(ABC):
 
     def check_triton(self, model: PreTrainedModel, remedy: str) -> None:
         """Refuse attention="triton" where its kernels cannot run."""
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own CPU interpreter, for tests
-        installed = find_spec("triton") is not None
-        if not installed or (model.device.type != "cuda" and not interpreted):
+        if not has_kernel(model.device.type):
+            installed = "missing" if find_spec("triton") is None else "installed"
             raise self.refuse(
                 "attention",
                 "triton",
-                f"it needs a CUDA device and the package triton; the model is on {model.device}, triton is "
-                f"{'installed' if installed else 'missing'}. {remedy[0].upper()}{remedy[1:]}",
+                f"it needs a CUDA device and the package triton; the model is on {model.device}, "
+                f"triton is {installed}. {remedy[0].upper()}{remedy[1:]}",
             )
         if model.dtype == torch.float64:
             raise self.refuse("attention", "triton", f"the kernel computes in fp32, the model in float64; {remedy}")
@@ -117,6 +117,12 @@ class LayerContext:
     layers: int
     rope: SlotRope | None
     prepared: Any = None
+
+
+@functools.cache
+def has_kernel(device: str) -> bool:
+    """Whether Triton's kernels run there; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
+    return find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class State(ABC):

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import functools
-import os
 from abc import abstractmethod
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel, storage_bytes
 from fathom.ops.cached_attention import causal_attention, observed_attention
 
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
@@ -100,16 +97,17 @@ class Eviction:
     """One token in, one out: the lowest score among `candidates` slots from `first` on leaves (ties: the oldest).
 
     score: "latest" (the new query's weights r), "sum" (S + r) or "average" ((S + r) / C).
-    stride, cycle: with cycle > 0 the candidates begin at first + pointer, and pointer ← (pointer + stride) mod cycle.
+    pointer [B], stride, cycle: the candidates begin at first + pointer, and pointer ← (pointer + stride) mod cycle.
     merge: the value of the slot that leaves goes into its right neighbour, by their scores.
     """
 
     first: int
     candidates: int
     score: str = "latest"
-    stride: int = 0
-    cycle: int = 0
     merge: bool = False
+    pointer: Tensor | None = None
+    stride: int = 0
+    cycle: int = 1
 
 
 class SlotState(State):
@@ -213,7 +211,7 @@ class SlotState(State):
             scaling,
             self.received,
             self.queries,
-            getattr(self, "pointer", None) if eviction.cycle else None,
+            eviction.pointer,
             eviction.first,
             eviction.candidates,
             eviction.stride,
@@ -274,12 +272,6 @@ class SlotState(State):
         if self.track_positions:
             new = torch.arange(self.seen, self.seen + key.shape[2], device=key.device).expand(*key.shape[:2], -1)
             self.grown["position"] = concat(self.position, new)
-
-
-@functools.cache
-def has_kernel(device: str) -> bool:
-    """Whether Triton's kernels run there; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
-    return find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def without_one(drop: Tensor, slots: int) -> Tensor:

@@ -159,7 +159,7 @@ class TreeState(SlotState):
         if method.tree_slots == 0:
             return Eviction(method.n_sink, 1, score)
         first, candidates = (method.n_sink + 1, 1) if method.score == "none" else (method.n_sink, 2)
-        return Eviction(first, candidates, score, method.stride, method.tree_slots)
+        return Eviction(first, candidates, score, pointer=self.pointer, stride=method.stride, cycle=method.tree_slots)
 
     def contest(self, score: Tensor) -> Tensor:
         """The decode step: which slot of the pair at the pointer leaves, [B,G]; advances the pointer. No sync."""
