@@ -11,6 +11,7 @@ import json
 import math
 import re
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -97,15 +98,16 @@ def _checked(store: TensorStore) -> TensorStore:
     return store
 
 
-class _Shards:
+class _Shards(ABC):
     """Tensors of a Hugging Face checkpoint; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on
     read."""
 
-    def names(self) -> Iterable[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def names(self) -> Iterable[str]: ...
 
+    @abstractmethod
     def _raw(self, name: str, rows: slice | None) -> Tensor:
-        raise NotImplementedError
+        """The stored numbers, not dequantised."""
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         tensor, names = self._raw(name, rows), self.names()
