@@ -48,6 +48,13 @@ def show(task: str, cell: dict[str, Any] | None, full: dict[str, Any]) -> str:
     return f"{cell['perplexity']:.2f} ({mean:+.3f} ± {(spread / len(differences)) ** 0.5:.3f})"
 
 
+def save(figure: Any, path: Path) -> None:
+    """With one legend for all axes, below them, where it hides nothing."""
+    drawn = {text: line for axis in figure.axes for line, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
@@ -75,7 +82,7 @@ def main() -> None:
     def style(name: str) -> dict[str, Any]:
         return {"color": f"C{names.index(name) % 10}", "linestyle": "-" if name in OURS else "--", "linewidth": 1.5}
 
-    figure, axes = plt.subplots(1, len(tables), figsize=(4.2 * len(tables), 4), squeeze=False)
+    figure, axes = plt.subplots(1, len(tables), figsize=(4.2 * len(tables), 4), squeeze=False, layout="constrained")
     for axis, (task, length) in zip(axes[0], tables):
         kind = "perplexity" if task == "perplexity" else "recall"
         axis.axhline(cells[task, length, "full", 1.0][kind], color="black", linewidth=1, label="full")
@@ -87,9 +94,7 @@ def main() -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(fractions, [f"1/{round(1 / f)}" for f in fractions])
         axis.set(title=f"{task}, {length:,} tokens", xlabel="fraction of the full cache's real bytes", ylabel=kind)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(args.folder / f"{args.results.stem}_bytes.png", dpi=110)
+    save(figure, args.folder / f"{args.results.stem}_bytes.png")
 
     windows = [length for task, length in tables if task == "perplexity"]
     if not windows:
@@ -97,7 +102,9 @@ def main() -> None:
     measured = {length: {key[3] for key in cells if key[:2] == ("perplexity", length)} for length in windows}
     longest = max(length for length in windows if len(measured[length]) == max(map(len, measured.values())))
     full_curve = cells["perplexity", longest, "full", 1.0]["nll_by_position"]
-    figure, axes = plt.subplots(1, len(fractions), figsize=(4.2 * len(fractions), 4), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        1, len(fractions), figsize=(4.2 * len(fractions), 4), squeeze=False, sharey=True, layout="constrained"
+    )
     middle = [(i + 0.5) * longest / len(full_curve) for i in range(len(full_curve))]
     for axis, fraction in zip(axes[0], fractions):
         axis.axhline(0, color="black", linewidth=1)
@@ -106,10 +113,8 @@ def main() -> None:
             if curve:
                 axis.plot(middle, [a - b for a, b in zip(curve, full_curve)], label=name, **style(name))
         axis.set(title=f"1/{round(1 / fraction)} of the bytes", xlabel="position")
-    axes[0][0].legend(fontsize=7)
     axes[0][0].set_ylabel(f"extra loss against full, nats ({longest:,} tokens)")
-    figure.tight_layout()
-    figure.savefig(args.folder / f"{args.results.stem}_position.png", dpi=110)
+    save(figure, args.folder / f"{args.results.stem}_position.png")
 
 
 if __name__ == "__main__":
