@@ -59,8 +59,10 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num
     _write_pieces(source, work / "documents.arrow", is_byte_level(tokenizer))
     documents = datasets.Dataset.from_file(str(work / "documents.arrow"))
     processes = min(num_proc or _usable_cores(), len(documents))
+    # a process gets rows that lie together, and so would one get all the books: deal them out like cards
+    order = np.argsort(np.arange(len(documents)) % processes, kind="stable")
     with _no_threads_in_forks(processes):
-        tokens = documents.map(
+        tokens = documents.select(order).map(
             functools.partial(_encode_pieces, tokenizer=tokenizer),
             batched=True,
             batch_size=32,
@@ -72,7 +74,7 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num
             cache_file_name=str(work / "tokens.arrow"),
             desc=f"Tokenising data.{source.argument}",
         )
-    for table in tokens.with_format("arrow").iter(batch_size=1000):
+    for table in tokens.select(np.argsort(order)).with_format("arrow").iter(batch_size=1000):
         pieces = table["input_ids"].combine_chunks()
         offsets = pieces.offsets.to_numpy()
         starts = np.zeros(offsets[-1] - offsets[0], dtype=bool)
