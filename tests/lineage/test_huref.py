@@ -95,6 +95,18 @@ def test_published_choices_break_where_documented(weights, option, name, below):
     assert ics(a.checkpoint(), apply_exact(a, name).checkpoint(), option).score < below
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("factor", [1e-30, 1e-18, 1e18, 1e30])
+def test_terms_do_not_leave_float32(weights, family, factor):
+    """Every matrix times a factor changes no correlation, but products of four of them are 1e-120 … 1e120."""
+    model = weights(family).to(torch.float32)
+    scaled = model.clone()
+    scaled.tensors = {key: t * factor if t.ndim == 2 else t for key, t in model.tensors.items()}
+    a, b = model.checkpoint(), scaled.checkpoint()
+    assert ics(a, b).score == pytest.approx(100, abs=1e-3) and ics(b, b).score == pytest.approx(100, abs=1e-3)
+    assert torch.cosine_similarity(fingerprint(a).vector, fingerprint(b).vector, dim=0) > 0.99999
+
+
 def test_token_order_matters(weights):
     a = weights("llama").checkpoint()
     rows = list(range(256))

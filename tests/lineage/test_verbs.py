@@ -1,7 +1,9 @@
 """Verdicts, commitments, merges, perturbations, and the command line end to end on tiny models."""
 
+import base64
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,11 +134,29 @@ def test_opening_cannot_hide_a_forged_leaf(committed):
         forged["nodes"] = commitment._multiproof(levels, honest)
         with pytest.raises(commitment.CommitmentError, match="proof"):
             commitment.check_opening(record, commitment.Opening(save(tensors), forged))
-    for broken in ({"rows": 5}, {"leaves": "x"}, {"nodes": [5]}, {"shapes": []}, {"salts": {}}):
+    for broken in ({"leaves": "x"}, {"nodes": [5]}, {"shapes": []}, {"salts": {}}):
         with pytest.raises(commitment.CommitmentError, match="proof"):
             commitment.check_opening(record, commitment.Opening(opening.tensors, proof | broken))
     with pytest.raises(commitment.CommitmentError, match="proof"):
         commitment.check_opening(record, commitment.Opening(b"not tensors", proof))
+
+
+def test_statement_fixes_rows_and_layers(committed):
+    """Nothing can be opened as another token's row or as another layer than the statement names."""
+    model, record = committed
+    opening = commitment.open_selected(model, record, SECRET)
+    assert record["rows"] == [model.vocabulary[base64.b64decode(t)] for t in record["tokens"]]
+    swapped = [*record["rows"][1::-1], *record["rows"][2:]]
+    for changed in ({"rows": swapped}, {"rows": 5}, {"rows": record["rows"][:-1]}, {"layers": [1, 3]}):
+        with pytest.raises(commitment.CommitmentError, match="proof|root"):
+            commitment.check_opening(record | changed, opening)
+    other = replace(model, vocabulary={t: i ^ 1 for t, i in model.vocabulary.items()})
+    with pytest.raises(commitment.CommitmentError, match="rows"):
+        commitment.open_selected(other, record, SECRET)
+    with pytest.raises(commitment.CommitmentError):
+        commitment.check_model(record, other, SECRET)
+    with pytest.raises(commitment.CommitmentError, match="rows"):
+        commitment.check_model(record | {"rows": swapped}, model, SECRET)
 
 
 # ── merges and perturbations ──────────────────────────────────────────────────────────────────────────────────────────
@@ -299,7 +319,7 @@ def test_matrix_merge_and_attack(folders, weights, tmp_path, nulls_of_tiny_model
     record = json.loads(run("matrix", folders("llama"), folders("llama", 1), child, "-o", tmp_path / "m.png", "--json"))
     assert record["scores"][0][2] > 0.999 > 0.2 > record["scores"][0][1]
     assert abs(record["order"].index(0) - record["order"].index(2)) == 1
-    assert (tmp_path / "m.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "m.png").read_bytes()[:4] == b"\x89PNG" and record["left_out"] == {}
     said = json.loads(run("attack", folders("llama"), "--transform", "rope", "-o", tmp_path / "rope", "--json"))
     assert said["exact"] and 0 <= said["logit_error"] < 1e-4
     assert json.loads(run("compare", folders("llama"), tmp_path / "rope", "--json"))["verdict"] == "related"
@@ -366,3 +386,39 @@ def test_fingerprint_appears_whole_or_not_at_all(folders, tmp_path, monkeypatch)
     monkeypatch.setattr(commitment, "open_selected", stop)
     result = CliRunner().invoke(app, ["fingerprint", str(folders("llama")), "-o", str(tmp_path / "mark"), "--opening"])
     assert result.exit_code != 0 and list(tmp_path.iterdir()) == []
+
+
+def without(folders, folder, *tails, layers=(0, 1, 2, 3), seed=0):
+    """A llama folder that lacks these weights in these layers."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((folders("llama") / "config.json").read_bytes())
+    state = load_file(next(folders("llama", seed).glob("*.safetensors")))
+    gone = tuple(f"layers.{layer}.self_attn.{tail}.weight" for layer in layers for tail in tails)
+    save_file({n: t for n, t in state.items() if not n.endswith(gone)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("method", "score"), [("all", 1), ("awm", 1), ("huref", 100)])
+def test_few_layers_with_queries_and_keys_widen_every_verdict(folders, tmp_path, nulls_of_tiny_models, method, score):
+    """Three of four layers without q and k: the fourth agrees fully, which is reported, but it is not enough."""
+    most = without(folders, tmp_path / "most", "q_proj", "k_proj", layers=(0, 1, 2))
+    record = json.loads(run("compare", folders("llama"), most, "--method", method, "--json", code=3))
+    assert record["verdict"] == "inconclusive" and record["coverage"] == 0.25
+    assert record["score"] == pytest.approx(score, rel=1e-4) and "25%" in record["reasons"][0]
+    some = without(folders, tmp_path / "some", "q_proj", "k_proj", layers=(0,))
+    record = json.loads(run("compare", folders("llama"), some, "--method", method, "--json"))
+    assert record["verdict"] == "related" and record["coverage"] == 0.75
+
+
+def test_matrix_goes_on_without_models_that_cannot_be_compared(folders, tmp_path):
+    bare, packed = without(folders, tmp_path / "bare", "q_proj"), without(folders, tmp_path / "packed")
+    save_file({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, packed / "p.safetensors")
+    models = [folders("llama"), bare, packed, folders("llama", 1)]
+    result = CliRunner().invoke(app, ["matrix", *map(str, models), "--json"])
+    record = json.loads(result.stdout)
+    assert result.exit_code == 0 and record["models"] == [str(models[0]), str(models[3])]
+    assert "query and key" in record["left_out"][str(bare)] and "packed" in record["left_out"][str(packed)]
+    assert f"left out: {bare}" in result.stderr
+    for few in ([bare, folders("llama")], [packed, folders("llama")]):
+        result = CliRunner().invoke(app, ["matrix", *map(str, few), "--json"])
+        assert result.exit_code == 3 and result.stdout == "" and "abstained" in result.stderr

@@ -245,7 +245,8 @@ def matrix(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Hardened AWM of all pairs, clustered.
+    """Hardened AWM of all pairs, clustered. Packed 4-bit models and models without query and key weights are left out.
+    Exit code: 3 when fewer than two remain.
 
     \b
     Example:
@@ -253,22 +254,40 @@ def matrix(
     """
     from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.compare import matrix as run
+    from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
 
-    opened = [open_checkpoint(m, device=device) for m in models]
-    with _bars(as_json) as bars:
-        result = run(opened, alignment, bars("pairs"))
+    opened, left_out = [], {}
+    for name in models:
+        try:
+            opened.append(open_checkpoint(name, device=device))
+        except PackedWeightsError as error:
+            left_out[name] = str(error)
+    try:
+        if left_out and len(opened) < 2:
+            raise NoEvidenceError("fewer than two models can be compared")
+        with _bars(as_json) as bars:
+            result = run(opened, alignment, bars("pairs"))
+    except NoEvidenceError as error:
+        for reason in (*left_out.values(), error):
+            _err.print(f"abstained: {reason}", markup=False, soft_wrap=True)
+        raise typer.Exit(3) from error
+    left_out |= result.left_out
+    for name, reason in left_out.items():
+        _err.print(f"left out: {name} ({reason})", markup=False, soft_wrap=True)
     if output is not None:
         from fathom.lineage.heatmap import save_matrix
 
         save_matrix(result, output)
     if as_json:
         tree, scores = result.tree.tolist(), result.scores.tolist()
-        _print_json({"models": result.names, "scores": scores, "order": result.order, "tree": tree})
+        record = {"models": result.names, "scores": scores, "order": result.order, "tree": tree}
+        _print_json(record | {"left_out": left_out})
         return
-    table = Table("", *(f"[{i}]" for i in range(len(models))), box=None)
+    columns = range(len(result.names))
+    table = Table("", *(f"[{i}]" for i in columns), box=None)
     for i in result.order:
         table.add_row(
-            f"[{i}] {result.names[i]}".replace("[", "\\["), *(f"{result.scores[i, j]:.3f}" for j in range(len(models)))
+            f"[{i}] {result.names[i]}".replace("[", "\\["), *(f"{result.scores[i, j]:.3f}" for j in columns)
         )
     _out.print(table)
 

@@ -74,16 +74,10 @@ class _Side:
     dims: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        alive = canonical.live_layers(self.model) if self.hardened else list(range(self.model.geometry.layers))
-        self.layers = [l for l in alive if self.model.has(l, "q") and self.model.has(l, "k")]
-        if self.hardened:  # queries and keys of heads that write nothing are not part of the function
-            self.layers = [l for l in self.layers if canonical.attends(self.model, l)]
-        self.live = len(alive)
+        self.layers, self.live = query_key_layers(self.model, self.hardened)
         self.dims = canonical.residual_dims(self.model) if self.hardened else None
-        if not self.layers:
-            raise NoEvidenceError(
-                f"{self.model.source}: no live layer with query and key weights; AWM has nothing to compare"
-            )
+        if self.width < 4:  # unbiased CKA divides by d − 3
+            raise NoEvidenceError(f"{self.model.source}: {self.width} residual dims; AWM compares models of at least 4")
 
     @property
     def width(self) -> int:
@@ -133,6 +127,17 @@ class _Side:
 
     def _flatten(self, weight: Tensor) -> Tensor:
         return weight if self.power == 1 else spectral_power(weight, self.power)
+
+
+def query_key_layers(model: Checkpoint, hardened: bool = True) -> tuple[list[int], int]:
+    """(layers that AWM compares, number of live layers). Raises NoEvidenceError when there is none to compare."""
+    alive = canonical.live_layers(model) if hardened else list(range(model.geometry.layers))
+    layers = [l for l in alive if model.has(l, "q") and model.has(l, "k")]
+    if hardened:  # queries and keys of heads that write nothing are not part of the function
+        layers = [l for l in layers if canonical.attends(model, l)]
+    if not layers:
+        raise NoEvidenceError(f"{model.source}: no live layer with query and key weights; AWM has nothing to compare")
+    return layers, len(alive)
 
 
 def spectral_power(weight: Tensor, power: float) -> Tensor:

@@ -12,8 +12,10 @@ nothing about others and public bases cannot be guessed by dictionary.
     the weights in hand — that the vector is theirs. Does not prove: that the key's holder trained them, or serves them.
 
 Tier 1 — selective opening. The embedding rows of the token list and the two layers that HuRef reads, with Merkle paths.
-    Proves to someone without the other weights: the published vector is computed from values under the root.
-    Does not prove: that the layers shown are the last two live ones of the model that is served.
+    Proves to someone without the other weights: the published vector is computed from values under the root, taken from
+    the rows and layers that the statement names.
+    Does not prove: that those rows are those tokens' (the tokenizer is not under the root; the statement fixes the map,
+    tier 0 compares it with the model's tokenizer), nor that the layers are the last two live ones of the model.
 """
 
 import base64
@@ -118,7 +120,7 @@ def merkle_root(model: Checkpoint, secret: bytes) -> str:
 
 
 def statement(model: Checkpoint, mark: Fingerprint, secret: bytes, version: str) -> dict[str, Any]:
-    """What gets signed: root, vector, token list, layers, sizes, time."""
+    """What gets signed: root, vector, token list and its rows, layers, sizes, time."""
     return {
         "format": "fathom-lineage-1",
         "fathom": version,
@@ -128,6 +130,7 @@ def statement(model: Checkpoint, mark: Fingerprint, secret: bytes, version: str)
         "vector": [float(f"{x:.7g}") for x in mark.vector.tolist()],
         "tokens": [base64.b64encode(t).decode() for t in mark.tokens],
         "tokens_sha256": mark.token_digest,
+        "rows": mark.rows,  # which row of the embedding each token is: fixed before anything is opened
         "layers": mark.layers,
         "config": _public_config(model),
     }
@@ -190,6 +193,9 @@ def check_model(record: dict[str, Any], model: Checkpoint, secret: bytes | None)
             raise CommitmentError(
                 f"root: these weights give {root[:16]}…, the statement says {record.get('root')!s:.16}…"
             )
+        vocabulary, tokens = model.vocabulary or {}, record["tokens"]
+        if tokens and [vocabulary.get(base64.b64decode(t)) for t in tokens] != record.get("rows"):
+            raise CommitmentError("rows: this model's tokenizer gives the tokens other embedding rows than the statement")
         found["root"] = 1.0
     return found
 
@@ -235,7 +241,9 @@ def open_selected(model: Checkpoint, record: dict[str, Any], secret: bytes) -> O
     tokens = [base64.b64decode(t) for t in record["tokens"]]
     if model.vocabulary is None or not tokens:
         raise CheckpointError(f"{model.source}: without a tokenizer there is no token list to open")
-    rows = [model.vocabulary[t] for t in tokens]
+    rows = record["rows"]
+    if [model.vocabulary.get(t) for t in tokens] != rows:
+        raise CommitmentError("rows: this model's tokenizer gives the tokens other embedding rows than the statement")
     where = {place: i for i, place in enumerate(places)}
     table = model.embedding()
     width = table.shape[1] * 4
@@ -250,7 +258,7 @@ def open_selected(model: Checkpoint, record: dict[str, Any], secret: bytes) -> O
                 shapes[name] = list(opened[name].shape)
                 indices += [where[name, offset] for offset, _ in _pieces(name, opened[name])]
     salts = {f"{places[i][0]}@{places[i][1]}": _salt(secret, *places[i]).hex() for i in indices}
-    proof = {"rows": rows, "shapes": shapes, "salts": salts, "leaves": len(leaves), "nodes": _multiproof(levels,
+    proof = {"shapes": shapes, "salts": salts, "leaves": len(leaves), "nodes": _multiproof(levels,
     indices),
              "index": {f"{places[i][0]}@{places[i][1]}": i for i in indices}}  # fmt: skip
     return Opening(save(opened), proof)
@@ -292,11 +300,13 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
     known: dict[int, bytes] = {}
     try:
         tensors = load(opening.tensors)
+        if (shown := {int(n.split(".")[1]) for n in tensors if n != "embed"}) != set(record["layers"]):
+            raise ValueError(f"layers {sorted(shown)} are opened, the statement names {record['layers']}")
         for name, tensor in tensors.items():
             shape = tuple(proof["shapes"][name])
             pieces = _pieces(name, tensor)
             if name == "embed":
-                offsets = (row * tensor.shape[1] * 4 for row in proof["rows"])
+                offsets = (row * tensor.shape[1] * 4 for row in record["rows"])
                 pieces = ((at, data) for at, (_, data) in zip(offsets, pieces, strict=True))
             for offset, data in pieces:
                 key = f"{name}@{offset}"

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage, optimal_leaf_ordering
 from scipy.spatial.distance import squareform
 
-from fathom.lineage.awm import Anchor, AWMResult, Progress, awm
+from fathom.lineage.awm import Anchor, AWMResult, Progress, awm, query_key_layers
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.huref import ics
@@ -102,8 +102,8 @@ def compare(
         except NoEvidenceError as error:
             failures.append(str(error))
         else:
-            verdict = judge("huref-ics", width, outcome.score)
-            judged.append(("huref", verdict, 1.0))
+            verdict = judge("huref-ics", width, outcome.score, outcome.coverage)
+            judged.append(("huref", verdict, outcome.coverage))
             details["huref"] = {**asdict(outcome), **verdict.as_dict(), "notes": outcome.notes}
     if not judged:
         raise NoEvidenceError("; ".join(dict.fromkeys(failures)))
@@ -157,12 +157,13 @@ def _awm_record(result: AWMResult, verdict: Verdict) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Scores of all pairs, and a tree by average linkage on 1 − score."""
+    """Scores of all pairs, and a tree by average linkage on 1 − score; left_out: models without evidence, and why."""
 
     names: list[str]
     scores: np.ndarray
     tree: np.ndarray
     order: list[int]
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def matrix(
@@ -170,19 +171,32 @@ def matrix(
     alignment: Literal["lap", "procrustes"] = "lap",
     progress: Callable[[int, int], None] | None = None,
 ) -> Matrix:
-    """Hardened AWM of every pair. Pairs without an anchor score 0. Raises ValueError for fewer than two models."""
-    n = len(models)
+    """Hardened AWM of every pair. Pairs without an anchor score 0; models without query and key weights are left out.
+
+    Raises ValueError for fewer than two models, NoEvidenceError when fewer than two can be compared.
+    """
+    if len(models) < 2:
+        raise ValueError(f"models: {len(models)} given; a matrix needs at least two")
+    kept: list[Checkpoint] = []
+    left_out: dict[str, str] = {}
+    for model in models:
+        try:
+            query_key_layers(model)
+            kept.append(model)
+        except NoEvidenceError as error:
+            left_out[model.source] = str(error)
+    n = len(kept)
     if n < 2:
-        raise ValueError(f"models: {n} given; a matrix needs at least two")
+        raise NoEvidenceError("; ".join(left_out.values()))
     scores = np.eye(n)
     pairs = [(i, j) for i in range(n) for j in range(i)]
     for done, (i, j) in enumerate(pairs, 1):
         try:
-            scores[i, j] = scores[j, i] = awm(models[i], models[j], alignment=alignment).score
+            scores[i, j] = scores[j, i] = awm(kept[i], kept[j], alignment=alignment).score
         except NoAnchorError:
             scores[i, j] = scores[j, i] = 0.0
         if progress:
             progress(done, len(pairs))
     distances = squareform(np.clip(1 - scores, 0, 2), checks=False)
     tree = optimal_leaf_ordering(linkage(distances, "average"), distances)
-    return Matrix([m.source for m in models], scores, tree, leaves_list(tree).tolist())
+    return Matrix([m.source for m in kept], scores, tree, leaves_list(tree).tolist(), left_out)

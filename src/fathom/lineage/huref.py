@@ -25,6 +25,7 @@ from torch import Tensor
 from fathom.lineage import canonical
 from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
+from fathom.lineage.short_products import near_one
 from fathom.lineage.vocabulary import shared_rows
 
 VECTOR = 512
@@ -64,6 +65,13 @@ class Term:
     left: Tensor
     right: Tensor
 
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, options: HuRefOptions) -> "Term":
+        """Factors brought near 1 by powers of two, or products of very small or large weights would leave float32. No
+        correlation sees it; without `standardise` the sizes of the terms count, so they stay."""
+        scales = [near_one(t) if options.standardise else 1.0 for t in (left, right)]
+        return cls(*(t if s == 1 else t * s for t, s in zip((left, right), scales)))
+
     @property
     def total(self) -> float:
         return self.left.sum(0, dtype=torch.float64).dot(self.right.sum(0, dtype=torch.float64)).item()
@@ -87,11 +95,13 @@ class Term:
 
 @dataclass(frozen=True)
 class ICSResult:
-    """score: ICS in [−100, 100]; terms: correlation of each term by layer from the end, e.g. {"M_a[-1]": 0.98}."""
+    """score: ICS in [−100, 100]; terms: correlation of each term by layer from the end, e.g. {"M_a[-1]": 0.98};
+    coverage: part of live layers that have q, k, v and o, from which the two compared layers are taken."""
 
     score: float
     terms: dict[str, float]
     tokens: int
+    coverage: float
     notes: list[str]
 
 
@@ -120,10 +130,16 @@ def select_tokens(
 
 def last_layers(model: Checkpoint, count: int = 2) -> list[int]:
     """The last layers that write anything (growth appends dead ones) and have attention weights."""
-    found = [l for l in canonical.live_layers(model) if all(model.has(l, r) for r in "qkvo")][-count:]
+    return _attention_layers(model)[0][-count:]
+
+
+def _attention_layers(model: Checkpoint) -> tuple[list[int], float]:
+    """Live layers with q, k, v and o, and their part of all live layers."""
+    live = canonical.live_layers(model)
+    found = [l for l in live if all(model.has(l, r) for r in "qkvo")]
     if not found:
         raise NoEvidenceError(f"{model.source}: no live layer with q, k, v and o weights; HuRef needs them")
-    return found
+    return found, len(found) / len(live)
 
 
 def invariant_terms(model: Checkpoint, rows: Sequence[int], options: HuRefOptions = DEFAULT) -> list[Term]:
@@ -132,6 +148,7 @@ def invariant_terms(model: Checkpoint, rows: Sequence[int], options: HuRefOption
     table = canonical.embedding(model, None) if options.fold_norms else model.embedding()
     x = table[index]
     del table
+    x = x * near_one(x)  # scales all six terms alike
     terms = []
     for layer in last_layers(model):
         terms += [_attention(model, layer, x, options), _values(model, layer, x, options)]
@@ -154,7 +171,7 @@ def _attention(model: Checkpoint, layer: int, x: Tensor, options: HuRefOptions) 
     else:
         q, k = model.read(layer, "q"), model.read(layer, "k")
     queries = (x @ q.T).reshape(len(x), g.heads, -1)
-    return Term(_grouped(queries, g.heads // g.kv_heads, options.gqa), x @ k.T)
+    return Term.of(_grouped(queries, g.heads // g.kv_heads, options.gqa), x @ k.T, options)
 
 
 def _values(model: Checkpoint, layer: int, x: Tensor, options: HuRefOptions) -> Term:
@@ -164,12 +181,12 @@ def _values(model: Checkpoint, layer: int, x: Tensor, options: HuRefOptions) -> 
         v = canonical.fold(model, layer, v, "attn_norm", None)
         o = canonical.written(model, layer, o, "post_attn_norm", None)
     outputs = (x @ o).reshape(len(x), g.heads, -1)
-    return Term(x @ v.T, _grouped(outputs, g.heads // g.kv_heads, options.gqa))
+    return Term.of(x @ v.T, _grouped(outputs, g.heads // g.kv_heads, options.gqa), options)
 
 
 def _feed_forward(model: Checkpoint, layer: int, x: Tensor, options: HuRefOptions) -> Term:
     """Experts add up: their order does not matter, and copies of one expert only scale the term."""
-    total = torch.zeros_like(x)
+    total, scales = torch.zeros_like(x), None
     for prefix in model.feed_forwards(layer):
         up, down = model.read(layer, prefix + "up"), model.read(layer, prefix + "down")
         if options.glu_term == "hadamard" and model.has(layer, prefix + "gate"):
@@ -177,9 +194,12 @@ def _feed_forward(model: Checkpoint, layer: int, x: Tensor, options: HuRefOption
         if options.fold_norms:
             up = canonical.fold(model, layer, up, "ffn_norm", None)
             down = canonical.written(model, layer, down, "post_ffn_norm", None)
+        if options.standardise:
+            scales = scales or (near_one(up), near_one(down))  # one scale for all experts, or their sum would change
+            up, down = up * scales[0], down * scales[1]
         # W_upᵀW_downᵀ first or last, whichever is the smaller product
         total += (x @ up.T) @ down.T if len(up) < len(x) or len(up) > 2 * x.shape[1] else x @ (up.T @ down.T)
-    return Term(total, x)
+    return Term.of(total, x, options)
 
 
 def ics(a: Checkpoint, b: Checkpoint, options: HuRefOptions = DEFAULT) -> ICSResult:
@@ -192,14 +212,17 @@ def ics(a: Checkpoint, b: Checkpoint, options: HuRefOptions = DEFAULT) -> ICSRes
     ours, theirs = invariant_terms(a, rows_a, options), invariant_terms(b, rows_b, options)
     count = min(len(ours), len(theirs))
     ours, theirs = ours[-count:], theirs[-count:]
+    coverage = min(_attention_layers(m)[1] for m in (a, b))
     scores, notes = {}, [] if spelled else ["no tokenizer: tokens were matched by their number"]
+    if coverage < 1:
+        notes.append(f"only {coverage:.0%} of the layers have query and key weights of their own")
     for i, (m, n) in enumerate(zip(ours, theirs)):
         name = f"{TERMS[i % 3]}[{(i - count) // 3}]"
         energy = m.covariance(m) * n.covariance(n)
         scores[name] = m.covariance(n) / math.sqrt(energy) if energy > 0 else 0.0
         if energy <= 0:
             notes.append(f"{name} is constant in one model and counts as 0")
-    return ICSResult(100 * sum(scores.values()) / count, scores, len(rows_a), notes)
+    return ICSResult(100 * sum(scores.values()) / count, scores, len(rows_a), coverage, notes)
 
 
 def pooled_vector(terms: Sequence[Term], options: HuRefOptions = DEFAULT) -> Tensor:
@@ -226,10 +249,11 @@ def pooled_vector(terms: Sequence[Term], options: HuRefOptions = DEFAULT) -> Ten
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A stand-alone fingerprint: the 512-vector and the token list it was made with (bytes, in row order)."""
+    """A stand-alone fingerprint: the 512-vector, the tokens it was made with (bytes) and their embedding rows."""
 
     vector: Tensor
     tokens: list[bytes]
+    rows: list[int]
     layers: list[int]
 
     @property
@@ -260,4 +284,4 @@ def fingerprint(
         rows, spelled = rows[-keep:], spelled[-keep:]
     terms = invariant_terms(model, rows, options)
     terms = terms if len(terms) == 6 else terms * 2  # a one-layer model counts its layer twice
-    return Fingerprint(pooled_vector(terms, options), spelled, last_layers(model))
+    return Fingerprint(pooled_vector(terms, options), spelled, rows, last_layers(model))
