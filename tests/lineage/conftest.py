@@ -44,12 +44,18 @@ def _config(name: str):
         "qwen2_moe": lambda: hf.Qwen2MoeConfig(**common, **moe, num_experts=4, shared_expert_intermediate_size=48),
         "qwen3_moe": lambda: hf.Qwen3MoeConfig(**common, **moe, num_experts=4, head_dim=16),
         "deepseek_v3": lambda: hf.DeepseekV3Config(**(common | {"num_key_value_heads": 8}), **moe, **mla),
+        # as DeepSeek-V2-Lite: no low rank for queries
+        "deepseek_v2": lambda: hf.DeepseekV2Config(**(common | {"num_key_value_heads": 8}), **moe,
+                                                   **(mla | {"q_lora_rank": None})),
+        "nemotron": lambda: hf.NemotronConfig(**common),
+        "mpt": lambda: hf.MptConfig(vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=8, max_seq_len=64),
     }  # fmt: skip
     return configs[name]()
 
 
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi", "phi3",
-            "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]  # fmt: skip
+            "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2",
+            "nemotron", "mpt"]  # fmt: skip
 
 
 def write_model(name: str, folder: Path, seed: int = 0) -> Path:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conftest import FAMILIES
 from fathom.lineage.attack import logits
 from fathom.lineage.checkpoint import halves_from_pairs, open_checkpoint, pairs_from_halves
 from fathom.lineage.errors import CheckpointError, PackedWeightsError
@@ -66,6 +67,28 @@ def test_latent_attention_products_equal_the_modules(folders):
     torch.testing.assert_close(mine_v / size, keys[:, g.nope_dim :], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine_k[:, 8:] / size, keys[:, : g.nope_dim], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine_k[:, :8], torch.cat([rope[0::2], rope[1::2]]).expand(g.heads, -1))
+
+
+def test_direct_queries_of_latent_attention_equal_the_module(folders):
+    """DeepSeek-V2-Lite: q_proj without low rank; rotating dims first and in halves, the rest after them."""
+    from transformers import AutoModel
+
+    module = AutoModel.from_pretrained(folders("deepseek_v2"), dtype=torch.float64).layers[1].self_attn.q_proj
+    reader = open_checkpoint(folders("deepseek_v2"), dtype=torch.float64)
+    x = torch.randn(reader.geometry.hidden, dtype=torch.float64)
+    heads = module(x).view(reader.geometry.heads, 16)
+    want = torch.cat([heads[:, 8::2], heads[:, 9::2], heads[:, :8]], 1)
+    torch.testing.assert_close((reader.read(1, "q") @ x).view_as(want), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_by_role_go_back_to_the_stored_tensors(folders, weights, family):
+    """What the attack bench writes of an unchanged model is the file it read, name by name."""
+    stored = {n: t for f in folders(family).glob("*.safetensors") for n, t in load_file(f).items()}
+    written = weights(family).state_dict()
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(written[name], tensor, rtol=1e-14, atol=1e-15, check_dtype=False)
 
 
 def test_pairs_and_halves_are_inverse():
@@ -220,6 +243,26 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         (partial / file).write_text(text)
         with pytest.raises(CheckpointError, match="tokenizer files"):
             open_checkpoint(partial)
+    for file, text, message in (
+        ("model.safetensors.index.json", "[]", "index.json: holds a list"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "index.json: not a shard index"),
+        ("config.json", json.dumps(sizes | {"rope_parameters": "x"}), "sizes in its configuration.*'str'"),
+        ("config.json", json.dumps(sizes | {"kv_lora_rank": 8}), "sizes in its configuration.*qk_nope_head_dim"),
+        ("config.json", json.dumps(sizes | {"head_dim": "8"}), "head_dim is '8'"),
+        ("config.json", "{", "config.json: not valid JSON"),
+        ("adapter_config.json", "{", "adapter_config.json: not valid JSON"),
+        ("adapter_config.json", "{}", "adapter without its base"),
+    ):
+        folder = model(f"json{len(list(tmp_path.iterdir()))}")
+        (folder / file).write_text(text)
+        if file == "adapter_config.json":
+            (folder / "config.json").unlink()
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="model type 'gptj' is read"):
+        open_checkpoint(model("unknown", {n: t for n, t in state.items() if "embed" not in n}, model_type="gptj"))
+    with pytest.raises(ValueError, match="device: 'xyz' cannot be used"):
+        open_checkpoint(folders("llama"), device="xyz")
     torch.save([1, 2], tmp_path / "list.bin")
     (tmp_path / "empty.gguf").write_bytes(b"")
     (tmp_path / "config.json").write_text("[]")

@@ -78,6 +78,7 @@ def test_lossless_and_lossy_dtype(weights):
         ("llama", "experts", "mixture"),
         ("deepseek_v3", "heads", "no 'q'"),
         ("gemma", "widen", "embedding"),
+        ("mpt", "heads", "ALiBi"),
     ],
 )
 def test_inapplicable_transforms_say_why(weights, family, name, reason):

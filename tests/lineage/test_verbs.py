@@ -148,7 +148,7 @@ def test_statement_fixes_rows_and_layers(committed):
     assert record["rows"] == [model.vocabulary[base64.b64decode(t)] for t in record["tokens"]]
     swapped = [*record["rows"][1::-1], *record["rows"][2:]]
     for changed in ({"rows": swapped}, {"rows": 5}, {"rows": record["rows"][:-1]}, {"layers": [1, 3]}):
-        with pytest.raises(commitment.CommitmentError, match="proof|root"):
+        with pytest.raises(commitment.CommitmentError, match=r"proof|root"):
             commitment.check_opening(record | changed, opening)
     other = replace(model, vocabulary={t: i ^ 1 for t, i in model.vocabulary.items()})
     with pytest.raises(commitment.CommitmentError, match="rows"):
@@ -183,6 +183,19 @@ def test_merge_weights_are_recovered(relatives):
     assert found.unexplained > 0.1 and max(found.errors) > 1e-4
     with pytest.raises(ValueError, match="two candidates"):
         merge_weights(base.checkpoint(), [one.checkpoint()])
+
+
+def test_a_stranger_is_left_over(weights, relatives):
+    """Nothing of a stranger is explained; parents without some matrices are compared by the others."""
+    _, one, two = relatives
+    stranger = weights("llama", 1).to(torch.float32)
+    found = merge_weights(stranger.checkpoint(), [one.checkpoint(), two.checkpoint()])
+    assert found.unexplained > 0.98 and max(map(abs, found.weights)) < 0.1
+    child, bare = merge([one, two], [0.6, 0.4]), one.clone()
+    del bare.tensors["layers.1.q"]
+    assert merge_weights(child.checkpoint(), [bare.checkpoint(), two.checkpoint()]).weights == pytest.approx(
+        [0.6, 0.4], abs=1e-3
+    )
 
 
 def test_dead_layers_do_not_disturb_a_merge_estimate(relatives):

@@ -286,9 +286,7 @@ def matrix(
     columns = range(len(result.names))
     table = Table("", *(f"[{i}]" for i in columns), box=None)
     for i in result.order:
-        table.add_row(
-            f"[{i}] {result.names[i]}".replace("[", "\\["), *(f"{result.scores[i, j]:.3f}" for j in columns)
-        )
+        table.add_row(f"[{i}] {result.names[i]}".replace("[", "\\["), *(f"{result.scores[i, j]:.3f}" for j in columns))
     _out.print(table)
 
 
@@ -317,7 +315,7 @@ def merge(
         return
     for name, weight, error in zip(parents, found.weights, found.errors):
         _out.print(f"{weight:8.4f} ± {error:.4f}  {name}", markup=False, soft_wrap=True)
-    _out.print(f"left over: {found.unexplained:.1%} of the distance to the nearest parent")
+    _out.print(f"left over: {found.unexplained:.1%} of what the nearest parent alone leaves")
 
 
 @app.command()

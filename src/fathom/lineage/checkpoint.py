@@ -4,7 +4,6 @@ model = open_checkpoint("folder, .gguf file or hub name")
 model.read(3, "q")       # [heads · head_dim, hidden], float32, rotate-half rows
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from fathom.lineage.families import (
     stored_layers,
     without_role,
 )
-from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, open_store
+from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, json_object, open_store
 from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
 
 
@@ -42,17 +41,24 @@ def open_checkpoint(
     base:   the base model of an adapter; default: what its adapter_config.json names.
     dtype:  what `read` returns; float32 or, for tests, float64.
 
-    Raises CheckpointError (PackedWeightsError for packed 4-bit weights) when it cannot be read.
+    Raises CheckpointError (PackedWeightsError for packed 4-bit weights) when it cannot be read, ValueError for a device
+    that is not there.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises depends on how it was built
+        raise ValueError(f"device: {str(device)!r} cannot be used here ({str(error).splitlines()[0]})") from error
     path = Path(source)
     if not path.exists():
         if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
             raise CheckpointError(f"{source}: no such file or folder")
         path = hub_snapshot(str(source))
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        base = base or json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        base = base or json_object(path / "adapter_config.json").get("base_model_name_or_path")
         if not base:
-            raise CheckpointError(f"{path}: a LoRA adapter without its base; name the base model")
+            raise CheckpointError(
+                f"{path}: a LoRA adapter without its base; name it as base_model_name_or_path in adapter_config.json"
+            )
         model = open_checkpoint(base, device=device, dtype=dtype)
         vocabulary = read_vocabulary(path) or model.vocabulary
         merged = LoRAStore(model.store, path)
@@ -72,7 +78,10 @@ def open_checkpoint(
         config = _read_config(folder)
         family = family_of(config)
         vocabulary = read_vocabulary(folder)
-    shape = geometry(config, family)
+    try:
+        shape = geometry(config, family)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: sizes in its configuration are missing or malformed ({error!r})") from error
     if missing := sorted(set(range(shape.layers)) - stored_layers(list(store.names()))):
         raise CheckpointError(
             f"{path}: {len(missing)} of {shape.layers} layers have no tensors (first: layer {missing[0]}); is a shard "
@@ -93,12 +102,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{folder}: no config.json; it is needed to know heads and layers")
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: holds a {type(config).__name__}, not the keys of a configuration")
+    config = json_object(file)
     for tower in ("text_config", "language_config", "llm_config", "thinker_config"):
         if isinstance(config.get(tower), dict):  # multimodal: the language tower is the model that is compared
             inner = config[tower]
@@ -125,7 +129,8 @@ class Checkpoint:
         self._layer_names, self._names = roles(list(self.store.names()), self.family, self.geometry.layers)
         if "embed" not in self._names:
             raise CheckpointError(
-                f"{self.source}: no input embedding ({self.family.embed}.weight) in the checkpoint; is a shard missing?"
+                f"{self.source}: no input embedding ({self.family.embed}.weight, as model type "
+                f"{self.config.get('model_type')!r} is read here) in the checkpoint; is a shard missing?"
             )
         if (shape := self.store.shape(self._names["embed"]))[1:] != (self.geometry.hidden,):
             raise CheckpointError(
@@ -240,7 +245,7 @@ class Checkpoint:
 
         if role == "q":
             q = factor("q") if (layer, "q") in names else factor("q_b") * factor("q_a_norm") @ factor("q_a")
-            return self._nope_last(q.reshape(g.heads, g.head_dim, -1)).flatten(0, 1)
+            return nope_last(q.reshape(g.heads, g.head_dim, -1), self.family, g).flatten(0, 1)
         down = factor("kv_a")
         latent, rope = down[: -g.rotary_dim], down[-g.rotary_dim :]
         up = (factor("kv_b") * factor("kv_a_norm")).reshape(g.heads, g.nope_dim + g.value_dim, -1)
@@ -248,14 +253,7 @@ class Checkpoint:
             return (up[:, g.nope_dim :] @ latent).flatten(0, 1)
         # One rotating key serves all heads; repeated, it meets each head's own non-rotating part.
         key = torch.cat([up[:, : g.nope_dim] @ latent, rope.expand(g.heads, -1, -1)], dim=1)
-        return self._nope_last(key).flatten(0, 1)
-
-    def _nope_last(self, heads: Tensor) -> Tensor:
-        """[H, nope + rope, d] → rotating dims first, in halves, as in every other family."""
-        rope = heads[:, self.geometry.nope_dim :]
-        if self.family.interleaved:
-            rope = torch.cat([rope[:, 0::2], rope[:, 1::2]], dim=1)
-        return torch.cat([rope, heads[:, : self.geometry.nope_dim]], dim=1)
+        return nope_last(key, self.family, g).flatten(0, 1)
 
     @property
     def tied(self) -> bool:
@@ -331,6 +329,21 @@ def join_fused(q: Tensor, k: Tensor, v: Tensor, family: Family, g: Geometry) -> 
     rest = q.shape[1:]
     parts = [t.reshape(g.kv_heads, -1, g.head_dim, *rest) for t in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def nope_last(heads: Tensor, family: Family, g: Geometry) -> Tensor:
+    """Latent attention's [H, nope + rope, d] → rotating dims first, in halves, as in every other family."""
+    rope = heads[:, g.nope_dim :]
+    if family.interleaved:
+        rope = torch.cat([rope[:, 0::2], rope[:, 1::2]], dim=1)
+    return torch.cat([rope, heads[:, : g.nope_dim]], dim=1)
+
+
+def nope_first(rows: Tensor, family: Family, g: Geometry) -> Tensor:
+    """The inverse of `nope_last`, for rows [H·(rope + nope), d]."""
+    if family.interleaved:
+        rows = pairs_from_halves(rows, g.head_dim, g.rotary_dim)
+    return rows.reshape(g.heads, g.head_dim, -1).roll(g.nope_dim, 1).flatten(0, 1)
 
 
 def halves_from_pairs(rows: Tensor, head_dim: int, rotary: int) -> Tensor:

@@ -193,11 +193,16 @@ def check_model(record: dict[str, Any], model: Checkpoint, secret: bytes | None)
             raise CommitmentError(
                 f"root: these weights give {root[:16]}…, the statement says {record.get('root')!s:.16}…"
             )
-        vocabulary, tokens = model.vocabulary or {}, record["tokens"]
-        if tokens and [vocabulary.get(base64.b64decode(t)) for t in tokens] != record.get("rows"):
-            raise CommitmentError("rows: this model's tokenizer gives the tokens other embedding rows than the statement")
+        if record["tokens"]:
+            _check_rows(record, model)
         found["root"] = 1.0
     return found
+
+
+def _check_rows(record: dict[str, Any], model: Checkpoint) -> None:
+    vocabulary = model.vocabulary or {}
+    if [vocabulary.get(base64.b64decode(t)) for t in record["tokens"]] != record.get("rows"):
+        raise CommitmentError("rows: this model's tokenizer gives the tokens other embedding rows than the statement")
 
 
 def _check_vector(record: dict[str, Any], model: Checkpoint, options: HuRefOptions = DEFAULT) -> float:
@@ -241,9 +246,8 @@ def open_selected(model: Checkpoint, record: dict[str, Any], secret: bytes) -> O
     tokens = [base64.b64decode(t) for t in record["tokens"]]
     if model.vocabulary is None or not tokens:
         raise CheckpointError(f"{model.source}: without a tokenizer there is no token list to open")
+    _check_rows(record, model)
     rows = record["rows"]
-    if [model.vocabulary.get(t) for t in tokens] != rows:
-        raise CommitmentError("rows: this model's tokenizer gives the tokens other embedding rows than the statement")
     where = {place: i for i, place in enumerate(places)}
     table = model.embedding()
     width = table.shape[1] * 4

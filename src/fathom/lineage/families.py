@@ -120,6 +120,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": Family(names=_PHI_NAMES, final_norm="final_layernorm", norm="layer", rotary=0.5),
     "phi3": Family(names=_LLAMA),
+    "nemotron": Family(names=_LLAMA, norm="layer", gain_offset=1.0),
     "mixtral": Family(names=_MIXTRAL_NAMES),
     "qwen3_next": Family(gain_offset=1.0),
     "deepseek_v2": _DEEPSEEK,
@@ -223,6 +224,8 @@ def geometry(config: Mapping[str, Any], family: Family) -> Geometry:
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
         kv_heads = 1 if config.get("multi_query", True) else heads
     head_dim = _first(config, "head_dim", "kv_channels", default=hidden // heads)
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise CheckpointError(f"config.json: head_dim is {head_dim!r}; a whole number is needed")
     rope = config.get("rope_parameters") or {}
     part = _first(
         config, "partial_rotary_factor", "rotary_pct", default=rope.get("partial_rotary_factor", family.rotary)

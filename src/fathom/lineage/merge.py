@@ -28,8 +28,8 @@ _READERS = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "gate": "ffn_n
 class MergeEstimate:
     """weights ± errors (one standard error) for each parent, in order.
 
-    explained: 1 − residual/total energy.  unexplained: the same residual relative to the distance to the nearest single
-    parent; a true merge of these parents leaves little of it, a stranger leaves about 1.
+    explained: 1 − residual/total energy.  unexplained: the same residual relative to what the best single parent, scaled
+    to fit, leaves; a true merge of these parents leaves little of it, a stranger about 1.
     """
 
     weights: list[float]
@@ -62,7 +62,7 @@ def merge_weights(
     total = torch.zeros(depth, dtype=torch.float64)
     for layer in range(depth):
         for role, norm in _READERS.items():
-            if not suspect.has(layer, role):
+            if not all(model.has(layer, role) for model in (suspect, *parents)):
                 continue
             target = canonical.fold(suspect, layer, suspect.read(layer, role), norm, None)
             energy = target.square().sum(dtype=torch.float64)
@@ -83,7 +83,9 @@ def merge_weights(
         if progress:
             progress(layer + 1, depth)
     if not total.any():
-        raise NoEvidenceError(f"{suspect.source}: every matrix is zero; there is nothing to estimate from")
+        raise NoEvidenceError(
+            f"{suspect.source}: every matrix is zero or missing from a parent; there is nothing to estimate from"
+        )
     weights, residual = _solve(gram.sum(0), right.sum(0), total.sum())
     if depth > 1:
         rest = torch.stack(
@@ -92,7 +94,8 @@ def merge_weights(
         errors = ((depth - 1) / depth * (rest - rest.mean(0)).square().sum(0)).sqrt()
     else:
         errors = torch.full((n,), float("nan"), dtype=torch.float64)
-    nearest = gram.sum(0).diagonal().min()
+    alone = [_solve(gram.sum(0)[i : i + 1, i : i + 1], right.sum(0)[i : i + 1], total.sum())[1] for i in range(n)]
+    nearest = torch.stack(alone).min()
     # A suspect that is one of the parents leaves nothing to explain.
     ratio = (residual / nearest).clamp(0, 1).item() if nearest > 1e-9 * total.sum() else 0.0
     return MergeEstimate(weights.tolist(), errors.tolist(), 1 - (residual / total.sum()).item(), ratio, depth)

@@ -71,10 +71,21 @@ def open_store(path: Path) -> TensorStore:
     raise CheckpointError(f"{path}: no *.safetensors, pytorch_model*.bin or *.gguf in this folder")
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """The keys and values of a JSON file. Raises CheckpointError when it holds anything else."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON and of UTF-8
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{file}: holds a {type(record).__name__}, not the keys of a configuration")
+    return record
+
+
 def _shards(index: Path) -> list[Path]:
     try:
-        files = sorted({index.parent / f for f in json.loads(index.read_text())["weight_map"].values()})
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        files = sorted({index.parent / f for f in json_object(index)["weight_map"].values()})
+    except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index}: not a shard index ({error})") from error
     if missing := [f.name for f in files if not f.is_file()]:
         raise CheckpointError(
@@ -84,7 +95,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _complete(store: TensorStore, index: Path) -> TensorStore:
-    if missing := sorted(set(json.loads(index.read_text())["weight_map"]) - set(store.names())):
+    if missing := sorted(set(json_object(index)["weight_map"]) - set(store.names())):
         raise CheckpointError(f"{index}: names {missing[0]!r}, which no shard holds; download the shards again")
     return store
 
@@ -294,7 +305,7 @@ class LoRAStore:
     """
 
     def __init__(self, base: TensorStore, adapter: Path) -> None:
-        config = json.loads((adapter / "adapter_config.json").read_text())
+        config = json_object(adapter / "adapter_config.json")
         if missing := [k for k in ("r", "lora_alpha") if config.get("peft_type") == "LORA" and not config.get(k)]:
             raise CheckpointError(f"{adapter}/adapter_config.json: no value for {missing[0]!r}; is it a PEFT adapter?")
         if config.get("peft_type") != "LORA" or config.get("use_dora"):

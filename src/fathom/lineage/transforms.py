@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from fathom.lineage.weights import Weights
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,8 @@ def value_output(w: Weights, generator: Generator) -> Weights:
 def heads(w: Weights, generator: Generator) -> Weights:
     """T8: KV groups in another order, and the query heads inside each."""
     g = w.geometry
+    if w.config.get("alibi") or w.config.get("model_type") in {"bloom", "mpt"}:
+        raise ValueError("transform 'heads': under ALiBi every head has its own slope, so their order is not free")
     w = w.clone()
     for layer in range(w.depth):
         groups = torch.randperm(g.kv_heads, generator=generator)
@@ -447,7 +449,7 @@ def deepen(w: Weights, generator: Generator) -> Weights:
                     tensor = tensor + tensor.std() * _normal(*tensor.shape, generator=generator, like=tensor)
                 w.set(len(origin), role, tensor.clone() if dead else tensor)  # no storage shared between layers
             origin.append(layer)
-    for key in ("num_hidden_layers", "n_layer"):
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):
         if key in w.config:
             w.config[key] = len(origin)
     for key, value in w.config.items():  # per-layer lists such as layer_types

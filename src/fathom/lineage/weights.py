@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fathom.lineage.checkpoint import Checkpoint, join_fused, pairs_from_halves
+from fathom.lineage.checkpoint import Checkpoint, join_fused, nope_first, pairs_from_halves
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.families import Family, Geometry, family_of, geometry
 from fathom.lineage.store import GGUFStore
@@ -149,7 +149,9 @@ class Weights:
                 state[outer[base] + bias] = tensor
                 continue
             layer = key.split(".")[1]
-            if base in {"q", "k", "q_norm", "k_norm"} and family.interleaved:
+            if base == "q" and g.nope_dim:  # latent attention without a low rank for queries
+                tensor = nope_first(tensor, family, g)
+            elif base in {"q", "k", "q_norm", "k_norm"} and family.interleaved:
                 tensor = pairs_from_halves(tensor, g.head_dim, g.rotary(int(layer)))
             if fused := next((f for f in self.fused if base in _FUSED[f]), None):
                 waiting[layer, base, bias] = tensor
