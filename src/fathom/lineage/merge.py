@@ -28,8 +28,9 @@ _READERS = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "gate": "ffn_n
 class MergeEstimate:
     """weights ± errors (one standard error) for each parent, in order.
 
-    explained: 1 − residual/total energy.  unexplained: the same residual relative to what the best single parent, scaled
-    to fit, leaves; a true merge of these parents leaves little of it, a stranger about 1.
+    explained: 1 − residual/total energy.
+    unexplained: the same residual relative to what the best single parent, scaled to fit, leaves; a true merge of these
+    parents leaves little of it, a stranger about 1.
     """
 
     weights: list[float]
