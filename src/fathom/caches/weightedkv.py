@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fathom.caches.base import LayerContext
+from fathom.caches.base import LayerContext, has_kernel
 from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
 from fathom.ops.run_merge import SMALLEST, run_merge
 
@@ -65,6 +65,11 @@ class WeightedState(SlotState):
         index = keep_highest(average, excess, method.n_sink, protected)
         if not method.merge:
             return index, value
+        if method.merge_into_recent and method.merge_stats == "keep" and has_kernel(value.device.type):
+            from fathom.ops.run_fold import fold_runs_, serves  # needs the package triton
+
+            if serves(value, average):  # `value` is this call's own copy
+                return index, fold_runs_(value, average, index)
         discarded = torch.ones(average.shape, dtype=torch.bool, device=value.device).scatter(2, index, False)
         to_left = torch.zeros_like(discarded)
         if not method.merge_into_recent:  # the run that ends at the protected window
