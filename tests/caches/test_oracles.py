@@ -14,7 +14,9 @@ from cache_cases import new_state, relative
 from fathom.caches import H2O, KIVI, TOVA, FreqKV, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV
 from fathom.caches.base import CacheShape
 from fathom.caches.rope import SlotRope
+from fathom.caches.slots import keep_highest
 from fathom.ops import cached_attention
+from fathom.ops.tree_sweep import tree_sweep
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 8, 60
 
@@ -150,6 +152,29 @@ def test_treekv(stream, score, stride):
     )
     state, _ = check(method, stream, evict, budget)
     assert int(state.pointer) == pointers[0] == pointers[1]
+
+
+@pytest.mark.parametrize("newest_leaves", [False, True])
+@pytest.mark.parametrize("slots,capacity,pointer,stride", [(40, 9, 4, 1), (41, 9, 4, 2), (12, 11, 10, 2), (9, 1, 0, 1)])
+def test_tree_sweep_is_one_eviction_at_a_time(slots, capacity, pointer, stride, newest_leaves):
+    score = torch.randint(4, (2, 3, slots), generator=torch.Generator().manual_seed(0)).float()  # with ties
+    found, end = tree_sweep(score, capacity, pointer, stride, newest_leaves)
+    for row, kept in zip(score.flatten(0, 1).tolist(), found.flatten(0, 1).tolist()):
+        held, p = list(range(slots)), pointer
+        while len(held) > capacity:
+            held.pop(p + 1 if newest_leaves or row[held[p]] > row[held[p + 1]] else p)
+            p = (p + stride) % capacity
+        assert held == kept and p == end
+
+
+@pytest.mark.parametrize("excess", [1, 2, 13, 20])
+@pytest.mark.parametrize("n_sink,n_recent", [(0, 0), (3, 0), (0, 4), (3, 7)])
+def test_keep_highest_drops_the_lowest(n_sink, n_recent, excess):
+    score = torch.randint(6, (2, 2, 30), generator=torch.Generator().manual_seed(1)).float()  # with ties
+    found = keep_highest(score, excess, n_sink, n_recent)
+    for row, kept in zip(score.flatten(0, 1).tolist(), found.flatten(0, 1).tolist()):
+        gone = sorted(range(n_sink, 30 - n_recent), key=lambda s: (row[s], s))[:excess]
+        assert kept == [s for s in range(30) if s not in gone]
 
 
 def test_weightedkv(stream):

@@ -80,7 +80,7 @@ def test_doubling_equals_the_loop(name):
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_the_loop(name, dtype, limit, width):
-    """Half precision: one rounding of the result, at most 2⁻¹¹ of it in fp16, 2⁻⁷ in bf16 (the interpreter cuts off)."""
+    """Half precision: one rounding of the result: 2⁻¹¹ of it in fp16, 2⁻⁷ in bf16 (the interpreter cuts off)."""
     from fathom.ops.run_fold import fold_runs_
 
     value, weight, discarded = case(name, dtype, width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.caches.base import LayerContext
@@ -37,8 +36,9 @@ class H2OState(SlotState):
         return length
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
-        held = self.received
-        self.grown = {"received": received if held is None else F.pad(held, (0, length)) + received}
+        if self.received is not None:
+            received[..., : received.shape[2] - length].add_(self.received)
+        self.grown = {"received": received}
 
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
         score = self.grown["received"]

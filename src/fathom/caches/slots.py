@@ -13,7 +13,6 @@ import dataclasses
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel, storage_bytes
@@ -232,17 +231,14 @@ class SlotState(State):
         return keys, values
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
-        """received ← [received, 0] + r;  queries ← [queries, 0] + how many of the observed queries saw the slot."""
+        """received ← [received, 0] + r, made in r;  queries ← [queries, 0] + how many observed queries saw the slot."""
         slots = received.shape[2]
-        seen_by = (slots - torch.arange(slots, device=received.device)).clamp(max=last).to(torch.int32)
-        if self.received is None or self.queries is None:
-            self.grown = {"received": received, "queries": seen_by.expand(received.shape).clone()}
-        else:
-            grow = (0, length)
-            self.grown = {
-                "received": F.pad(self.received, grow) + received,
-                "queries": F.pad(self.queries, grow) + seen_by,
-            }
+        seen_by = torch.arange(slots, 0, -1, dtype=torch.int32, device=received.device).clamp(max=last)
+        queries = seen_by.expand(received.shape).clone()
+        if self.received is not None and self.queries is not None:
+            received[..., : slots - length].add_(self.received)
+            queries[..., : slots - length].add_(self.queries)
+        self.grown = {"received": received, "queries": queries}
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Drop slots until `wanted` remain, and store."""
@@ -289,8 +285,11 @@ def keep_highest(score: Tensor, excess: int, n_sink: int, n_recent: int) -> Tens
     open_to_loss = score[..., n_sink : slots - n_recent]
     if excess == 1:
         return without_one(open_to_loss.argmin(-1) + n_sink, slots)
-    order = open_to_loss.argsort(dim=-1, stable=True)[..., excess:] + n_sink
-    protected = torch.cat(
-        (torch.arange(n_sink, device=score.device), torch.arange(slots - n_recent, slots, device=score.device))
-    )
-    return torch.cat((order, protected.expand(*order.shape[:-1], -1)), dim=-1).sort(dim=-1).values
+    stay = open_to_loss.argsort(dim=-1, stable=True)[..., excess:].sort(dim=-1).values
+    return with_protected(stay, slots, n_sink, n_recent)
+
+
+def with_protected(middle: Tensor, slots: int, n_sink: int, n_recent: int) -> Tensor:
+    """Slots 0 … n_sink − 1, then `middle` [B,G,·] counted from n_sink, then the newest n_recent of `slots`."""
+    index = torch.arange(slots, device=middle.device).expand(*middle.shape[:2], -1)
+    return torch.cat((index[..., :n_sink], middle + n_sink, index[..., slots - n_recent :]), dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheShape, LayerContext
-from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, without_one
+from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, with_protected, without_one
 from fathom.ops.tree_sweep import tree_sweep
 
 
@@ -115,9 +115,9 @@ class TreeState(SlotState):
         return length % self.method.block if length > self.method.block else 0
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
+        latest = received.clone() if self.method.score == "last" else received
         super().observe(received, last, length)
-        if self.method.score == "last":
-            self.grown["received"] = received
+        self.grown["received"] = latest
         if self.pointer is None:
             self.pointer = torch.zeros(received.shape[0], dtype=torch.long, device=received.device)
 
@@ -148,10 +148,8 @@ class TreeState(SlotState):
             pointer = int(self.pointer[0])  # one sync a call of several tokens
             middle, pointer = tree_sweep(region, method.tree_slots, pointer, method.stride, method.score == "none")
             self.pointer.fill_(pointer)
-        sinks = torch.arange(method.n_sink, device=value.device).expand(*middle.shape[:2], -1)
         rest = slots - excess - method.n_sink - middle.shape[2]
-        recent = torch.arange(slots - rest, slots, device=value.device).expand(*middle.shape[:2], -1)
-        return torch.cat((sinks, middle + method.n_sink, recent), dim=-1), value
+        return with_protected(middle, slots, method.n_sink, rest), value
 
     def eviction(self) -> Eviction:
         method = self.method

@@ -67,21 +67,21 @@ def observed_attention(
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     last = min(last, m)
     outputs = None if last == m else causal_attention(query, key, value, scaling)
+    rows = max(1, SCORES_AT_ONCE // (batch * heads * n))
+    if last == m <= rows:
+        weights = _weights(query, key, scaling)
+        return _mix(weights, value), REDUCE[reduce](weights).sum(2)
     received = key.new_zeros(batch, groups, n, dtype=torch.promote_types(key.dtype, torch.float32))
     pieces = []
-    rows = max(1, SCORES_AT_ONCE // (batch * heads * n))
     for start in range(m - last, m, rows):
         stop = min(start + rows, m)
         visible = n - m + stop
         weights = _weights(query[:, :, start:stop], key[:, :, :visible], scaling)
-        if visible == n and stop - start == m:
-            received = REDUCE[reduce](weights).sum(2)
-        else:
-            received[..., :visible] += REDUCE[reduce](weights).sum(2)
+        received[..., :visible].add_(REDUCE[reduce](weights).sum(2))
         if outputs is None:
             pieces.append(_mix(weights, value[:, :, :visible]))
     if outputs is None:
-        outputs = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        outputs = torch.cat(pieces, dim=2)
     return outputs, received
 
 
@@ -91,9 +91,9 @@ def _weights(query: Tensor, key: Tensor, scaling: float) -> Float[Tensor, "B G h
     groups, n = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, groups, heads // groups * m, width)
     scores = (grouped @ key.transpose(2, 3)).view(batch, groups, heads // groups, m, n) * scaling
-    if m > 1:
-        hidden = torch.ones(m, n, dtype=torch.bool, device=key.device).triu(n - m + 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
+    if m > 1:  # every query sees what is older than the first of them
+        hidden = torch.ones(m, m, dtype=torch.bool, device=key.device).triu(1)
+        scores[..., n - m :].masked_fill_(hidden, float("-inf"))
     return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 

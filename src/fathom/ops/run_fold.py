@@ -1,7 +1,7 @@
 """The folds of `run_merge` (WeightedKV, arXiv 2503.01330) in one launch and in place: a Triton kernel.
 
-The recurrence  m_s = α_s m_{s−1} + (1 − α_s) v_s  of a run of discarded slots p + 1 … i − 1 and the kept slot i that ends
-it is a sum with known coefficients, taken from i backwards, a tile of slots at a time:
+The recurrence  m_s = α_s m_{s−1} + (1 − α_s) v_s  over discarded slots p + 1 … i − 1 and the kept slot i after them
+is a sum with known coefficients, taken from i backwards, a tile of slots at a time:
 
     m_i = Σ_{s = p+1 … i} c_s (1 − α_s) v_s,   c_i = 1,  c_s = α_{s+1} c_{s+1}
 

@@ -25,17 +25,18 @@ def tree_sweep(
     excess = slots - capacity
     while excess > 0:
         stretch = min(excess, -(-(capacity - pointer) // stride))
-        first = pointer + torch.arange(stretch, device=score.device) * (stride + 1)
-        stays = torch.ones(index.shape[2], dtype=torch.bool)
-        stays[pointer + 1 : pointer + 1 + stretch * (stride + 1) : stride + 1] = False
-        stays = stays.nonzero().squeeze(-1).to(score.device)  # on the host: no device sync
-        chosen = index[..., stays]
+        stop = pointer + stretch * (stride + 1)
+        pairs = index[..., pointer:stop]
+        winner = pairs[..., :: stride + 1]
         if not newest_leaves:
-            held = score.gather(2, index)
-            older, newer = held[..., first], held[..., first + 1]
-            winner = torch.where(older > newer, index[..., first], index[..., first + 1])
-            chosen = chosen.clone()
-            chosen[..., pointer + torch.arange(stretch, device=score.device) * stride] = winner
+            held = score.gather(2, pairs)
+            newer = pairs[..., 1 :: stride + 1]
+            winner = torch.where(held[..., :: stride + 1] > held[..., 1 :: stride + 1], winner, newer)
+        stays = pairs.new_empty(*pairs.shape[:2], pairs.shape[2] - stretch)
+        stays[..., ::stride] = winner
+        for between in range(1, stride):  # contested by no one
+            stays[..., between::stride] = pairs[..., between + 1 :: stride + 1]
+        chosen = torch.cat((index[..., :pointer], stays, index[..., stop:]), dim=-1)
         index, excess = chosen, excess - stretch
         pointer = (pointer + stretch * stride) % capacity
     return index, pointer
