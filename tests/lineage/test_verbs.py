@@ -54,6 +54,9 @@ def test_verdict_zones():
     assert judge("paper-lap", 4096, 0.05, coverage=1).verdict == "related"
     assert judge("paper-lap", 4096, 0.05, coverage=0.55).verdict == "inconclusive"
     assert judge("never-measured", 64, 1.0).verdict == "inconclusive"
+    few, enough = (judge("paper-lap", 4096, 0.004, tokens=n) for n in (4095, 4096))
+    assert few.verdict == "inconclusive" and "4095 shared tokens" in few.reasons[0] and enough.verdict == "unrelated"
+    assert judge("paper-lap", 4096, 0.97, tokens=0).verdict == "related"
     assert combine([high, low]) == "related" and combine([low, low]) == "unrelated"
     for null in nulls():
         assert null.std > 0 and null.n >= 3 and null.max < null.perfect and null.source
@@ -435,3 +438,20 @@ def test_matrix_goes_on_without_models_that_cannot_be_compared(folders, tmp_path
     for few in ([bare, folders("llama")], [packed, folders("llama")]):
         result = CliRunner().invoke(app, ["matrix", *map(str, few), "--json"])
         assert result.exit_code == 3 and result.stdout == "" and "abstained" in result.stderr
+
+
+@pytest.mark.parametrize(("shared", "copy"), [(0, 3), (5, 3), (40, 0)])
+def test_few_shared_tokens_accuse_and_clear_nobody(folders, weights, tmp_path, nulls_of_tiny_models, shared, copy):
+    """HuRef of unrelated models is far off the null for few tokens; and few tokens leave axes free, so that a rotated
+    copy and a stranger look alike (40 of 64 axes still give the copy away). Both are inconclusive."""
+    for name, seed, code in (("copy", 0, copy), ("stranger", 1, 3)):
+        folder = apply_exact(weights("llama", seed), "rotate").save(tmp_path / name)
+        tokens = {f"Ġtoken{i}" if i < shared else f"Ġother{i}": i for i in range(384)}
+        (folder / "vocab.json").write_text(json.dumps(tokens))
+        record = json.loads(run("compare", folders("llama"), folder, "--json", code=code))
+        assert code == 0 or f"{shared} shared tokens cannot fix 64 residual axes" in record["reasons"][0]
+        assert any("HuRef needs the embeddings of at least 256" in reason for reason in record["reasons"])
+    enough = {f"Ġtoken{i}" if i < 300 else f"Ġother{i}": i for i in range(384)}
+    for name, code in (("copy", 0), ("stranger", 4)):
+        (tmp_path / name / "vocab.json").write_text(json.dumps(enough))
+        run("compare", folders("llama"), tmp_path / name, "--json", code=code)

@@ -110,7 +110,8 @@ def select_tokens(
 ) -> tuple[list[int], list[int], list[bytes]]:
     """Rows of the K tokens in a, the same tokens in b, and their bytes (empty without tokenizers).
 
-    Raises NoAnchorError when fewer than 4 tokens are shared.
+    Raises NoAnchorError when fewer than 256 tokens are shared (or K, if that is less): the correlation of two unrelated
+    terms varies by about 1/K, for a handful of tokens far beyond the null.
     """
     other = a if b is None else b
     rows_a, rows_b = shared_rows(a.vocabulary, other.vocabulary, a.vocab_rows, other.vocab_rows)
@@ -123,8 +124,10 @@ def select_tokens(
         generator = torch.Generator().manual_seed(seed)
         picked = torch.randperm(len(pairs), generator=generator)[: options.tokens]
         pairs = [pairs[i] for i in picked.sort().values.tolist()]
-    if len(pairs) < 4:
-        raise NoAnchorError(f"{len(pairs)} shared tokens; HuRef compares the embeddings of tokens both models know")
+    if len(pairs) < (least := min(_STEP, options.tokens)):
+        raise NoAnchorError(
+            f"{len(pairs)} {'tokens' if b is None else 'shared tokens'}; HuRef needs the embeddings of at least {least}"
+        )
     return [i for i, _ in pairs], [j for _, j in pairs], [spelled[i] for i, _ in pairs if i in spelled]
 
 

@@ -81,12 +81,16 @@ class Verdict:
         return {**asdict(self), "null": None if self.null is None else asdict(self.null)}
 
 
-def judge(mode: str, width: int, score: float, coverage: float = 1.0, tries: int = 1) -> Verdict:
+def judge(
+    mode: str, width: int, score: float, coverage: float = 1.0, tries: int = 1, tokens: int | None = None
+) -> Verdict:
     """Judge one score.
 
     width:    residual width of the narrower model.
     coverage: part of the layers that were compared; below 1 the evidence must be stronger, below ½ it is inconclusive.
     tries:    number of alignments the best of which gave the score.
+    tokens:   shared tokens that fixed the residual axes; fewer than `width` leave some free, so that a rotated copy
+              would score low too and a low score is inconclusive. None: the method needs no axes.
     """
     null, inside = null_for(mode, width)
     if null is None:
@@ -107,6 +111,9 @@ def judge(mode: str, width: int, score: float, coverage: float = 1.0, tries: int
     if p < _RELATED_P * coverage and score > clear:
         word = "related"
         reasons.insert(0, "consistent with a common origin of the weights")
+    elif tokens is not None and tokens < width:
+        word = "inconclusive"
+        reasons.insert(0, f"{tokens} shared tokens cannot fix {width} residual axes: a rotated copy would score as low")
     elif z < _UNRELATED_Z or score <= null.max:
         word = "unrelated"
         reasons.insert(0, "within what independently trained models show")
