@@ -7,6 +7,16 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_NO_ADVISORY
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402  after the settings
+import pytest  # noqa: E402  after the settings
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["rows", "flat"])
+def form(request, monkeypatch):
+    """How step-by-step methods gather tokens: by row; or of all rows end to end as on a GPU, with a dense mask."""
+    from fathom.models.steps import StepStack
+
+    monkeypatch.setattr(StepStack, "flat_pays", lambda stack: request.param == "flat")
+    return request.param

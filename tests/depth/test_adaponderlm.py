@@ -122,7 +122,7 @@ OPTIONS = (
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_dense_sparse_and_cached_forms_equal_the_equations(family, options):
+def test_dense_sparse_and_cached_forms_equal_the_equations(family, options, form):
     model, ids = make(family, **options), tokens(3, 9)
     expected, passes, _, _ = oracle(model, ids)
     assert passes.unique().numel() > 1  # tokens halt at different passes
@@ -197,7 +197,7 @@ def test_without_the_frozen_readout_all_passes_run_and_logits_differ():
 
 
 @torch.no_grad()
-def test_compact_cache_holds_the_passes_that_ran():
+def test_compact_cache_holds_the_passes_that_ran(form):
     model, ids = make(double=False), tokens(1, 40)
     cache = DynamicCache()
     _, passes, _ = traced(model, ids[:, :25], past_key_values=cache)
@@ -216,7 +216,7 @@ def test_compact_cache_holds_the_passes_that_ran():
 
 
 @torch.no_grad()
-def test_right_padding_and_the_batch_change_nothing():
+def test_right_padding_and_the_batch_change_nothing(form):
     model, ids = make(), tokens(3, 9)
     mask = torch.tensor([[1] * n + [0] * (9 - n) for n in (4, 9, 6)])
     padded, passes, _ = traced(model, ids.masked_fill(mask == 0, 0), attention_mask=mask)
@@ -227,7 +227,7 @@ def test_right_padding_and_the_batch_change_nothing():
 
 
 @torch.no_grad()
-def test_packed_documents_do_not_see_each_other():
+def test_packed_documents_do_not_see_each_other(form):
     model, ids = make(), tokens(1, 9)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     packed = model(ids, position_ids=positions, use_cache=False).logits

@@ -103,7 +103,7 @@ def oracle(model, ids, penalty_inputs=None):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_parallel_and_cached_forms_equal_the_definition(family, options):
+def test_parallel_and_cached_forms_equal_the_definition(family, options, form):
     model, ids = make(family, **options), tokens(2, 7)
     expected, passes, masses, _ = oracle(model, ids)
     assert passes.unique().numel() > 1
@@ -120,7 +120,7 @@ def test_parallel_and_cached_forms_equal_the_definition(family, options):
 
 
 @torch.no_grad()
-def test_masses_and_steps_satisfy_their_definitions():
+def test_masses_and_steps_satisfy_their_definitions(form):
     ids = tokens(3, 40)
     for threshold in (0.0, 1e-4, 0.1, 0.3, 0.6, 0.999):
         model = tiny_model(depth={"name": "adaptive_latent_cot", **STOPPING, "threshold": threshold}).double()
@@ -166,7 +166,7 @@ def test_step_0_sees_no_latent_step():
 
 
 @torch.no_grad()
-def test_router_decisions_do_not_see_the_future():
+def test_router_decisions_do_not_see_the_future(form):
     model, ids = make(), tokens(1, 12)
     _, full = traced(model, ids)
     for t in (1, 5, 11):
@@ -177,7 +177,7 @@ def test_router_decisions_do_not_see_the_future():
 
 
 @torch.no_grad()
-def test_padding_on_either_side_and_the_batch_change_nothing():
+def test_padding_on_either_side_and_the_batch_change_nothing(form):
     model, ids, lengths = make(), tokens(3, 9), (4, 9, 6)
     for right in (True, False):
         mask = torch.tensor([[1] * n + [0] * (9 - n) if right else [0] * (9 - n) + [1] * n for n in lengths])
@@ -191,7 +191,7 @@ def test_padding_on_either_side_and_the_batch_change_nothing():
 
 
 @torch.no_grad()
-def test_dead_rows_are_never_seen_when_rows_stop_apart():
+def test_dead_rows_are_never_seen_when_rows_stop_apart(form):
     """Long decoding of a ragged batch equals each row alone, across the moments when the cache closes its gaps."""
     model, ids = make(), tokens(4, 60)
     mask = torch.ones_like(ids)
@@ -235,7 +235,7 @@ def penalty_by_hand(model, ids, labels, power, on):
 @pytest.mark.parametrize("penalty_on", ["reach", "gate"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 2.0])
 @torch.no_grad()
-def test_the_penalty_is_its_formula(beta, penalty_on, on):
+def test_the_penalty_is_its_formula(beta, penalty_on, on, form):
     model = make(penalty=0.7, beta=beta, penalty_on=penalty_on, correctness_from=on)
     ids = tokens(2, 7)
     labels = ids.masked_fill(torch.tensor([[0, 0, 1, 0, 0, 1, 0], [0] * 7]).bool(), -100)
@@ -246,7 +246,7 @@ def test_the_penalty_is_its_formula(beta, penalty_on, on):
 
 
 @torch.no_grad()
-def test_with_beta_0_the_penalty_is_the_expected_number_of_latent_steps():
+def test_with_beta_0_the_penalty_is_the_expected_number_of_latent_steps(form):
     model, ids = make(penalty=1.0, beta=0.0, threshold=0.0), tokens(2, 9)
     _, found = traced(copy.deepcopy(model).train(), ids, labels=ids)
     exits = found.trace["exit"][:, :-1]
@@ -261,7 +261,7 @@ def gradients(model, ids):
 
 
 @pytest.mark.parametrize("on", ["step", "mixture"])
-def test_correctness_has_no_gradient(on):
+def test_correctness_has_no_gradient(on, form):
     """The penalty's gradient is the one with p^β as constants: none at the head, none but through the router."""
     ids = tokens(2, 7)
     model = make(penalty=0.7, beta=1.5, correctness_from=on).train()
@@ -289,14 +289,14 @@ def test_without_a_penalty_the_router_learns_from_the_cross_entropy_alone():
 
 
 @pytest.mark.parametrize("per_step", [False, True])
-def test_every_router_is_in_the_graph_when_no_token_reaches_it(per_step):
+def test_every_router_is_in_the_graph_when_no_token_reaches_it(per_step, form):
     """DDP expects a gradient of every parameter on every rank."""
     model, ids = make(router_per_step=per_step, penalty=0.0).train(), tokens(2, 7)
     force_router(model, -60.0)
     assert all(gradient is not None for gradient in gradients(model, ids).values())
 
 
-def test_gradients_through_detached_steps_stop():
+def test_gradients_through_detached_steps_stop(form):
     ids = tokens(2, 7)
     whole, cut = (
         gradients(make(penalty=0.0).train(), ids),
@@ -306,7 +306,7 @@ def test_gradients_through_detached_steps_stop():
     torch.testing.assert_close(whole["lm_head.weight"], cut["lm_head.weight"])  # the forward is the same
 
 
-def test_exploring_runs_slots_below_the_threshold_in_training_only():
+def test_exploring_runs_slots_below_the_threshold_in_training_only(form):
     model, ids = make(explore=1.0), tokens(2, 9)
     force_router(model, -3.0)
     assert traced(model, ids)[1].trace["passes"].unique().tolist() == [1]
@@ -321,7 +321,7 @@ def test_the_threshold_at_inference_may_differ():
     assert_close(model.train()(ids).logits, make()(ids).logits, 1e-12)
 
 
-def test_act_is_graves_algorithm():
+def test_act_is_graves_algorithm(form):
     """N = min{n: Σ h ≥ 1 − ε}, remainder R = 1 − Σ_{n<N} h, ponder cost N + R."""
     model, ids = make(halting="act", threshold=0.15, penalty=0.3), tokens(2, 7)
     _, passes, _, states = oracle(model, ids)
@@ -342,7 +342,7 @@ def test_act_is_graves_algorithm():
 
 
 @torch.no_grad()
-def test_exit_gate_trains_on_every_exit_and_reads_one():
+def test_exit_gate_trains_on_every_exit_and_reads_one(form):
     """Ouro: Σ_k exit_k·CE_k − λ·H(exit) in training; at inference the first state with a CDF of 1 − τ."""
     model, ids = make(halting="exit_gate", threshold=0.5, penalty=0.2), tokens(2, 7)
     force = same_weights(model, depth={"name": "adaptive_latent_cot", "steps": 3, "halting": "fixed"})
@@ -351,7 +351,7 @@ def test_exit_gate_trains_on_every_exit_and_reads_one():
     hook = force.model.norm.register_forward_hook(lambda module, args, out: seen.append(out))
     force(ids, use_cache=False)  # all steps run in training
     hook.remove()
-    states = torch.stack(seen)
+    states = torch.stack([z.flatten(0, 1)[:14].view(2, 7, -1) for z in seen])  # laid flat or not
     router = model.depth.routers[0]
     gate = (states[:3] @ router.weight + router.bias).sigmoid()
     mass, left = [], torch.ones(2, 7).double()
@@ -373,7 +373,7 @@ def test_exit_gate_trains_on_every_exit_and_reads_one():
     assert_close(result.logits[one], model.lm_head(seen[0])[one], 1e-9)
 
 
-def test_exit_gate_gradients_equal_finite_differences():
+def test_exit_gate_gradients_equal_finite_differences(form):
     model, ids = make(halting="exit_gate", threshold=0.3, penalty=0.2).train(), tokens(2, 5)
     found = gradients(model, ids)
     for name in ("depth.routers.0.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"):
@@ -420,7 +420,7 @@ def test_costs_by_measured_steps():
 
 
 @torch.no_grad()
-def test_bfloat16_forms_agree_to_a_few_of_its_digits():
+def test_bfloat16_forms_agree_to_a_few_of_its_digits(form):
     """Tolerance 3e-2 of the largest logit: 8 bits of mantissa, four steps. Reach is fp32; the same slots run unless a
     reach is within rounding of τ."""
     model, ids = make(double=False).to(torch.bfloat16), tokens(2, 12)

@@ -21,7 +21,7 @@ DEPTHS = (
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("depth", DEPTHS, ids=str)
 @torch.no_grad()
-def test_staggered_decoding_equals_generate(depth, family, padded):
+def test_staggered_decoding_equals_generate(depth, family, padded, form):
     model, ids = tiny_model(family, depth=depth).double(), tokens(3, 7)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 0, 0, 0, 0, 0, 1]]) if padded else torch.ones_like(ids)
     passes = []

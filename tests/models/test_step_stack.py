@@ -62,7 +62,7 @@ def test_segments_show_what_each_rule_shows():
 
 @both
 @torch.no_grad()
-def test_cropping_to_any_length_leaves_what_was_there(depth):
+def test_cropping_to_any_length_leaves_what_was_there(depth, form):
     model, ids = tiny_model(depth=depth), tokens(3, 9)
     for keep in range(1, 9):
         cache, short = DynamicCache(), DynamicCache()
@@ -79,7 +79,7 @@ def test_cropping_to_any_length_leaves_what_was_there(depth):
 
 @both
 @torch.no_grad()
-def test_packing_drops_columns_that_no_row_uses(depth):
+def test_packing_drops_columns_that_no_row_uses(depth, form):
     model, ids, cache = tiny_model(depth=depth), tokens(3, 9), DynamicCache()
     for t in range(9):
         model(ids[:, t : t + 1], past_key_values=cache)
@@ -98,7 +98,7 @@ def test_packing_drops_columns_that_no_row_uses(depth):
 @both
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
-def test_backends_agree_in_every_form(depth, backend):
+def test_backends_agree_in_every_form(depth, backend, form):
     model, ids = tiny_model(depth=depth), tokens(2, 9)
     model.set_attn_implementation("eager")
     expected = model(ids, use_cache=False).logits
@@ -132,7 +132,7 @@ def test_block_masks_serve_flex_attention(depth):
 
 @both
 @torch.no_grad()
-def test_documents_of_a_packed_row_do_not_see_each_other(depth):
+def test_documents_of_a_packed_row_do_not_see_each_other(depth, form):
     model, ids = tiny_model(depth=depth), tokens(2, 9)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 0, 1]])
     packed = model(ids, position_ids=positions, use_cache=False).logits
@@ -142,14 +142,14 @@ def test_documents_of_a_packed_row_do_not_see_each_other(depth):
 
 @both
 @torch.no_grad()
-def test_mixers_work_between_the_layers_of_a_step(depth):
+def test_mixers_work_between_the_layers_of_a_step(depth, form):
     model, ids, cache = tiny_model(depth=depth, mixer={"name": "depth_attention"}), tokens(2, 9), DynamicCache()
     pieces = [model(chunk, past_key_values=cache).logits for chunk in ids.split((4, 1, 4), dim=1)]
     assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
 
 
 @both
-def test_compiled_shapes_are_bounded(depth):
+def test_compiled_shapes_are_bounded(depth, form):
     """Forwards of many halting patterns compile few graphs: the numbers of gathered tokens are dynamic."""
     model = tiny_model(depth=depth)
     graphs = []
@@ -171,7 +171,7 @@ def test_compiled_shapes_are_bounded(depth):
 
 @both
 @torch._dynamo.config.patch(recompile_limit=64, allow_unspec_int_on_nn_module=True)  # a layer's number is no constant
-def test_layers_compiled_by_themselves_share_their_graphs(depth):
+def test_layers_compiled_by_themselves_share_their_graphs(depth, form):
     """One graph for all layers, for a model with its router or gates and one without, whatever runs."""
     graphs, after = [], []
 
@@ -193,7 +193,7 @@ def test_layers_compiled_by_themselves_share_their_graphs(depth):
 
 @both
 @torch.no_grad()
-def test_all_layers_close_their_gaps_alike_and_only_then(depth):
+def test_all_layers_close_their_gaps_alike_and_only_then(depth, form):
     """A prefill leaves its gaps to the next forward, which looks at them once for all layers."""
     model, ids, cache, looks = tiny_model(depth=depth), tokens(3, 80), DynamicCache(), []
     model(ids[:, :79], past_key_values=cache)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.steps import Chosen, choose, replaced_segments
+from fathom.models.steps import Chosen, replaced_segments
 
 CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
 
@@ -190,6 +190,7 @@ class AdaPonderLM(DepthMethod):
     def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput:
         options = self.options
         dense = self.training or not options.freeze_readout
+        stack.flat = stack.flat and not dense
         inputs = first = embeddings * options.steps if options.premultiply_steps else embeddings
         out, passes, logits, active = embeddings, torch.zeros_like(stack.numbers), [], stack.real
         planned = self.planned(stack)
@@ -207,23 +208,20 @@ class AdaPonderLM(DepthMethod):
                 strength, stays = logits[-1].sigmoid().to(h.dtype), logits[-1] >= options.threshold_logit
             elif planned is not None:
                 stays = chosen.take(planned) > i + 1
-            active = chosen.put(torch.zeros_like(active), stays) & active
-            following = Chosen(None, active) if dense else choose(active)[0]
+            active = stays & active if dense else active
+            following = Chosen(None, active) if dense else stack.choose(chosen, stays)
             if following is None:
                 break
-            states = following.take(chosen.put(torch.zeros_like(embeddings, dtype=h.dtype), h))
-            thought = vocabulary.mixture(states, top_k=options.top_k)
+            thought = vocabulary.mixture(following.from_before(h), top_k=options.top_k)
             if strength is not None:
-                thought = (
-                    following.take(chosen.put(torch.zeros_like(passes, dtype=h.dtype), strength))[..., None] * thought
-                )
+                thought = following.from_before(strength)[..., None] * thought
             before = following.take(inputs if options.accumulate else first)
             inputs, chosen = following.put(inputs, before + thought), following
 
         if stack.cache is not None:
             stack.store_replaced(passes)
         if not self.training:
-            self.watch(int(passes.max()) if not passes.is_meta else 0, passes.shape[1])
+            self.watch(len(stack.ran), passes.shape[1])
         losses = {}
         if self.training and options.gates and self.pruned_share:
             losses["penalty"] = options.penalty * self.penalty(torch.stack(logits), stack)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.steps import Chosen, appended_segments, choose
+from fathom.models.steps import Chosen, appended_segments
 from fathom.ops.cross_entropy import mean_over_targets
 
 
@@ -157,25 +157,25 @@ class AdaptiveLatentCoT(DepthMethod):
             else:
                 onward, goes_on = torch.zeros_like(here), torch.zeros_like(here, dtype=torch.bool)
             leaving = torch.where(goes_on, here - onward, here)
-            remainder = chosen.put(remainder, here)
+            if options.halting == "act":
+                remainder = chosen.put(remainder, here)
             exits.append(chosen.put(torch.zeros_like(reach), leaving))
             passes = chosen.put(passes, chosen.take(passes) + 1)
             if options.halting == "exit_gate" and penalised:
-                states.append(z)
+                states.append(chosen.put(torch.zeros_like(embeddings, dtype=z.dtype), z))
             elif options.halting in ("router", "act"):
                 mixed = chosen.put(mixed, chosen.take(mixed) + leaving[..., None] * z)
             else:
                 mixed = chosen.put(mixed, z.to(wide))
 
-            [following] = choose(chosen.put(torch.zeros_like(stack.real), goes_on) & stack.real)
+            following = stack.choose(chosen, goes_on)
             if following is None:
                 break
-            outputs = z.detach() if options.detach_between_steps else z
-            inputs = following.take(chosen.put(torch.zeros_like(embeddings, dtype=z.dtype), outputs))
+            inputs = following.from_before(z.detach() if options.detach_between_steps else z)
             reach, chosen = chosen.put(reach, onward), following
 
         if stack.cache is not None:
-            stack.store_appended()
+            stack.store_appended(passes)
         if not self.training:
             self.watch(len(exits), passes.shape[1])
         trace = {"passes": passes, "exit": torch.stack(exits, dim=-1).detach()}
@@ -183,7 +183,9 @@ class AdaptiveLatentCoT(DepthMethod):
         if not penalised:
             return DepthOutput(hidden_states, trace=trace)
         if options.halting == "exit_gate":
-            return DepthOutput(z, trace=trace, objective=self.exit_gate_objective(states, exits, stack, vocabulary))
+            return DepthOutput(
+                states[-1], trace=trace, objective=self.exit_gate_objective(states, exits, stack, vocabulary)
+            )
         if options.halting == "act":
             charge = passes + remainder
         elif options.correctness_from == "mixture":

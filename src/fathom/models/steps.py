@@ -7,14 +7,18 @@ at the token's position. What a slot sees is decided by tokens alone, with one o
     replace    slot (t, k) sees (t', k')  iff  t' ≤ t and k' is the last step ≤ k that t' ran   (frozen keys)
 
 `StepStack` is the layer stack for such methods, `StepLayer` the cache layer. Only slots that ran are computed and kept.
+A step gathers its tokens within their rows (`Chosen`), all rows as long as the longest; or lays those of all rows end
+to end as one row (`Flat`), where the kernel skips what belongs to other rows: then a step costs what its tokens cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -24,7 +28,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM
 from fathom.ops.biased_attention import KeyBias
-from fathom.ops.token_blocks import sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, sees, token_block_mask
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -41,10 +45,12 @@ class Chosen:
     Attributes:
         index: of the tokens; rows with fewer than the longest name others at the end. None: all T, in place.
         live: which entries are chosen ones. None: all.
+        before: the places of their entries in the step before. None: the same.
     """
 
     index: Int[Tensor, "B n"] | None = None
     live: Bool[Tensor, "B n"] | None = None
+    before: Int[Tensor, "B n"] | None = None
 
     @torch.compiler.disable  # every shape would be compiled by itself; `_take` and `_put` are traced where they pay
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -55,6 +61,41 @@ class Chosen:
     def put(self, x: Tensor, new: Tensor, dim: int = 1) -> Tensor:
         """`x` with the chosen entries replaced by `new`."""
         return _put(x, new, self.index, self.live, dim)
+
+    @torch.compiler.disable
+    def from_before(self, x: Tensor) -> Tensor:
+        """The chosen entries of `x`, which has those of the step before."""
+        return _take(x, self.before, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """Some of the B·T new tokens of all rows, in their order, laid end to end as one row.
+
+    Attributes:
+        index: of the tokens; the last is repeated up to a multiple of the kernel's block.
+        before: the places of their entries in the step before, laid end to end likewise.
+        count: how many there are.
+    """
+
+    index: Int[Tensor, " N"]
+    before: Int[Tensor, " N"]
+    count: int
+
+    @torch.compiler.disable
+    def take(self, x: Tensor) -> Tensor:
+        """The chosen entries of `x`: [1, N, …] of [B, T, …]."""
+        return x.flatten(0, 1).index_select(0, self.index)[None]
+
+    @torch.compiler.disable
+    def put(self, x: Tensor, new: Tensor) -> Tensor:
+        """`x` with the chosen entries replaced by `new`."""
+        return x.flatten(0, 1).index_copy(0, self.index[: self.count], new[0, : self.count]).view(x.shape)
+
+    @torch.compiler.disable
+    def from_before(self, x: Tensor) -> Tensor:
+        """The chosen entries of `x`, which has those of the step before."""
+        return x.flatten(0, 1).index_select(0, self.before)[None]
 
 
 def _take(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
@@ -84,16 +125,18 @@ def choose(*masks: Bool[Tensor, "B T"]) -> list[Chosen | None]:
     """
     if masks[0].is_meta:
         return [Chosen() for _ in masks]
-    length = masks[0].shape[1]
-    counts = torch.stack([mask.sum(1) for mask in masks])
-    fewest, most = torch.stack((counts.amin(1), counts.amax(1))).tolist()
+    length, every = masks[0].shape[1], torch.stack(masks)
+    fewest, most = torch.stack(every.sum(2).aminmax(dim=1)).tolist()
+    sizes = [min(length, high if high <= BUCKET else -(-high // BUCKET) * BUCKET) for high in most]
+    order = None
+    if any(0 < size < length for size in sizes):
+        order = (~every).to(torch.uint8).argsort(dim=2, stable=True)
     chosen: list[Chosen | None] = []
-    for mask, low, high in zip(masks, fewest, most, strict=True):
-        size = min(length, high if high <= BUCKET else -(-high // BUCKET) * BUCKET)
-        if size in (0, length):
+    for number, (mask, size, low) in enumerate(zip(masks, sizes, fewest, strict=True)):
+        if size in (0, length) or order is None:
             chosen.append(None if size == 0 else Chosen(None, None if low == length else mask))
             continue
-        index = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :size]
+        index = order[number, :, :size]
         chosen.append(Chosen(index, None if low == size else mask.gather(1, index)))
     return chosen
 
@@ -156,30 +199,23 @@ class StepLayer(DynamicLayer):
         return slices
 
     def append(
-        self, tokens: int, pieces: dict[int, tuple[KeyValue, Tensor]], gaps: bool, numbers: Tensor | None
+        self, tokens: int, slots: KeyValue, token: Tensor, sizes: list[int], gaps: bool, numbers: Tensor | None
     ) -> Tensor:
-        """Add slots, by segment: keys and values, and their tokens' numbers. `numbers`: what a layer with the same
-        slots has returned, so that all share one tensor."""
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        stop = 0
-        for segment, size in enumerate(self.sizes):
-            start, stop = stop, stop + size
-            if size:
-                part = slice(start, stop)
-                parts.append((self.keys[:, :, part], self.values[:, :, part], self.token[:, part]))  # type: ignore[index]
-            if segment in pieces:
-                (key, value), token = pieces[segment]
-                parts.append((key, value, token))
-                self.sizes[segment] += token.shape[1]
-                self.unpacked += token.shape[1] * gaps
+        """Add slots ordered by segment, so many of each, with their tokens' numbers. `numbers`: what a layer with the
+        same slots has returned, so that all share one tensor."""
         if not self.is_initialized:
-            self.lazy_initialization(parts[0][0], parts[0][1])
-        keys, values, tokens_of = zip(*parts, strict=True)
-        self.keys, self.values = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
-        self.token = joined = torch.cat(tokens_of, dim=1) if numbers is None else numbers
+            self.lazy_initialization(*slots)
+        keys, values = slots
+        if self.tokens:
+            keys = _merged(self.keys, keys, self.sizes, sizes, 2)  # type: ignore[arg-type]
+            values = _merged(self.values, values, self.sizes, sizes, 2)  # type: ignore[arg-type]
+            token = _merged(self.token, token, self.sizes, sizes, 1) if numbers is None else numbers
+        self.keys, self.values, self.token = keys, values, token
+        self.sizes = [held + new for held, new in zip(self.sizes, sizes, strict=True)]
         self.tokens += tokens
         self.gaps |= gaps
-        return joined
+        self.unpacked += sum(sizes) * gaps
+        return token
 
     def packing(self) -> Packing:
         """Every row's used columns at the front of their segment, without the columns that no row uses."""
@@ -260,10 +296,33 @@ def replace(
     return *append(key, value, past)[:2], (key, value)
 
 
-def _columns(x: Float[Tensor, "B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
-    """Some slots of keys or values; as 64-bit numbers where they fit, as a gather costs by the number."""
+def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
+    """The first step of all rows, which later ones read as one row: [B, G, T, D] → [1, G, B·T, D]."""
+    return key, value, (key.transpose(0, 1).flatten(1, 2)[None], value.transpose(0, 1).flatten(1, 2)[None])
+
+
+def replace_flat(
+    key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " m"]]
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`replace` in one row of all rows' tokens, of which the first m are new; the step's own slots are left, too."""
+    last_key, last_value, index = earlier
+    keys = last_key.index_copy(2, index, key[:, :, : index.shape[0]])
+    values = last_value.index_copy(2, index, value[:, :, : index.shape[0]])
+    return keys, values, (keys, values, key, value)
+
+
+def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
+    """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
+    costs by the number."""
     fits = x.shape[-1] * x.element_size() % 8 == 0 and not (x.requires_grad and torch.is_grad_enabled())
-    return _take(x.contiguous().view(torch.int64), index, 2).view(x.dtype) if fits else _take(x, index, 2)
+    numbers = x.contiguous().view(torch.int64) if fits else x
+    return _take(numbers.expand(len(index), -1, -1, -1), index, 2).view(x.dtype)
+
+
+def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:
+    """The new slots of each segment after those it holds."""
+    parts = zip(held.split(sizes, dim), new.split(added, dim), strict=True)
+    return torch.cat([part for pair in parts for part in pair if part.shape[dim]], dim)
 
 
 def _joined(slots: list[KeyValue]) -> KeyValue | None:
@@ -274,17 +333,41 @@ def _joined(slots: list[KeyValue]) -> KeyValue | None:
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
+def _hides(chosen: Chosen | Flat) -> bool:
+    """Whether some entries are dead."""
+    return chosen.count < len(chosen.index) if isinstance(chosen, Flat) else chosen.live is not None
+
+
+@torch.compiler.disable
+def _hidden(order: Int[Tensor, "R n"], chosen: Chosen | Flat) -> Int[Tensor, "R n"]:
+    """Of the chosen; `NOWHERE` for dead entries."""
+    if isinstance(chosen, Flat):
+        return F.pad(order[:, : chosen.count], (0, order.shape[1] - chosen.count), value=NOWHERE)
+    return order if chosen.live is None else torch.where(chosen.live, order, NOWHERE)
+
+
 @dataclasses.dataclass
 class StepStack(Stack):
     """The stack of a method that runs step by step: bound to the new tokens, it runs some of them at a time.
 
     `position_ids` are the new tokens'; `attention_mask` is theirs and the cached tokens', [B, tokens] or None.
+
+    Attributes:
+        flat: steps after the first lay their tokens end to end; False for a method that gathers none.
+        real: tokens that are not padding.
+        numbers: of the new tokens in their row, after the cached ones; `NOWHERE` for padding.
+        order: the same, or in the row of all rows' tokens if these are laid end to end: what masks compare.
+        first: of the tokens that a token may see, in that order; None: no limit.
+        computed: how many slots ran, dead entries among them.
     """
 
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
-    ran: list[Chosen] = dataclasses.field(default_factory=list)  # by step
-    slots: list[list[KeyValue]] = dataclasses.field(default_factory=list)  # by step and layer: what `read` left;
-    sizes: list[int] = dataclasses.field(default_factory=list)  # of these the last are the step's own: how many
+    ran: list[Chosen | Flat] = dataclasses.field(default_factory=list)  # by step
+    slots: list[list[Any]] = dataclasses.field(default_factory=list)  # by layer: what `read` left in each step;
+    # `append`'s last has all before it, and is the only one kept
+    sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own
+    own: list[Tensor] = dataclasses.field(default_factory=list)  # by step, of `append`: their order
+    computed: int = 0
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -294,48 +377,120 @@ class StepStack(Stack):
         if mask is not None and not mask.is_meta and bool(mask.all()):
             mask = self.attention_mask = None
         rows, length = self.position_ids.shape
-        numbers = torch.arange(self.seen, self.seen + length, device=self.position_ids.device).expand(rows, length)
+        device = self.position_ids.device
+        numbers = torch.arange(self.seen, self.seen + length, device=device).expand(rows, length)
         self.real = torch.ones_like(numbers, dtype=torch.bool) if mask is None else mask[:, self.seen :].bool()
-        self.numbers: Int[Tensor, "B T"] = torch.where(self.real, numbers, NOWHERE)
+        self.numbers: Int[Tensor, "B T"] = numbers if mask is None else torch.where(self.real, numbers, NOWHERE)
+        self.order: Int[Tensor, "B T"] = self.numbers
+        self.first: Int[Tensor, "B T"] | None = None
+        if self.packed and mask is None and self.cache is None:
+            restarts = self.position_ids.diff(prepend=self.position_ids[:, :1] - 1) != 1
+            starts = torch.where(restarts, torch.arange(length, device=device), 0).cummax(1).values
+            self.first = starts.expand(rows, length)
+        self.flat = self.past is None and self.flat_pays()
+        if self.flat:
+            row = torch.arange(rows, device=device)[:, None] * length
+            self.first = (row.expand(rows, length) if self.first is None else self.first + row).to(torch.int32)
+            self.order = (numbers + row if mask is None else torch.where(self.real, numbers + row, NOWHERE)).int()
+
+    def kernel(self, queries: int) -> bool:
+        """Whether FlexAttention serves gathered steps of so many tokens in a row, and no dense mask."""
+        config = self.decoder.config
+        backend: str = config._attn_implementation  # type: ignore[assignment]
+        large = self.position_ids.is_cuda and queries >= FLEX_FROM
+        return (
+            "flash" in backend
+            or backend == "flex_attention"
+            or (large and backend != "eager" and not config.attention_dropout)
+        )
+
+    def flat_pays(self) -> bool:
+        """A dense mask of all rows' slots would have B times the scores of masks by row; the kernel skips them."""
+        return self.kernel(self.position_ids.numel())
+
+    @torch.compiler.disable
+    def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:
+        """Those of the chosen real tokens that go on, None if none does; waits for the device once."""
+        if self.flat:
+            if isinstance(chosen, Flat):
+                place = goes_on[0, : chosen.count].nonzero()[:, 0]
+            else:
+                place = (goes_on & self.real).flatten().nonzero()[:, 0]
+            count = len(place)
+            if not count:
+                return None
+            if count % BLOCK:
+                place = torch.cat((place, place[-1:].expand(-count % BLOCK)))
+            return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, count)
+        assert isinstance(chosen, Chosen)
+        live = self.real if chosen.index is None and chosen.live is None else chosen.live
+        [picked] = choose(goes_on if live is None else goes_on & live)
+        if picked is None or chosen.index is None:
+            return picked and dataclasses.replace(picked, before=picked.index)
+        if picked.index is None:
+            return Chosen(chosen.index, picked.live)
+        return Chosen(chosen.index.gather(1, picked.index), picked.live, picked.index)
 
     # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
     # graph with dynamic sizes serves all steps.
     @torch.compiler.disable(recursive=False)
-    def append(self, inputs: Float[Tensor, "B n d"], chosen: Chosen) -> Float[Tensor, "B n d"]:
+    def append(self, inputs: Float[Tensor, "R n d"], chosen: Chosen | Flat) -> Float[Tensor, "R n d"]:
         """F of the next step of the chosen tokens; they see all earlier slots and each other's."""
-        step = len(self.ran)
-        self.ran.append(chosen)
-        keys = [self.numbers_of(ran) for ran in self.ran]
-        earlier: list[Any] = self.slots[-1] if self.slots else [None] * len(self.decoder.layers)
+        step, layers = len(self.ran), len(self.decoder.layers)
+        earlier: list[Any] = self.slots[-1] if self.slots else [None] * layers
         if self.past is not None:
             earlier = [
-                _joined([*self.past_slots(layer, step), *(self.own(k, layer) for k in range(step))])
-                for layer in range(len(self.decoder.layers))
+                _joined([*self.past_slots(layer, step), *([self.appended(layer)] if self.slots else [])])
+                for layer in range(layers)
             ]
-        return self.run(inputs, chosen, keys, append, earlier)
+        query = chosen.take(self.order)
+        self.own.append(_hidden(query, chosen))
+        self.sizes.append(inputs.shape[1])
+        if self.flat and not step:
+            self.own[0], self.sizes[0] = self.own[0].view(1, -1), inputs.shape[0] * inputs.shape[1]
+        read = lay_flat if self.flat and not step else append
+        hidden_states = self.run(inputs, chosen, query, self.own, read, earlier)
+        del self.slots[:-1]
+        return hidden_states
 
     @torch.compiler.disable(recursive=False)
-    def replace(self, inputs: Float[Tensor, "B n d"], chosen: Chosen) -> Float[Tensor, "B n d"]:
+    def replace(self, inputs: Float[Tensor, "R n d"], chosen: Chosen | Flat) -> Float[Tensor, "R n d"]:
         """F of the next step of the chosen tokens, whose new slots take the place of their earlier ones.
 
-        Without `index`, tokens that are not live run too, but keep their earlier slot.
+        In rows and without `index`, tokens that are not live run too, but keep their earlier slot.
         """
-        step = len(self.ran)
-        self.ran.append(chosen)
-        index, live = chosen.index, chosen.live
-        if index is not None and live is None:  # both or none: one compiled graph less
-            live = torch.ones_like(index, dtype=torch.bool)
-        earlier = [
-            (_joined(self.past_slots(layer, step)), self.slots[-1][layer] if self.slots else None, index, live)
-            for layer in range(len(self.decoder.layers))
-        ]
-        return self.run(inputs, chosen, [self.numbers], replace, earlier)
+        layers, order = range(len(self.decoder.layers)), self.order
+        earlier: list[Any]
+        last: list[Any] = self.slots[-1] if self.slots else [None] * len(layers)
+        read: Any = lay_flat
+        if self.flat:
+            order, earlier = order.view(1, -1), last
+            self.sizes.append(inputs.shape[1] if self.ran else order.shape[1])
+            if isinstance(chosen, Flat):
+                new = chosen.index[: chosen.count]
+                read, earlier = replace_flat, [(*slots[:2], new) for slots in last]
+        else:
+            assert isinstance(chosen, Chosen)
+            step, index, live = len(self.ran), chosen.index, chosen.live
+            if index is not None and live is None:  # both or none: one compiled graph less
+                live = torch.ones_like(index, dtype=torch.bool)
+            read, earlier = replace, [(_joined(self.past_slots(n, step)), last[n], index, live) for n in layers]
+            self.sizes.append(order.shape[1])
+        return self.run(inputs, chosen, chosen.take(self.order), [order], read, earlier)
 
     @torch.compiler.disable(recursive=False)
     def run(
-        self, inputs: Float[Tensor, "B n d"], chosen: Chosen, keys: list[Tensor], read: Any, earlier: list[Any]
-    ) -> Float[Tensor, "B n d"]:
-        """One forward of the layers over the chosen tokens; `keys`: the token numbers of the new keys it reads."""
+        self,
+        inputs: Float[Tensor, "R n d"],
+        chosen: Chosen | Flat,
+        query: Int[Tensor, "R n"],
+        keys: list[Tensor],
+        read: Any,
+        earlier: list[Any],
+    ) -> Float[Tensor, "R n d"]:
+        """One forward of the layers over the chosen tokens. `query`, `keys`: the order of these and of the new keys."""
+        self.ran.append(chosen)
+        self.computed += inputs.shape[0] * inputs.shape[1]
         positions = chosen.take(self.position_ids)
         rotary = self.decoder.rotary_emb
         plain = chosen.index is None and len(keys) == 1 and self.past is None
@@ -343,7 +498,7 @@ class StepStack(Stack):
             self.decoder,
             positions,
             rotary(inputs, positions) if rotary else None,
-            self.plain_mask(inputs) if plain else self.mask(inputs, chosen, keys),
+            self.plain_mask(inputs) if plain else self.mask(inputs, chosen, query, keys),
             None,
             self.layer_kwargs,
             self.hidden_states,
@@ -355,14 +510,7 @@ class StepStack(Stack):
         )
         hidden_states = stack(inputs)
         self.slots.append(stack.kept)
-        self.sizes.append(inputs.shape[1] if read is append else self.numbers.shape[1])
         return hidden_states
-
-    @torch.compiler.disable
-    def numbers_of(self, chosen: Chosen) -> Int[Tensor, "B n"]:
-        """Token numbers of the chosen; `NOWHERE` where not live."""
-        numbers = chosen.take(self.numbers)
-        return numbers if chosen.live is None else torch.where(chosen.live, numbers, NOWHERE)
 
     @torch.compiler.disable
     def past_slots(self, layer: int, step: int) -> list[KeyValue]:
@@ -372,10 +520,12 @@ class StepStack(Stack):
         held: Any = self.cache.layers[layer]  # type: ignore[union-attr]
         return [(held.keys[:, :, part], held.values[:, :, part]) for part in held.visible(step)]
 
-    def own(self, step: int, layer: int) -> KeyValue:
-        """The slots of one step: the last of what it left."""
-        (key, value), size = self.slots[step][layer], self.sizes[step]
-        return key[:, :, key.shape[2] - size :], value[:, :, value.shape[2] - size :]
+    @torch.compiler.disable
+    def appended(self, layer: int) -> KeyValue:
+        """The new slots of the steps so far, as `append` left them after the past ones."""
+        key, value = self.slots[-1][layer]
+        past = key.shape[2] - sum(self.sizes)
+        return key[:, :, past:], value[:, :, past:]
 
     @torch.compiler.disable
     def plain_mask(self, inputs: Tensor) -> Any:
@@ -384,9 +534,9 @@ class StepStack(Stack):
         return hf_versions.causal_mask(config, inputs, self.attention_mask, None, given)
 
     @torch.compiler.disable
-    def mask(self, inputs: Tensor, chosen: Chosen, keys: list[Tensor]) -> Any:
+    def mask(self, inputs: Tensor, chosen: Chosen | Flat, query: Tensor, keys: list[Tensor]) -> Any:
         """The mask in the form that the backend reads."""
-        gaps = self.attention_mask is not None or any(ran.live is not None for ran in self.ran)
+        gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:
             past = [self.past.token[:, part] for part in self.past.visible(len(self.ran) - 1)]
@@ -395,63 +545,67 @@ class StepStack(Stack):
                 past = [
                     torch.where(self.attention_mask.gather(1, p.clamp(max=self.seen)) > 0, p, NOWHERE) for p in past
                 ]
-        if self.numbers.shape[1] == 1 and not gaps:  # one new token sees everything
+        if self.numbers.shape[1] == 1 and not gaps and not self.flat:  # one new token sees everything
             return None
-        key, query = torch.cat((*past, *keys), dim=1).to(torch.int32), chosen.take(self.numbers).to(torch.int32)
-        first = None
-        if self.packed and self.attention_mask is None and self.cache is None:
-            restarts = self.position_ids.diff(prepend=self.position_ids[:, :1] - 1) != 1
-            starts = torch.where(restarts, torch.arange(restarts.shape[1], device=restarts.device), 0).cummax(1).values
-            first = chosen.take(starts.expand_as(self.numbers)).to(torch.int32)
-        config = self.decoder.config
-        backend: str = config._attn_implementation  # type: ignore[assignment]
-        large = inputs.is_cuda and query.shape[1] >= FLEX_FROM and backend != "eager" and not config.attention_dropout
-        if large or "flash" in backend or backend == "flex_attention":
-            return KeyBias(None, token_block_mask(query, key, first))
+        key = torch.cat((*past, *keys), dim=1)
+        first = None if self.first is None else chosen.take(self.first)
+        if self.kernel(query.shape[1]):
+            return KeyBias(None, token_block_mask(query.int(), key.int(), None if first is None else first.int()))
         visible = sees(query, key, first)[:, None]
-        if "sdpa" in backend:
+        if "sdpa" in self.decoder.config._attn_implementation:  # type: ignore[operator]
             return visible
         lowest = torch.finfo(inputs.dtype).min
         return torch.where(visible, 0.0, lowest).to(inputs.dtype)
 
     @torch.compiler.disable
-    def store_appended(self) -> None:
+    def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds step k's."""
-        tokens = [self.numbers_of(ran) for ran in self.ran]
-        self.store([(step, step, Chosen(), token) for step, token in enumerate(tokens)])
+        if self.flat:
+            self.store({step: (step, passes > step) for step in range(len(self.ran))}, passes)
+            return
+        layers = range(len(self.decoder.layers))
+        self.keep((self.appended(n) for n in layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), self.ran)
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
-        steps = range(len(self.ran))
-        last = choose(*(passes == step + 1 for step in steps))
-        others = choose(*(passes > step + 1 for step in steps))
-        segments = len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
-        pieces = [(step, step, chosen) for step, chosen in enumerate(last)]
-        pieces += [(segments + step, step, chosen) for step, chosen in enumerate(others)]
-        self.store([(at, step, which, self.numbers_of(which)) for at, step, which in pieces if which is not None])
+        steps, segments = range(len(self.ran)), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
+        last = {step: (step, passes == step + 1) for step in steps}
+        self.store(last | {segments + step: (step, passes > step + 1) for step in steps}, passes)
 
-    def store(self, pieces: list[tuple[int, int, Chosen, Tensor]]) -> None:
-        """Pieces: the segment, the step, which of the slots kept of that step, and their tokens' numbers."""
-        gaps = self.attention_mask is not None or any(c.live is not None for c in (*self.ran, *(p[2] for p in pieces)))
+    def store(self, wanted: dict[int, tuple[int, Tensor]], passes: Int[Tensor, "B T"]) -> None:
+        """Add to the cache, by segment: of which step, and of which tokens."""
+        every = zip(wanted.items(), choose(*(mask for _, mask in wanted.values())), strict=True)
+        pieces = [(segment, step, chosen) for (segment, (step, _)), chosen in every if chosen is not None]
+        columns, start = [], 0  # of every token's slot among those of all steps
+        for step, size in enumerate(self.sizes):
+            if self.flat:
+                column = ((passes > step).flatten().cumsum(0) - 1).view(passes.shape)
+            else:
+                column = torch.arange(size, device=passes.device).expand_as(passes)
+            columns.append(column + start)
+            start += size
+        index = torch.cat([chosen.take(columns[step]) for _, step, chosen in pieces], dim=1)
+        token = [_hidden(chosen.take(self.numbers), chosen) for *_, chosen in pieces]
+        widths = {segment: part.shape[1] for (segment, *_), part in zip(pieces, token, strict=True)}
+        slots = (tuple(_columns(x, index) for x in self.every(layer)) for layer in range(len(self.decoder.layers)))
+        self.keep(slots, torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])  # type: ignore[arg-type]
+
+    def every(self, layer: int) -> KeyValue:
+        """The slots of all steps, one step after the other."""
+        if self.own:
+            return self.slots[-1][layer]
+        return _joined([left[layer][-2:] for left in self.slots])  # type: ignore[return-value]
+
+    def keep(
+        self, slots: Iterable[KeyValue], token: Tensor, widths: dict[int, int], chosen: Sequence[Chosen | Flat]
+    ) -> None:
+        """Add every layer's slots to the cache, ordered by segment, and the numbers of their tokens."""
+        gaps = self.attention_mask is not None or any(map(_hides, chosen))
+        packing = self.past.packing() if self.past is not None and self.past.unpacked >= PACK_EVERY else None
         layers: list[Any] = self.cache.layers  # type: ignore[union-attr]
-        packing = layers[0].packing() if layers[0].unpacked >= PACK_EVERY else None
-        index = None
-        if any(chosen.index is not None for _, _, chosen, _ in pieces):  # one gather a layer
-            starts = [sum(self.sizes[:step]) for step in range(len(self.ran))]
-            every = torch.arange(self.numbers.shape[1], device=self.numbers.device).expand_as(self.numbers)
-            parts = [starts[step] + (every if c.index is None else c.index) for _, step, c, _ in pieces]
-            index = torch.cat(parts, dim=1)
-        numbers = None
-        for layer, held in enumerate(layers):
+        sizes, numbers = [widths.get(segment, 0) for segment in range(len(layers[0].segments))], None
+        for held, pair in zip(layers, slots, strict=True):
             if packing is not None:
                 held.pack(packing)
-            new: dict[int, tuple[KeyValue, Tensor]] = {}
-            own = [self.own(step, layer) for step in range(len(self.ran))]
-            slots = [own[step] for _, step, _, _ in pieces]
-            if index is not None:
-                sizes = [token.shape[1] for *_, token in pieces]
-                slots = list(zip(*(_columns(torch.cat(x, 2), index).split(sizes, 2) for x in zip(*own)), strict=True))
-            for (segment, _, _, token), pair in zip(pieces, slots, strict=True):
-                new[segment] = pair, token
-            numbers = held.append(self.numbers.shape[1], new, gaps, numbers)
+            numbers = held.append(self.numbers.shape[1], pair, token, sizes, gaps, numbers)

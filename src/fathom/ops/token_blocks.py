@@ -29,12 +29,14 @@ def token_block_mask(
     query: Int[Tensor, "B S"], key: Int[Tensor, "B keys"], first: Int[Tensor, "B S"] | None = None
 ) -> BlockMask:
     """The rule as a block mask. `query`, `key`: token numbers of the slots; `first`: of every query's document."""
-    start = torch.zeros_like(query) if first is None else first
     query_low, query_high = _extremes(query)
     key_low, key_high = _extremes(key)
-    start_low, start_high = _extremes(start)
-    some = (key_low[:, None] <= query_high[..., None]) & (key_high[:, None] >= start_low[..., None])
-    every = (key_high[:, None] <= query_low[..., None]) & (key_low[:, None] >= start_high[..., None])
+    some = key_low[:, None] <= query_high[..., None]
+    every = key_high[:, None] <= query_low[..., None]
+    if first is not None:
+        first_low, first_high = _extremes(first)
+        some &= key_high[:, None] >= first_low[..., None]
+        every &= key_low[:, None] >= first_high[..., None]
     if key.shape[1] % BLOCK:  # the last block holds keys that are not there
         every[..., -1] = False
 
@@ -42,25 +44,26 @@ def token_block_mask(
         visible = key[batch, s] <= query[batch, q]
         return visible if first is None else visible & (key[batch, s] >= first[batch, q])
 
+    # Per row of blocks: how many are chosen, and their numbers first.
+    listed = torch.stack((some & ~every, every))
+    order = (~listed).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)[:, :, None]
+    count = listed.sum(-1, dtype=torch.int32)[:, :, None]
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every),
-        *_listed(every),
+        count[0],
+        order[0],
+        count[1],
+        order[1],
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(query.shape[1], key.shape[1]),
+        compute_q_blocks=torch.is_grad_enabled(),  # the backward pass's
     )
 
 
 def _extremes(tokens: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
     """Smallest and largest of every block."""
-    filling = tokens[:, -1:].expand(-1, -tokens.shape[1] % BLOCK)
-    blocks = torch.cat((tokens, filling), dim=1).unflatten(1, (-1, BLOCK))
-    return blocks.amin(-1), blocks.amax(-1)
-
-
-def _listed(
-    blocks: Bool[Tensor, "B queries keys"],
-) -> tuple[Int[Tensor, "B 1 queries"], Int[Tensor, "B 1 queries keys"]]:
-    """Per row of blocks: how many are chosen, and their numbers first."""
-    order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
-    return blocks.sum(-1).to(torch.int32)[:, None], order.to(torch.int32)[:, None]
+    if tokens.shape[1] % BLOCK:
+        filling = tokens[:, -1:].expand(-1, -tokens.shape[1] % BLOCK)
+        tokens = torch.cat((tokens, filling), dim=1)
+    low, high = tokens.unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+    return low, high
