@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.group_quantize import dequantize, quantize
@@ -22,7 +22,8 @@ class KIVI(CacheMethod):
     """Asymmetric min/max codes of `bits` bits in groups of `group` numbers; keys post-RoPE at their true positions.
 
     Keys: the largest multiple of `residual` tokens is quantised, per channel along tokens. Values: all but the newest
-    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time.
+    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a
+    time; for a single query on a GPU one Triton kernel reads the codes as they are.
     A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
     bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
     """
@@ -89,13 +90,29 @@ class KIVIState(State):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         quantized, _ = self.method.quantized(self.seen)
         keys, values = concat(self.key, key), concat(self.value, value)
-        if quantized:
+        one = query.shape[2] == 1 and has_kernel(query.device.type)
+        output = self.decode(query, keys, values, scaling) if quantized and one else None
+        if output is None and quantized:
             newest = keys, values[:, :, values.shape[2] - keys.shape[2] :]
             output = blockwise_attention(query, self.blocks, newest, scaling)
-        else:
+        elif output is None:
             output = causal_attention(query, keys, values, scaling, dropout)
         self.store(keys, values, key.shape[2])
         return output
+
+    def decode(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
+        """One query over the codes as they are stored, in Triton; `keys`, `values` in full. None: not served."""
+        from fathom.ops.quantized_decode import quantized_decode, serves  # needs the package triton
+
+        method = self.method
+        if not serves(query, keys, values, method.bits, method.group):
+            return None
+        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
+        key_codes = (self.key_codes, self.key_scale, self.key_minimum)
+        value_codes = None
+        if self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None:
+            value_codes = (self.value_codes, self.value_scale, self.value_minimum)
+        return quantized_decode(query, key_codes, value_codes, keys, values, method.bits, method.group, scaling)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = concat(self.key, key), concat(self.value, value)
