@@ -19,6 +19,7 @@ from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
 from fathom.lineage.baselines import activations, pcs, reef, sigma_profile, token_ids
 from fathom.lineage.checkpoint import open_checkpoint
+from fathom.lineage.cka import Samples, unbiased_cka
 from fathom.lineage.detection import detection
 from fathom.lineage.errors import NoAnchorError
 from fathom.lineage.huref import fingerprint, ics
@@ -60,6 +61,26 @@ def test_verdict_zones():
     assert combine([high, low]) == "related" and combine([low, low]) == "unrelated"
     for null in nulls():
         assert null.std > 0 and null.n >= 3 and null.max < null.perfect and null.source
+
+
+@pytest.mark.parametrize("width", [4, 8, 32, 64])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_narrow_and_shallow_strangers_are_not_called_related(width, layers):
+    """The mean CKA of random q and k scatters as 1/((d − 2)·√layers): one-layer strangers of width 8 reach 0.5, which
+    the null shipped for width 64–256 (sd 0.009) would call related."""
+    generator = torch.Generator().manual_seed(width + layers)
+    samples = [Samples.of(torch.randn(width, 2 * width, generator=generator)) for _ in range(1000 * layers)]
+    scores = np.array([unbiased_cka(a, b) for a, b in zip(samples, samples[1:] + samples[:1])])
+    scores = scores.reshape(-1, 2 * layers).mean(1)
+    assert np.std(scores) == pytest.approx(1 / (width - 2) / layers**0.5, rel=0.15)
+
+    def verdict(score):
+        return judge("hardened-lap", width, score, layers=layers)
+
+    assert not any(verdict(score).verdict == "related" for score in scores)
+    assert verdict(1.0).verdict == ("related" if width > 4 else "inconclusive")
+    deep = judge("hardened-lap", width, 0.5, layers=10**6)
+    assert deep.null in nulls() and deep.z >= verdict(0.5).z
 
 
 # ── commitments ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -89,8 +89,8 @@ def compare(
             except NoEvidenceError as error:
                 failures.append(str(error))
                 break
-            tokens = result.alignment.tokens
-            verdict = judge(result.mode, width, result.score, result.coverage, result.anchors_tried, tokens)
+            tokens, count = result.alignment.tokens, len(result.layers)
+            verdict = judge(result.mode, width, result.score, result.coverage, result.anchors_tried, tokens, count)
             judged.append((f"awm {result.mode}", verdict, result.coverage))
             details[f"awm {result.mode}"] = _awm_record(result, verdict)
             if not layers or verdict.verdict == "related":

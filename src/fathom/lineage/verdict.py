@@ -10,7 +10,7 @@ Unrelated: within what negatives reach. Between: inconclusive.
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -82,7 +82,13 @@ class Verdict:
 
 
 def judge(
-    mode: str, width: int, score: float, coverage: float = 1.0, tries: int = 1, tokens: int | None = None
+    mode: str,
+    width: int,
+    score: float,
+    coverage: float = 1.0,
+    tries: int = 1,
+    tokens: int | None = None,
+    layers: int | None = None,
 ) -> Verdict:
     """Judge one score.
 
@@ -91,14 +97,22 @@ def judge(
     tries:    number of alignments the best of which gave the score.
     tokens:   shared tokens that fixed the residual axes; fewer than `width` leave some free, so that a rotated copy
               would score low too and a low score is inconclusive. None: the method needs no axes.
+    layers:   layers whose CKA was averaged. By chance alone that mean scatters by 1/((width − 2)·√layers), even where
+              the measured negatives, wider or deeper, scatter less. None: the score is no CKA.
     """
     null, inside = null_for(mode, width)
     if null is None:
         return Verdict(
             "inconclusive", score, None, None, None, [f"no null distribution was measured for mode {mode!r}"]
         )
-    z, p = null.z(score), min(1.0, null.p(score) * tries)
     reasons = []
+    if layers is not None and (chance := 1 / ((width - 2) * math.sqrt(layers))) > null.std:
+        null = replace(null, std=chance)
+        reasons.append(f"few layers or dims: chance alone scatters by {chance:.3f}, more than the measured null")
+        if null.p(null.perfect) * tries >= _RELATED_P:
+            reasons.append("even equal weights would not stand out")
+            return Verdict("inconclusive", score, null.z(score), min(1.0, null.p(score) * tries), null, reasons)
+    z, p = null.z(score), min(1.0, null.p(score) * tries)
     if not inside:
         reasons.append(f"width {width} is outside the range {null.d_min}–{null.d_max} of the null: read z with care")
     if coverage < 0.5:
