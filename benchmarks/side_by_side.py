@@ -76,16 +76,15 @@ def comparison(state: Path, recipe: Path, workers: int) -> None:
     """`fathom compare` with several runs a GPU; every process of it leaves its GPU's number in the state folder."""
     import fathom.report.compare as compare
 
-    started, devices = compare._start_worker, max(1, torch.cuda.device_count())
+    started, jobs = compare._start_worker, workers * max(1, torch.cuda.device_count())
 
     def start(free: Any, jobs: int) -> None:
         started(free, jobs)
         (state / f"worker-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     compare._start_worker = start
-    compare._devices = lambda jobs: [str(gpu) if torch.cuda.is_available() else None for gpu in range(devices)] * jobs
     for _ in range(3):  # a run that failed (memory shared with a benchmark, say) is tried again
-        results = compare.compare(recipe, state / "runs", workers, lambda line: print(line, flush=True))
+        results = compare.compare(recipe, state / "runs", jobs, lambda line: print(line, flush=True))
         if not results.failures:
             return
     raise SystemExit(f"failed: {results.failures}")

@@ -11,7 +11,7 @@ import typer
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
-    jobs: Annotated[int, typer.Option(help="Runs side by side, at most one a GPU.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Runs side by side, in turn on the GPUs there are.")] = 1,
 ) -> None:
     """Train every method of a recipe under its budgets and write one report. The same command again goes on.
 

@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -43,7 +44,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     """Run the comparison that the recipe at `path` describes and write `output/<name>/`.
 
     Args:
-        jobs: runs side by side, each in a process of its own; on a GPU machine at most one a GPU.
+        jobs: runs side by side, each in a process of its own. More than there are GPUs share them: small models are
+            done sooner so, but their tokens/s are then those of a shared device, which the results say.
         say: receives one line of progress at a time.
 
     A run that fails is noted in the results and does not stop the others.
@@ -57,6 +59,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("fathom compare starts its own processes: run it without torchrun and give --jobs")
     devices = _devices(jobs)
+    side_by_side = max(Counter(devices).values())
     disable_progress_bar()  # of transformers: a bar for every model read back
     data = prepare(recipe.data, output / ".data")
     planned = plan(recipe, data.tokenizer)
@@ -84,7 +87,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     def start_runs(name: str, lr: float) -> None:
         for run in planned:  # by folder: budgets that ask for the same run share it
             if run.model_folder == name:
-                tasks[run.folder] = (measure, run, lr, recipe, data, folder)
+                tasks[run.folder] = (measure, run, lr, recipe, data, folder, side_by_side)
 
     for name, model in models.items():
         rates = candidates(recipe, model.method)
@@ -146,16 +149,14 @@ def _trials(model: Planned, sweep: LearningRateSweep) -> list[Trial]:
 
 
 def _devices(jobs: int) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each process; None on a machine without GPUs."""
+    """What CUDA_VISIBLE_DEVICES is for each process: the GPUs in turn; None on a machine without GPUs."""
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: must be at least 1")
     count = torch.cuda.device_count()
     if not count:
         return [None] * jobs
-    if jobs > count:
-        raise ValueError(f"--jobs {jobs}: only {count} GPUs are visible, and every run needs one of its own")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return list(visible.split(",")[:jobs])
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    return [visible[job % count] for job in range(jobs)]
 
 
 @contextlib.contextmanager

@@ -32,15 +32,18 @@ SAMPLE_TEMPERATURE = 0.7
 SAMPLE_TOP_K = 40
 
 
-def measure(planned: Planned, lr: float, recipe: Recipe, data: PreparedData, folder: Path) -> Run:
+def measure(
+    planned: Planned, lr: float, recipe: Recipe, data: PreparedData, folder: Path, side_by_side: int = 1
+) -> Run:
     """The run of `planned` in `folder` (the comparison's): finished ones are read, broken ones resumed.
 
+    `side_by_side`: how many runs share the device, which is noted with its name.
     Raises ValueError where the loss diverged, and whatever `train_run` raises.
     """
     where = folder / planned.folder
     where.mkdir(parents=True, exist_ok=True)
     if not ((where / PROVENANCE).exists() and has_trained(where)):  # a later resume or report must not sign for it
-        _write(where / PROVENANCE, provenance())
+        _write(where / PROVENANCE, provenance(side_by_side))
     result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
     try:
         measured = json.loads((where / MEASURED).read_text(encoding="utf-8"))

@@ -14,9 +14,10 @@ import torch
 import fathom
 
 
-def provenance() -> dict[str, Any]:
-    """`{"versions", "commit", "device"}` of this process."""
-    return {"versions": versions(), "commit": commit(), "device": device()}
+def provenance(runs: int = 1) -> dict[str, Any]:
+    """`{"versions", "commit", "device"}` of this process, one of `runs` that share the device."""
+    shared = f", shared by {runs} runs" if runs > 1 else ""
+    return {"versions": versions(), "commit": commit(), "device": device() + shared}
 
 
 def versions() -> dict[str, str]:
