@@ -33,6 +33,7 @@ from fathom.ops.token_blocks import BLOCK, sees, token_block_mask
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
 BUCKET = 64  # above it, numbers of gathered tokens are multiples of it, so that compiled kernels meet few shapes
+LEAST = 2 * BLOCK  # tokens laid end to end, dead ones included: compiled, a single block would be another graph
 PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps that stopped rows left
 
 KeyValue = tuple[Float[Tensor, "B G n D"], Float[Tensor, "B G n D"]]
@@ -73,7 +74,7 @@ class Flat:
     """Some of the B·T new tokens of all rows, in their order, laid end to end as one row.
 
     Attributes:
-        index: of the tokens; the last is repeated up to a multiple of the kernel's block.
+        index: of the tokens; the last is repeated up to a multiple of the kernel's block, `LEAST` at least.
         before: the places of their entries in the step before, laid end to end likewise.
         count: how many there are.
     """
@@ -419,8 +420,9 @@ class StepStack(Stack):
             count = len(place)
             if not count:
                 return None
-            if count % BLOCK:
-                place = torch.cat((place, place[-1:].expand(-count % BLOCK)))
+            size = max(LEAST, -(-count // BLOCK) * BLOCK)
+            if size > count:
+                place = torch.cat((place, place[-1:].expand(size - count)))
             return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, count)
         assert isinstance(chosen, Chosen)
         live = self.real if chosen.index is None and chosen.live is None else chosen.live

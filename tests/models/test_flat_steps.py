@@ -1,0 +1,250 @@
+"""Steps whose tokens of all rows are laid end to end, against the form by row and against each row alone, token by
+token: both forms of `StepStack` under a dense mask in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, StepStack
+from fathom.ops.token_blocks import BLOCK
+from tiny import assert_close, tiny_model, tokens
+
+COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0, "penalty": 0.7}
+ADA = {"name": "adaponderlm", "steps": 3, "threshold": 0.45}
+LENGTH = 37
+
+OPTIONS = (
+    COT,
+    {**COT, "correctness_from": "mixture", "router_per_step": True},
+    {**COT, "penalty_on": "gate", "detach_between_steps": True, "detach_router": True},
+    {**COT, "explore": 0.5, "threshold": 0.6},
+    {**COT, "halting": "act", "router_bias": -0.7},
+    {**COT, "halting": "exit_gate", "threshold": 0.5},
+    {**COT, "halting": "fixed"},
+    {**COT, "halting": "random", "mean_passes": 2.2},
+    {**COT, "halting": "uniform", "mean_passes": 2.7},
+    ADA,
+    {**ADA, "accumulate": False, "premultiply_steps": True, "top_k": 5},
+    {**ADA, "freeze_readout": False},
+    {**ADA, "halting": "random", "mean_passes": 2.2},
+)
+options = pytest.mark.parametrize("depth", OPTIONS, ids=lambda depth: " ".join(map(str, depth.values())))
+both = pytest.mark.parametrize("depth", [COT, ADA], ids=lambda depth: depth["name"])
+
+
+def lay_flat(monkeypatch, wanted: bool) -> None:
+    monkeypatch.setattr(StepStack, "flat_pays", lambda stack: wanted)
+
+
+def make(depth, **fields):
+    return tiny_model(depth=depth, max_position_embeddings=128, **fields).double()
+
+
+def traced(model, *args, **kwargs):
+    """The result, the passes and the stack."""
+    found = []
+    hook = model.depth.register_forward_hook(lambda module, given, out: found.append((out.trace["passes"], given[0])))
+    result = model(*args, **kwargs)
+    hook.remove()
+    return result, *found[0]
+
+
+def layouts() -> dict[str, dict[str, torch.Tensor]]:
+    """Four rows: whole, padded on either side, and packed documents, some of a single token."""
+    lengths, index = (LENGTH, 20, 1, 36), torch.arange(LENGTH)
+    right = torch.stack([index < n for n in lengths]).long()
+    documents = torch.stack([index % n for n in (LENGTH, 5, 1, 16)])
+    return {
+        "whole": {},
+        "padded right": {"attention_mask": right},
+        "padded left": {"attention_mask": right.flip(1)},
+        "documents": {"position_ids": documents},
+    }
+
+
+def test_tokens_of_all_rows_are_taken_and_put_back_in_place():
+    x, mask = torch.randn(3, 5, 4), torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
+    index = torch.tensor([1, 3, 4, 5, 14, 14, 14])
+    flat = Flat(index, index, 5)
+    taken = flat.take(x)
+    assert torch.equal(taken[0], x.view(15, 4)[index])
+    new = torch.arange(28.0).view(1, 7, 4)
+    put = flat.put(x, new)
+    assert torch.equal(put[mask], new[0, :5]) and torch.equal(put[~mask], x[~mask])
+
+
+@both
+@torch.no_grad()
+def test_a_step_computes_what_its_tokens_cost(depth, monkeypatch):
+    """Dead entries fill up the last block; in rows, each row is as long as the longest."""
+    model, ids = make(depth), tokens(4, 100)
+    lay_flat(monkeypatch, True)
+    _, passes, stack = traced(model, ids, use_cache=False)
+    for step, chosen in enumerate(stack.ran[1:], start=1):
+        live = int((passes > step).sum())
+        assert chosen.count == live > 0 and len(chosen.index) == max(LEAST, -(-live // BLOCK) * BLOCK)
+        assert torch.equal(chosen.index[:live], (passes > step).flatten().nonzero()[:, 0])
+        assert (chosen.index[live:] == chosen.index[live - 1]).all()
+    assert stack.computed == 400 + sum(len(chosen.index) for chosen in stack.ran[1:])
+
+
+@pytest.mark.parametrize("layout", layouts())
+@options
+def test_losses_and_gradients_are_those_of_the_form_by_row(depth, layout, monkeypatch):
+    """Evaluation, and a training step with all its gradients."""
+    # which slots explore does not depend on how they are laid
+    monkeypatch.setattr(torch, "rand_like", lambda x: (x.detach() * 1e6) % 1)
+    ids, given, found = tokens(4, LENGTH), layouts()[layout], []
+    real = given.get("attention_mask", torch.ones_like(ids)).bool()
+    labels = ids.masked_fill(~real, -100)
+    for flat in (False, True):
+        lay_flat(monkeypatch, flat)
+        model = make(depth)
+        with torch.no_grad():
+            result, passes, stack = traced(model, ids, use_cache=False, **given)
+        assert any(isinstance(chosen, Flat) for chosen in stack.ran) == (flat and depth.get("freeze_readout", True))
+        model.train().depth.progress = 1.0
+        loss = model(ids, labels=labels, use_cache=False, **given).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((result.logits[real], passes[real], loss.detach(), gradients))
+    (logits, passes, loss, gradients), (flat_logits, flat_passes, flat_loss, flat_gradients) = found
+    assert torch.equal(flat_passes, passes) and (depth.get("halting") == "fixed" or len(passes.unique()) > 1)
+    assert_close(flat_logits, logits, 1e-10)
+    assert_close(flat_loss, loss, 1e-12)
+    assert gradients.keys() == flat_gradients.keys() and len(gradients) > 20
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(flat_gradients[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("side", ["padded right", "padded left"])
+@both
+@torch.no_grad()
+def test_a_batch_is_its_rows_alone_token_by_token(depth, side, monkeypatch):
+    """Logits of a prefill, and of tokens decoded after it, whose cache it has filled."""
+    lay_flat(monkeypatch, True)
+    model, ids, new = make(depth), tokens(4, LENGTH), tokens(4, 3, seed=5)
+    mask = layouts()[side]["attention_mask"]
+    prefill, passes, stack = traced(model, ids, attention_mask=mask, past_key_values=(cache := DynamicCache()))
+    assert isinstance(stack.ran[1], Flat)
+    after = []
+    for t in range(3 if side == "padded left" else 0):
+        longer = torch.cat((mask, torch.ones(4, t + 1).long()), dim=1)
+        after.append(model(new[:, t : t + 1], attention_mask=longer, past_key_values=cache).logits)
+    for row in range(4):
+        real, alone, logits, ran = mask[row].bool(), DynamicCache(), [], []
+        text = torch.cat((ids[row, real], new[row]))[None]
+        for t in range(text.shape[1]):
+            result, steps, _ = traced(model, text[:, t : t + 1], past_key_values=alone)
+            logits.append(result.logits)
+            ran.append(steps)
+        expected, count = torch.cat(logits, dim=1)[0], int(real.sum())
+        assert torch.equal(passes[row, real], torch.cat(ran, dim=1)[0, :count])
+        assert_close(prefill.logits[row, real], expected[:count], 1e-9)
+        if after:
+            assert_close(torch.cat(after, dim=1)[row], expected[count:], 1e-9)
+
+
+@both
+@torch.no_grad()
+def test_rows_that_stop_at_once_beside_rows_that_never_do(depth, monkeypatch):
+    schedule = {**depth, "halting": "random", "mean_passes": 2.0}
+    plan = torch.tensor([1, 4, 2, 1])[:, None].repeat(1, LENGTH)
+    plan[2, ::3] = 4
+    model, ids, found = make(schedule), tokens(4, LENGTH), []
+    for rows in ([0, 1, 2, 3], [1, 0], [0, 3]):
+        model.depth.planned = lambda stack, rows=rows: plan[rows]
+        results = []
+        for flat in (False, True):
+            lay_flat(monkeypatch, flat)
+            cache = DynamicCache()
+            logits, passes, stack = traced(model, ids[rows], past_key_values=cache)
+            assert torch.equal(passes, plan[rows]) and stack.flat == flat
+            results.append((logits.logits, cache))
+        (expected, by_row), (actual, laid) = results
+        assert_close(actual, expected, 1e-10)
+        for old, new in zip(by_row.layers, laid.layers):
+            same_slots(old, new)
+        found.append(expected)
+    assert_close(found[1], found[0][[1, 0]], 1e-10)
+
+
+def same_slots(expected, actual) -> None:
+    """Both cache layers hold the same slots of every row and segment, in the same order, dead columns aside."""
+    assert actual.get_seq_length() == expected.get_seq_length() and len(actual.sizes) == len(expected.sizes)
+    assert actual.keys.shape[2] == actual.token.shape[1] == sum(actual.sizes)
+    parts = [(layer.token.split(layer.sizes, 1), layer.keys.split(layer.sizes, 2), layer.values.split(layer.sizes, 2))
+             for layer in (expected, actual)]  # fmt: skip
+    for segment in range(len(actual.sizes)):
+        for row in range(len(actual.token)):
+            (numbers, keys, values), (other, other_keys, other_values) = (
+                (token[segment][row], key[segment][row], value[segment][row]) for token, key, value in parts
+            )
+            live, other_live = numbers != NOWHERE, other != NOWHERE
+            assert torch.equal(numbers[live], other[other_live])
+            torch.testing.assert_close(other_keys[:, other_live], keys[:, live], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(other_values[:, other_live], values[:, live], rtol=1e-10, atol=1e-10)
+
+
+@both
+@torch.no_grad()
+def test_prefills_of_other_sizes_compile_nothing_new(depth, monkeypatch):
+    """Layers compiled one by one: the first two forwards make the graphs of one row and of many."""
+    lay_flat(monkeypatch, True)
+    torch._dynamo.reset()
+    graphs, after, sizes = [], [], set()
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch._dynamo.config.patch(recompile_limit=64, allow_unspec_int_on_nn_module=True):
+        model = make(depth, num_hidden_layers=5)
+        plain = make(depth, num_hidden_layers=5)
+        for layer in model.model.layers:
+            layer.compile(backend=count)
+        for seed, length in enumerate((120, 121, 90, 110, 70, 128)):
+            ids = tokens(4, length, seed=seed)
+            result, _, stack = traced(model, ids, use_cache=False)
+            assert_close(result.logits, plain(ids, use_cache=False).logits, 1e-9)
+            after.append(len(graphs))
+            sizes.add(tuple(stack.sizes))
+    assert len(sizes) == 6 and after[-1] == after[1] <= 12, (after, sizes)
+
+
+def test_penalised_gradients_equal_finite_differences(monkeypatch):
+    """Without a correctness, which has no gradient."""
+    lay_flat(monkeypatch, True)
+    model, ids = make({**COT, "beta": 0.0}).train(), tokens(3, 9)
+    model(ids, labels=ids).loss.backward()
+    for name in ("depth.routers.0.weight", "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight"):
+        parameter = model.get_parameter(name)
+        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(sign * 1e-6 * direction)
+                values.append(model(ids, labels=ids).loss.item())
+                parameter.sub_(sign * 1e-6 * direction)
+        slope = (parameter.grad * direction).sum().item()
+        assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6, abs=1e-9)
+
+
+@both
+@torch.no_grad()
+def test_a_single_row_and_a_cached_past(depth, monkeypatch):
+    """One row is laid out alike; after a cached past tokens are gathered by row."""
+    lay_flat(monkeypatch, True)
+    model, ids, cache = make(depth), tokens(2, LENGTH), DynamicCache()
+    expected, _, stack = traced(model, ids, use_cache=False)
+    assert isinstance(stack.ran[1], Flat)
+    for row in range(2):
+        assert_close(model(ids[row : row + 1]).logits[0], expected.logits[row], 1e-9)
+    pieces = []
+    for number, part in enumerate(ids.split((20, 16, 1), dim=1)):
+        result, _, stack = traced(model, part, past_key_values=cache)
+        assert all(isinstance(chosen, Chosen if number or not step else Flat) for step, chosen in enumerate(stack.ran))
+        pieces.append(result.logits)
+    assert_close(torch.cat(pieces, dim=1), expected.logits, 1e-9)
