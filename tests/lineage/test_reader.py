@@ -302,3 +302,14 @@ def test_adapters_that_are_not_plain_lora_are_refused(folders, tmp_path):
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(tmp_path, base=folders("llama"))
+
+
+def test_a_file_that_may_not_be_read_is_not_called_corrupt(folders, tmp_path, monkeypatch):
+    """Root reads everything, so the refusal is played here."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("fathom.lineage.store.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"safetensors: cannot be opened \(.*Permission denied"):
+        open_checkpoint(folders("llama"))

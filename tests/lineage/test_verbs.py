@@ -353,9 +353,13 @@ def test_a_broken_exact_transform_fails_the_command(folders, monkeypatch):
 
 def test_matrix_merge_and_attack(folders, weights, tmp_path, nulls_of_tiny_models):
     child = apply_exact(weights("llama"), "heads").save(tmp_path / "child")
-    record = json.loads(run("matrix", folders("llama"), folders("llama", 1), child, "-o", tmp_path / "m.png", "--json"))
-    assert record["scores"][0][2] > 0.999 > 0.2 > record["scores"][0][1]
-    assert abs(record["order"].index(0) - record["order"].index(2)) == 1
+    turned = apply_exact(weights("llama"), "all").save(tmp_path / "turned")
+    models = folders("llama"), folders("llama", 1), child, turned
+    record = json.loads(run("matrix", *models, "-o", tmp_path / "m.png", "--json"))
+    assert min(record["scores"][0][2:]) > 0.999 > 0.2 > record["scores"][0][1]
+    by_lap = json.loads(run("matrix", folders("llama"), turned, "--alignment", "lap", "--json"))
+    assert by_lap["scores"][0][1] < 0.2
+    assert record["order"].index(1) in {0, 3}  # the stranger stands at an end of the tree
     assert (tmp_path / "m.png").read_bytes()[:4] == b"\x89PNG" and record["left_out"] == {}
     said = json.loads(run("attack", folders("llama"), "--transform", "rope", "-o", tmp_path / "rope", "--json"))
     assert said["exact"] and 0 <= said["logit_error"] < 1e-4

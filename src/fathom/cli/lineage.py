@@ -241,7 +241,10 @@ def matrix(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="PNG of the clustered heat map and tree.")
     ] = None,
-    alignment: Annotated[Literal["lap", "procrustes"], typer.Option(help="How AWM matches residual axes.")] = "lap",
+    alignment: Annotated[
+        Literal["auto", "lap", "procrustes"],
+        typer.Option(help="How AWM matches residual axes; auto: LAP, and Procrustes where that scores below 0.5."),
+    ] = "auto",
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:

@@ -169,10 +169,12 @@ class Matrix:
 
 def matrix(
     models: Sequence[Checkpoint],
-    alignment: Literal["lap", "procrustes"] = "lap",
+    alignment: Alignment = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Matrix:
     """Hardened AWM of every pair. Pairs without an anchor score 0; models without query and key weights are left out.
+
+    alignment: "lap", "procrustes", or "auto": LAP, and below ½ the higher of LAP and Procrustes.
 
     Raises ValueError for fewer than two models, NoEvidenceError when fewer than two can be compared.
     """
@@ -193,9 +195,12 @@ def matrix(
     pairs = [(i, j) for i in range(n) for j in range(i)]
     for done, (i, j) in enumerate(pairs, 1):
         try:
-            scores[i, j] = scores[j, i] = awm(kept[i], kept[j], alignment=alignment).score
+            score = awm(kept[i], kept[j], alignment="lap" if alignment == "auto" else alignment).score
+            if alignment == "auto" and score < 0.5:
+                score = max(score, awm(kept[i], kept[j], alignment="procrustes").score)
         except NoAnchorError:
-            scores[i, j] = scores[j, i] = 0.0
+            score = 0.0
+        scores[i, j] = scores[j, i] = score
         if progress:
             progress(done, len(pairs))
     distances = squareform(np.clip(1 - scores, 0, 2), checks=False)

@@ -146,8 +146,10 @@ class SafetensorsStore(_Shards):
             try:
                 handle = safe_open(path, framework="pt")
                 self._file_of.update(dict.fromkeys(handle.keys(), handle))
-            except (SafetensorError, OSError) as error:
+            except SafetensorError as error:
                 raise CheckpointError(f"{path}: corrupt or truncated shard ({error}); download it again") from error
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be opened ({error}); check who may read it") from error
 
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
