@@ -48,6 +48,11 @@ def _config(name: str):
         "deepseek_v2": lambda: hf.DeepseekV2Config(**(common | {"num_key_value_heads": 8}), **moe,
                                                    **(mla | {"q_lora_rank": None})),
         "nemotron": lambda: hf.NemotronConfig(**common),
+        "falcon": lambda: hf.FalconConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+                                          num_attention_heads=8, bos_token_id=1, eos_token_id=2),
+        "falcon_new": lambda: hf.FalconConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+                                              num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True,
+                                              bos_token_id=1, eos_token_id=2),
         "mpt": lambda: hf.MptConfig(vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=8, max_seq_len=64),
     }  # fmt: skip
     return configs[name]()
@@ -55,7 +60,7 @@ def _config(name: str):
 
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi", "phi3",
             "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2",
-            "nemotron", "mpt"]  # fmt: skip
+            "nemotron", "falcon", "falcon_new", "mpt"]  # fmt: skip
 
 
 def write_model(name: str, folder: Path, seed: int = 0) -> Path:

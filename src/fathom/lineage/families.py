@@ -8,7 +8,7 @@ rotate-half layout (rotary pair i = rows i and i + rotary/2), q/k/v apart, whate
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fathom.lineage.errors import CheckpointError
@@ -150,7 +150,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
             positions="embed_positions",
             rotary=0.0 if config.get("positions") == "learned" else 1.0,
         )
-    return FAMILIES.get(config.get("model_type", ""), Family())
+    family = FAMILIES.get(config.get("model_type", ""), Family())
+    two_norms = config.get("new_decoder_architecture") and config.get("num_ln_in_parallel_attn") != 1
+    if config.get("model_type") == "falcon" and not two_norms:  # Falcon-7B and -RW, Falcon2
+        norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        return replace(family, names={**family.names, **norms})
+    return family
 
 
 # Architectures whose GGUF rotary pairs are neighbours (llama.cpp's "norm" rope): its converter permutes q and k rows.
