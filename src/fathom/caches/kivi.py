@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
-from fathom.ops.group_quantize import dequantize, quantize
+from fathom.ops.group_quantize import Quantized, dequantize, quantize
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time while attending
 
@@ -147,6 +147,15 @@ class KIVIState(State):
         parts = (self.value_codes[:, :, part], self.value_scale[:, :, part], self.value_minimum[:, :, part])
         return torch.cat((dequantize(*parts, self.method.bits, self.method.group).flatten(3), full), dim=2)
 
+    def quantize(self, groups: Tensor) -> Quantized:
+        """Groups in the last axis → packed codes, scale, minimum; in one Triton launch on a GPU."""
+        if has_kernel(groups.device.type):
+            from fathom.ops.group_pack import quantize_groups, serves  # needs the package triton
+
+            if serves(groups, self.method.bits):
+                return quantize_groups(groups, self.method.bits)
+        return quantize(groups, self.method.bits)
+
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Quantise what is due of the full-precision part, keep the rest."""
         method, held = self.method, self.seen
@@ -155,11 +164,11 @@ class KIVIState(State):
         due_values = method.quantized(self.seen)[1] - method.quantized(held)[1]
         if due_keys:
             groups = keys[:, :, :due_keys].unflatten(2, (-1, method.group)).transpose(3, 4)
-            for name, tensor in zip(("key_codes", "key_scale", "key_minimum"), quantize(groups, method.bits)):
+            for name, tensor in zip(("key_codes", "key_scale", "key_minimum"), self.quantize(groups)):
                 setattr(self, name, concat(getattr(self, name), tensor))
         if due_values:
             groups = values[:, :, :due_values].unflatten(3, (-1, method.group))
-            for name, tensor in zip(("value_codes", "value_scale", "value_minimum"), quantize(groups, method.bits)):
+            for name, tensor in zip(("value_codes", "value_scale", "value_minimum"), self.quantize(groups)):
                 setattr(self, name, concat(getattr(self, name), tensor))
         self.key = keys[:, :, due_keys:].clone() if due_keys else keys
         self.value = values[:, :, due_values:].clone() if due_values else values
