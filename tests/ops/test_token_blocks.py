@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
 from fathom.ops.token_blocks import BLOCK, sees, token_block_mask
 from tiny import assert_close
@@ -26,6 +26,10 @@ CASES = {
     "dead": (slots([200], 300), slots([300, 200], 300, dead=31)),
     "one block": (slots([5], 9), slots([9, 7, 5], 9)),
     "rows": (torch.cat((slots([256], 400), slots([256], 300))), torch.cat((slots([384], 400), slots([384], 390)))),
+    "laid flat": (
+        torch.cat((slots([90], 200), 256 + slots([70], 256), 512 + slots([96], 200)), dim=1),
+        torch.cat((torch.arange(768).to(torch.int32)[None], 256 + slots([70], 256, dead=6)), dim=1),
+    ),
 }  # fmt: skip
 
 
@@ -34,6 +38,8 @@ CASES = {
 def test_blocks_hold_the_rule(case, documents):
     query, key = CASES[case]
     first = (query // 100 * 100).to(torch.int32) if documents else None
+    if case == "laid flat" and documents:
+        first = query // 256 * 256
     mask = token_block_mask(query, key, first)
     expected = sees(query, key, first)
     assert expected.any() and not expected.all()
@@ -53,6 +59,13 @@ def test_blocks_hold_the_rule(case, documents):
                 assert dense[row, i, j] == part.any() or not part.any()  # nothing that is seen is skipped
                 if full[row, i, j]:
                     assert part.all() and part.shape[1] == BLOCK
+    by_rows = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    whole = BlockMask.from_kv_blocks(*by_rows, BLOCK_SIZE=BLOCK, seq_lengths=mask.seq_lengths)
+    assert torch.equal(mask.q_num_blocks, whole.q_num_blocks) and torch.equal(mask.q_indices, whole.q_indices)
+    assert torch.equal(mask.full_q_num_blocks, whole.full_q_num_blocks)
+    assert torch.equal(mask.full_q_indices, whole.full_q_indices)
+    with torch.no_grad():
+        assert token_block_mask(query, key, first).q_indices is None  # of no use without a backward pass
     if case == "square" and not documents:
         assert dense[0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
         assert full[0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]

@@ -44,20 +44,11 @@ def token_block_mask(
         visible = key[batch, s] <= query[batch, q]
         return visible if first is None else visible & (key[batch, s] >= first[batch, q])
 
-    # Per row of blocks: how many are chosen, and their numbers first.
-    listed = torch.stack((some & ~every, every))
-    order = (~listed).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)[:, :, None]
-    count = listed.sum(-1, dtype=torch.int32)[:, :, None]
-    return BlockMask.from_kv_blocks(
-        count[0],
-        order[0],
-        count[1],
-        order[1],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=(query.shape[1], key.shape[1]),
-        compute_q_blocks=torch.is_grad_enabled(),  # the backward pass's
-    )
+    some &= ~every
+    by_query = (*_listed(some), *_listed(every))
+    by_key = (*_listed(some.mT), *_listed(every.mT)) if torch.is_grad_enabled() else (None,) * 4  # of the backward pass
+    lengths = (query.shape[1], key.shape[1])
+    return BlockMask(lengths, *by_query, *by_key, (BLOCK, BLOCK), mask_mod)
 
 
 def _extremes(tokens: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
@@ -67,3 +58,11 @@ def _extremes(tokens: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B blocks"], Int[
         tokens = torch.cat((tokens, filling), dim=1)
     low, high = tokens.unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
     return low, high
+
+
+def _listed(
+    blocks: Bool[Tensor, "B rows columns"],
+) -> tuple[Int[Tensor, "B 1 rows"], Int[Tensor, "B 1 rows columns"]]:
+    """Per row of blocks: how many are chosen, and their numbers first."""
+    order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
