@@ -45,10 +45,14 @@ def token_block_mask(
         return visible if first is None else visible & (key[batch, s] >= first[batch, q])
 
     some &= ~every
-    by_query = (*_listed(some), *_listed(every))
-    by_key = (*_listed(some.mT), *_listed(every.mT)) if torch.is_grad_enabled() else (None,) * 4  # of the backward pass
+    by_key: tuple[Tensor | None, Tensor | None] = (None, None)
+    full_by_key = by_key
+    if torch.is_grad_enabled():  # the backward pass goes by key
+        by_key, full_by_key = _listed(some.mT), _listed(every.mT)
     lengths = (query.shape[1], key.shape[1])
-    return BlockMask(lengths, *by_query, *by_key, (BLOCK, BLOCK), mask_mod)
+    return BlockMask(
+        lengths, *_listed(some), *_listed(every), *by_key, *full_by_key, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod
+    )
 
 
 def _extremes(tokens: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
