@@ -4,6 +4,7 @@ import base64
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +82,28 @@ def test_narrow_and_shallow_strangers_are_not_called_related(width, layers):
     assert verdict(1.0).verdict == ("related" if width > 4 else "inconclusive")
     deep = judge("hardened-lap", width, 0.5, layers=10**6)
     assert deep.null in nulls() and deep.z >= verdict(0.5).z
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    ("files", "low", "width"),
+    [(("lineage_toys",), 64, 96), (("lineage_toys_512", "lineage_real"), 512, 512)],
+)
+def test_shipped_nulls_are_the_measured_negatives_and_judge_every_measured_pair(files, low, width):
+    """Each null is the mean, deviation and maximum of its raw negatives; hardened Procrustes, which sees through every
+    attack, then calls each measured pair what it is, and no method calls a negative related."""
+    pairs = [p for file in files for p in json.loads((RESULTS / f"{file}.json").read_text())["pairs"]]
+    for null in (n for n in nulls() if n.d_min == low):
+        scores = [p["scores"][null.mode] for p in pairs if p["kind"] == "negative"]
+        assert (null.n, null.mean) == (len(scores), pytest.approx(np.mean(scores), abs=2e-5))
+        assert null.std == pytest.approx(np.std(scores, ddof=1), abs=2e-5)
+        assert null.max == pytest.approx(max(scores), abs=2e-5)
+        assert {judge(null.mode, width, score).verdict for score in scores} == {"unrelated"}
+    for pair in pairs:
+        word = judge("hardened-procrustes", width, pair["scores"]["hardened-procrustes"]).verdict
+        assert word == ("unrelated" if pair["kind"] == "negative" else "related")
 
 
 # ── commitments ───────────────────────────────────────────────────────────────────────────────────────────────────────
