@@ -32,6 +32,7 @@ def _config(name: str):
         "gemma": lambda: hf.GemmaConfig(**common, head_dim=16),
         "gemma2": lambda: hf.Gemma2Config(**common, head_dim=16),
         "gemma3": lambda: hf.Gemma3TextConfig(**common, head_dim=16),
+        "olmo": lambda: hf.OlmoConfig(**common),
         "olmo2": lambda: hf.Olmo2Config(**common),
         "phi": lambda: hf.PhiConfig(**common),
         "phi3": lambda: hf.Phi3Config(**common),
@@ -58,8 +59,8 @@ def _config(name: str):
     return configs[name]()
 
 
-FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi", "phi3",
-            "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2",
+FAMILIES = ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "olmo", "olmo2", "phi",
+            "phi3", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2",
             "nemotron", "falcon", "falcon_new", "mpt"]  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def test_lossless_and_lossy_dtype(weights):
         ("deepseek_v3", "heads", "no 'q'"),
         ("gemma", "widen", "embedding"),
         ("mpt", "heads", "ALiBi"),
+        ("olmo", "scale", "eps is not in"),
     ],
 )
 def test_inapplicable_transforms_say_why(weights, family, name, reason):

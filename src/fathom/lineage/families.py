@@ -98,6 +98,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA2,
     "gemma3_text": _GEMMA2,
+    "olmo": Family(names=_LLAMA, norm="layer"),
     "olmo2": Family(names=_LLAMA | _SANDWICH, post_norm=True),
     "olmo3": Family(names=_LLAMA | _SANDWICH, post_norm=True),
     "gpt2": _GPT2_FAMILY,

@@ -99,6 +99,9 @@ def scale(w: Weights, generator: Generator, factor: float = 7.0) -> Weights:
     """
     if w.family.post_norm:
         raise ValueError("transform 'scale': post-norm models read the raw residual stream, whose scale is not free")
+    shared = _has_post_norms(w) or any(key.endswith(".q_norm") for key in w.tensors)
+    if not shared and not any(key in w.config for key in _EPSILONS):
+        raise ValueError("transform 'scale': eps is not in this model's configuration, so it cannot be scaled along")
     w = w.clone()
     tied = "head" not in w.tensors
     for key in ("embed", "positions"):
@@ -114,7 +117,6 @@ def scale(w: Weights, generator: Generator, factor: float = 7.0) -> Weights:
         for key in ("final_norm", "final_norm.bias"):
             if key in w.tensors:
                 w.tensors[key] = w.tensors[key] / factor
-    shared = _has_post_norms(w) or any(key.endswith(".q_norm") for key in w.tensors)
     for key in () if shared else _EPSILONS:
         if key in w.config:
             w.config[key] = w.config[key] * factor**2
@@ -157,7 +159,8 @@ def fold(w: Weights, generator: Generator) -> Weights:
                     w.set(layer, role + ".bias", _need(w, layer, role + ".bias") + _need(w, layer, role) @ shift)
                 w.set(layer, norm + ".bias", torch.zeros_like(shift))
     w.untie()
-    gain = w.tensors["final_norm"]
+    if (gain := w.tensors.get("final_norm")) is None:  # OLMo's norms have no gains
+        return w
     w.tensors["head"] = w.tensors["head"] * gain
     w.tensors["final_norm"] = torch.ones_like(gain)
     if "final_norm.bias" in w.tensors:
