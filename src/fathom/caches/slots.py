@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel, storage_bytes
-from fathom.ops.cached_attention import causal_attention, observed_attention
+from fathom.ops.cached_attention import Weigh, causal_attention, observed_attention, weigh
 
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
@@ -177,15 +177,23 @@ class SlotState(State):
         turned_keys = keys if rope is None else rope(keys)
         last = self.observed(length)
         if last:
-            output, received = observed_attention(
-                turned_query, turned_keys, values, scaling, last, self.method.group_reduce
-            )
+            reduce, kernel = self.method.group_reduce, self.weigh(turned_query, turned_keys)
+            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce, kernel)
             self.observe(received, min(last, length), length)
         else:
             output = causal_attention(turned_query, turned_keys, values, scaling, dropout)
         self.note_positions(key)
         self.compress(keys, values, length)
         return output
+
+    def weigh(self, query: Tensor, keys: Tensor) -> Weigh:
+        """How scores become weights and what slots received: in Triton where it serves."""
+        if has_kernel(query.device.type):
+            from fathom.ops.observed_softmax import serves, weigh_  # needs the package triton
+
+            if serves(query, keys):
+                return weigh_
+        return weigh
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, eviction: Eviction) -> Tensor | None:
         """The pass below for one token in a full cache, in Triton: three launches, nothing copied. None: not served."""

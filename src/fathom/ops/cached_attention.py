@@ -50,6 +50,24 @@ def causal_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
 
 
+Weigh = Callable[[Tensor, int, float, str], tuple[Tensor, Tensor]]
+
+
+def weigh(
+    scores: Float[Tensor, "B G hm n"], m: int, scaling: float, reduce: str
+) -> tuple[Float[Tensor, "B G hm n"], Float[Tensor, "B G n"]]:
+    """Weights p = softmax(scaling · scores) of m queries, the last of which sees every slot, and Σ_i reduce_h(p_hi).
+
+    The rows of `scores` are the query heads of a key head, each with its m queries.
+    """
+    scaled, n = scores.unflatten(2, (-1, m)) * scaling, scores.shape[3]
+    if m > 1:  # every query sees what is older than the first of them
+        hidden = torch.ones(m, m, dtype=torch.bool, device=scores.device).triu(1)
+        scaled[..., n - m :].masked_fill_(hidden, float("-inf"))
+    weights = F.softmax(scaled, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights.flatten(2, 3), REDUCE[reduce](weights).sum(2)
+
+
 def observed_attention(
     query: Float[Tensor, "B H m D"],
     key: Float[Tensor, "B G n D"],
@@ -57,11 +75,13 @@ def observed_attention(
     scaling: float,
     last: int,
     reduce: str = "mean",
+    weigh: Weigh = weigh,
 ) -> tuple[Float[Tensor, "B H m Dv"], Float[Tensor, "B G n"]]:
     """Also returns r_s = Σ_i reduce_{h in group}(p_his) over the last `last` queries, in fp32 or wider.
 
     `reduce` is "mean", "sum" or "max" over the query heads of a key head. Scores are written out for a bounded number
     of queries at a time. With `last` < m the outputs come from SDPA and only the observed rows are written out.
+    weigh: or a kernel that does the same.
     """
     m, n = query.shape[2], key.shape[2]
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
@@ -69,38 +89,30 @@ def observed_attention(
     outputs = None if last == m else causal_attention(query, key, value, scaling)
     rows = max(1, SCORES_AT_ONCE // (batch * heads * n))
     if last == m <= rows:
-        weights = _weights(query, key, scaling)
-        return _mix(weights, value), REDUCE[reduce](weights).sum(2)
+        weights, received = weigh(_scores(query, key), m, scaling, reduce)
+        return _mix(weights, value, m), received
     received = key.new_zeros(batch, groups, n, dtype=torch.promote_types(key.dtype, torch.float32))
     pieces = []
     for start in range(m - last, m, rows):
         stop = min(start + rows, m)
         visible = n - m + stop
-        weights = _weights(query[:, :, start:stop], key[:, :, :visible], scaling)
-        received[..., :visible].add_(REDUCE[reduce](weights).sum(2))
+        scores = _scores(query[:, :, start:stop], key[:, :, :visible])
+        weights, part = weigh(scores, stop - start, scaling, reduce)
+        received[..., :visible].add_(part)
         if outputs is None:
-            pieces.append(_mix(weights, value[:, :, :visible]))
+            pieces.append(_mix(weights, value[:, :, :visible], stop - start))
     if outputs is None:
         outputs = torch.cat(pieces, dim=2)
     return outputs, received
 
 
-def _weights(query: Tensor, key: Tensor, scaling: float) -> Float[Tensor, "B G h m n"]:
-    """Softmax weights of queries whose last one sees every key, grouped by key head."""
-    batch, heads, m, width = query.shape
-    groups, n = key.shape[1], key.shape[2]
-    grouped = query.reshape(batch, groups, heads // groups * m, width)
-    scores = (grouped @ key.transpose(2, 3)).view(batch, groups, heads // groups, m, n) * scaling
-    if m > 1:  # every query sees what is older than the first of them
-        hidden = torch.ones(m, m, dtype=torch.bool, device=key.device).triu(1)
-        scores[..., n - m :].masked_fill_(hidden, float("-inf"))
-    return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+def _scores(query: Tensor, key: Tensor) -> Float[Tensor, "B G hm n"]:
+    """q·k, grouped by key head."""
+    return query.reshape(query.shape[0], key.shape[1], -1, query.shape[3]) @ key.transpose(2, 3)
 
 
-def _mix(weights: Float[Tensor, "B G h m n"], value: Float[Tensor, "B G n Dv"]) -> Float[Tensor, "B H m Dv"]:
-    batch, groups, per_group, m, n = weights.shape
-    mixed = weights.reshape(batch, groups, per_group * m, n).to(value.dtype) @ value
-    return mixed.view(batch, groups * per_group, m, value.shape[-1])
+def _mix(weights: Float[Tensor, "B G hm n"], value: Float[Tensor, "B G n Dv"], m: int) -> Float[Tensor, "B H m Dv"]:
+    return (weights.to(value.dtype) @ value).view(len(value), -1, m, value.shape[-1])
 
 
 def blockwise_attention(

@@ -1,0 +1,81 @@
+"""Softmax of causal scores and what every slot received, in one pass and in place: a Triton kernel.
+
+As `cached_attention.weigh`: for the query heads h of a key/value head and the newest m of n slots as queries,
+
+    p_his = softmax_s(scaling · x_his), s ≤ n − m + i;      r_s = Σ_i mean, sum or max over h of p_his
+
+A program takes a few queries of all heads of a group, with their whole rows in registers. All sums in fp32. Needs the
+package `triton`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+QUERIES = 4  # of a program
+LARGEST = 2**15  # numbers that a program holds: 128 registers a thread
+
+
+@triton.jit
+def _softmax(scores, received, scaling, queries, slots, HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+             REDUCE: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
+    block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, head = tl.arange(0, SLOTS), tl.arange(0, ROWS)
+    total = tl.zeros([SLOTS], tl.float32)
+    for i in range(QUERIES):
+        query = block * QUERIES + i
+        real = (head < HEADS) & (query < queries)
+        place = scores + ((pair * HEADS + head) * queries + query)[:, None] * slots + slot[None, :]
+        there = real[:, None] & (slot < slots)[None, :]
+        visible = (slot <= slots - queries + query)[None, :]
+        x = tl.load(place, mask=there & visible, other=float("-inf")).to(tl.float32) * scaling
+        x = tl.where(real[:, None], x, 0.0)
+        e = tl.exp(x - tl.max(x, 1)[:, None])
+        p = e / tl.sum(e, 1)[:, None]
+        tl.store(place, p.to(scores.dtype.element_ty), mask=there)
+        p = tl.where(real[:, None], p, 0.0)
+        if REDUCE == "max":
+            total += tl.max(p, 0)
+        else:
+            total += tl.sum(p, 0)
+    if REDUCE == "mean":
+        total = total / HEADS
+    out = pair * tl.num_programs(0) + block
+    tl.store(received + out * slots + slot, total, mask=slot < slots)
+
+
+def serves(query: Tensor, key: Tensor) -> bool:
+    """Whether the kernel takes the scores of these: 16 or 32 bits, no gradient wanted, rows that fit in registers."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return False
+    rows = triton.next_power_of_2(query.shape[1] // key.shape[1])
+    held = rows * triton.next_power_of_2(key.shape[2])
+    return query.dtype in (torch.float32, torch.bfloat16, torch.float16) and held <= LARGEST
+
+
+def weigh_(
+    scores: Float[Tensor, "B G hm n"], m: int, scaling: float, reduce: str
+) -> tuple[Float[Tensor, "B G hm n"], Float[Tensor, "B G n"]]:
+    """The weights, in the place of the scores (contiguous, a head's m queries together), and r in fp32."""
+    batch, groups, rows, slots = scores.shape
+    blocks, heads = triton.cdiv(m, QUERIES), rows // m
+    received = scores.new_empty(batch, groups, blocks, slots, dtype=torch.float32)
+    held = triton.next_power_of_2(heads) * triton.next_power_of_2(slots)
+    _softmax[(blocks, batch * groups)](
+        scores,
+        received,
+        scaling,
+        m,
+        slots,
+        HEADS=heads,
+        ROWS=triton.next_power_of_2(heads),
+        SLOTS=triton.next_power_of_2(slots),
+        REDUCE=reduce,
+        QUERIES=QUERIES,
+        num_warps=4 if held <= LARGEST // 4 else 8,
+    )
+    return scores, received.squeeze(2) if blocks == 1 else received.sum(2)
