@@ -328,6 +328,12 @@ def test_compare_abstains_and_explains(folders, tmp_path):
     assert "shared tokens" in run("compare", folders("llama"), other, "--method", "huref", code=3)
 
 
+def test_the_published_method_has_no_procrustes(folders):
+    two = [str(folders("llama"))] * 2
+    refused = CliRunner().invoke(app, ["compare", *two, "--paper", "--alignment", "procrustes"])
+    assert isinstance(refused.exception, ValueError) and "published" in str(refused.exception)
+
+
 def test_different_families_are_compared(folders):
     """Llama against GPT-2: another norm, another layout, other parts; a number, not a crash."""
     a, b = open_checkpoint(folders("llama")), open_checkpoint(folders("gpt2"))

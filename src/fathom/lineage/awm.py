@@ -202,7 +202,7 @@ def awm(
             ]
         tau = float(kendalltau(*zip(*matched)).statistic) if len(matched) > 1 else 1.0
         notes.append(
-            f"depths differ ({len(base.layers)} and {len(target.layers)} layers): layers were matched by their scores"
+            f"{len(base.layers)} and {len(target.layers)} layers can be compared: they were matched by their scores"
         )
     if swapped:
         scores = [LayerScore(s.layer_b, s.layer_a, s.q, s.k, s.parts) for s in scores]
