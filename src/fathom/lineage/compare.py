@@ -70,8 +70,8 @@ def compare(
     alignment: "lap", "procrustes", or "auto": LAP, and Procrustes too unless LAP already says related.
     paper:     the published AWM (stored weights, LAP) instead of the hardened one.
 
-    Raises NoEvidenceError when nothing ties the models together, CheckpointError when a weight cannot be read, ValueError
-    for paper with Procrustes.
+    Raises NoEvidenceError when nothing ties the models together, CheckpointError when a weight cannot be read,
+    ValueError for paper with Procrustes.
     """
     if paper and alignment == "procrustes":
         raise ValueError("alignment: 'procrustes' is not in the published AWM (paper), which aligns by LAP; drop one")
