@@ -299,7 +299,9 @@ def replace(
 
 def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
     """The first step of all rows, which later ones read as one row: [B, G, T, D] → [1, G, B·T, D]."""
-    return key, value, (key.transpose(0, 1).flatten(1, 2)[None], value.transpose(0, 1).flatten(1, 2)[None])
+    # contiguous as what later steps leave: compiled, another layout would be another graph
+    keys, values = (x.transpose(0, 1).flatten(1, 2)[None].contiguous() for x in (key, value))
+    return key, value, (keys, values)
 
 
 def replace_flat(
