@@ -12,8 +12,6 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -25,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches.rope import SlotRope
+from fathom.ops.kernels import has_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +116,6 @@ class LayerContext:
     layers: int
     rope: SlotRope | None
     prepared: Any = None
-
-
-@functools.cache
-def has_kernel(device: str) -> bool:
-    """Whether Triton's kernels run there; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
-    return find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class State(ABC):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.group_quantize import Quantized, dequantize, quantize
+from fathom.ops.kernels import has_kernel
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time while attending
 

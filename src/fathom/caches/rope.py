@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.caches import versions
+from fathom.ops.kernels import has_kernel
 from fathom.ops.rotary import rotate
 
 # Frequencies of these types depend on the longest position of the call, so their tables cannot be kept.
@@ -26,6 +27,11 @@ class SlotRope:
         """x [B, heads, n, D] rotated at positions start … start + n − 1."""
         stop = start + x.shape[2]
         cos, sin = self.table(stop, x)
+        if has_kernel(x.device.type):
+            from fathom.ops.rotary_slots import rotate_slots, serves  # needs the package triton
+
+            if serves(x, cos):
+                return rotate_slots(x, cos, sin, start)
         return rotate(x, cos[:, start:stop], sin[:, start:stop])
 
     def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

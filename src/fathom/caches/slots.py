@@ -15,8 +15,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, has_kernel, storage_bytes
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
 from fathom.ops.cached_attention import Weigh, causal_attention, observed_attention, weigh
+from fathom.ops.kernels import has_kernel
 
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)

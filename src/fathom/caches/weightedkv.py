@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fathom.caches.base import LayerContext, has_kernel
+from fathom.caches.base import LayerContext
 from fathom.caches.slots import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
+from fathom.ops.kernels import has_kernel
 from fathom.ops.run_merge import SMALLEST, run_merge
 
 
