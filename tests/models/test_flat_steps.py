@@ -248,3 +248,14 @@ def test_a_single_row_and_a_cached_past(depth, monkeypatch):
         assert all(isinstance(chosen, Chosen if number or not step else Flat) for step, chosen in enumerate(stack.ran))
         pieces.append(result.logits)
     assert_close(torch.cat(pieces, dim=1), expected.logits, 1e-9)
+
+
+@both
+@torch.no_grad()
+def test_rows_of_a_single_token_do_not_see_each_other(depth, monkeypatch):
+    lay_flat(monkeypatch, True)
+    model, ids = make(depth), tokens(6, 1)
+    result, passes, stack = traced(model, ids)
+    assert isinstance(stack.ran[1], Flat) and len(passes.unique()) > 1
+    for row in range(6):
+        assert_close(result.logits[row], model(ids[row : row + 1]).logits[0], 1e-9)

@@ -64,6 +64,8 @@ def test_blocks_hold_the_rule(case, documents):
     assert torch.equal(mask.q_num_blocks, whole.q_num_blocks) and torch.equal(mask.q_indices, whole.q_indices)
     assert torch.equal(mask.full_q_num_blocks, whole.full_q_num_blocks)
     assert torch.equal(mask.full_q_indices, whole.full_q_indices)
+    lists = (*by_rows, mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in lists)  # kernels go by it
     with torch.no_grad():
         assert token_block_mask(query, key, first).q_indices is None  # of no use without a backward pass
     if case == "square" and not documents:

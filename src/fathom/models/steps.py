@@ -370,6 +370,7 @@ class StepStack(Stack):
     # `append`'s last has all before it, and is the only one kept
     sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own
     own: list[Tensor] = dataclasses.field(default_factory=list)  # by step, of `append`: their order
+    rotary: tuple[Tensor, ...] = ()  # of all new tokens
     computed: int = 0
 
     def __post_init__(self) -> None:
@@ -400,7 +401,7 @@ class StepStack(Stack):
         """Whether FlexAttention serves gathered steps of so many tokens in a row, and no dense mask."""
         config = self.decoder.config
         backend: str = config._attn_implementation  # type: ignore[assignment]
-        large = self.position_ids.is_cuda and queries >= FLEX_FROM
+        large = self.position_ids.is_cuda and queries >= FLEX_FROM and config.head_dim >= 16  # its least
         return (
             "flash" in backend
             or backend == "flex_attention"
@@ -495,13 +496,13 @@ class StepStack(Stack):
         """One forward of the layers over the chosen tokens. `query`, `keys`: the order of these and of the new keys."""
         self.ran.append(chosen)
         self.computed += inputs.shape[0] * inputs.shape[1]
-        positions = chosen.take(self.position_ids)
-        rotary = self.decoder.rotary_emb
+        if self.decoder.rotary_emb is not None and not self.rotary:
+            self.rotary = self.decoder.rotary_emb(inputs, self.position_ids)
         plain = chosen.index is None and len(keys) == 1 and self.past is None
         stack = Stack(
             self.decoder,
-            positions,
-            rotary(inputs, positions) if rotary else None,
+            chosen.take(self.position_ids),
+            (chosen.take(self.rotary[0]), chosen.take(self.rotary[1])) if self.rotary else None,
             self.plain_mask(inputs) if plain else self.mask(inputs, chosen, query, keys),
             None,
             self.layer_kwargs,

@@ -48,7 +48,7 @@ def token_block_mask(
     by_key: tuple[Tensor | None, Tensor | None] = (None, None)
     full_by_key = by_key
     if torch.is_grad_enabled():  # the backward pass goes by key
-        by_key, full_by_key = _listed(some.mT), _listed(every.mT)
+        by_key, full_by_key = _listed(some.mT.contiguous()), _listed(every.mT.contiguous())  # kernels want it
     lengths = (query.shape[1], key.shape[1])
     return BlockMask(
         lengths, *_listed(some), *_listed(every), *by_key, *full_by_key, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod
