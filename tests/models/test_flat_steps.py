@@ -256,6 +256,6 @@ def test_rows_of_a_single_token_do_not_see_each_other(depth, monkeypatch):
     lay_flat(monkeypatch, True)
     model, ids = make(depth), tokens(6, 1)
     result, passes, stack = traced(model, ids)
-    assert isinstance(stack.ran[1], Flat) and len(passes.unique()) > 1
+    assert isinstance(stack.ran[1], Flat) and passes.max() > 1
     for row in range(6):
         assert_close(result.logits[row], model(ids[row : row + 1]).logits[0], 1e-9)

@@ -168,7 +168,7 @@ class AdaptiveLatentCoT(DepthMethod):
             else:
                 mixed = chosen.put(mixed, z.to(wide))
 
-            following = stack.choose(chosen, goes_on)
+            following = stack.choose(chosen, goes_on) if k <= options.steps else None
             if following is None:
                 break
             inputs = following.from_before(z.detach() if options.detach_between_steps else z)
