@@ -255,23 +255,34 @@ class SlotState(State):
         excess = keys.shape[2] - self.wanted(length, keys.shape[2])
         if excess > 0:
             index, values = self.keep(values, excess, length)
-            for name, tensor in {"key": keys, "value": values, **self.grown}.items():
-                self.keep_taken(name, tensor, index)
+            self.keep_taken({"key": keys, "value": values, **self.grown}, index)
         else:
             for name, tensor in {"key": keys, "value": values, **self.grown}.items():
                 setattr(self, name, tensor)
         self.grown = {}
 
-    def keep_taken(self, name: str, tensor: Tensor, index: Tensor) -> None:
+    def keep_taken(self, sources: dict[str, Tensor], index: Tensor) -> None:
         """Store the chosen slots. A full cache is overwritten and so keeps its address (CUDA graphs)."""
-        held = getattr(self, name)
-        index = index.expand(*tensor.shape[:2], -1)
-        if tensor.ndim == 4:
-            index = index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1])
-        if held is not None and held.shape == index.shape and not tensor.requires_grad and not held.requires_grad:
-            torch.gather(tensor, 2, index, out=held)
-        else:
-            setattr(self, name, tensor.gather(2, index))
+        targets = {}
+        for name, source in sources.items():
+            held, shape = getattr(self, name), (*source.shape[:2], index.shape[2], *source.shape[3:])
+            fits = held is not None and held.shape == shape and held.is_contiguous() and not held.requires_grad
+            targets[name] = held if fits else source.new_empty(shape)
+        if has_kernel(index.device.type):
+            from fathom.ops.take_slots import serves, take_slots  # needs the package triton
+
+            if serves([*sources.values()], index):
+                take_slots([*sources.values()], index, [*targets.values()])
+                vars(self).update(targets)
+                return
+        for name, source in sources.items():
+            chosen = index.expand(*source.shape[:2], -1)
+            if source.ndim == 4:
+                chosen = chosen.unsqueeze(-1).expand(targets[name].shape)
+            taken = (
+                source.gather(2, chosen) if source.requires_grad else torch.gather(source, 2, chosen, out=targets[name])
+            )
+            setattr(self, name, taken)
 
     def note_positions(self, key: Tensor) -> None:
         if self.track_positions:

@@ -235,7 +235,7 @@ def quantized_decode(
         FULL_STEPS=triton.next_power_of_2(triton.cdiv(full_keys, block)),
         PRECISION="ieee",
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
     _combine[(batch * heads,)](
         highest,

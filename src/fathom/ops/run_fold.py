@@ -77,6 +77,6 @@ def fold_runs_(
         SMALLEST,
         TILE=TILE,
         WIDTH=triton.next_power_of_2(width),
-        num_warps=2,
+        num_warps=1,
     )
     return value
