@@ -218,7 +218,8 @@ def test_all_layers_close_their_gaps_alike_and_only_then(depth, form):
 @pytest.mark.parametrize("lengths", [(300,), (300, 421)], ids=str)
 @both
 def test_gpu_kernels_train_and_run_as_the_dense_mask(depth, lengths, compiled):
-    """Block masks of gathered steps against a dense mask on a GPU: logits, losses and all gradients."""
+    """Block masks of steps laid end to end against dense masks by row on a GPU: logits, losses and all gradients, and
+    a token after a padded prefill."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}  # kernels want 16 channels a head
     results = []
     for backend in ("eager", "sdpa"):
@@ -233,6 +234,13 @@ def test_gpu_kernels_train_and_run_as_the_dense_mask(depth, lengths, compiled):
             ids = tokens(3, length).cuda()
             with torch.no_grad():
                 found.append(model.eval()(ids, use_cache=False).logits)
+                if not compiled:
+                    cache, mask = DynamicCache(), torch.ones_like(ids)
+                    mask[1, :40] = 0
+                    padded = model(ids, attention_mask=mask, past_key_values=cache).logits
+                    longer = torch.nn.functional.pad(mask, (0, 1), value=1)
+                    after = model(ids[:, :1], attention_mask=longer, past_key_values=cache).logits
+                    found.extend((padded[mask.bool()], after))
             loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             found.append(loss.detach())
