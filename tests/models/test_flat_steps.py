@@ -171,6 +171,29 @@ def test_rows_that_stop_at_once_beside_rows_that_never_do(depth, monkeypatch):
     assert_close(found[1], found[0][[1, 0]], 1e-10)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@torch.no_grad()
+def test_while_all_tokens_replace_their_slots_the_plain_kernel_serves(steps, monkeypatch):
+    """The first `steps` passes of all tokens, then some stop."""
+    plan = torch.full((3, LENGTH), steps)
+    plan[0, ::2] = 4
+    model, ids, masks = make({**ADA, "halting": "random", "mean_passes": 2.0}), tokens(3, LENGTH), []
+    model.depth.planned = lambda stack: plan
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, arguments, given: masks.append(given["attention_mask"] is None), with_kwargs=True
+    )
+    lay_flat(monkeypatch, False)
+    expected = model(ids, past_key_values=(by_row := DynamicCache())).logits
+    masks.clear()
+    lay_flat(monkeypatch, True)
+    result, passes, stack = traced(model, ids, past_key_values=(laid := DynamicCache()))
+    assert torch.equal(passes, plan) and masks == [True] * steps + [False] * (4 - steps)
+    assert [isinstance(chosen, Flat) for chosen in stack.ran] == [False] * steps + [True] * (4 - steps)
+    assert_close(result.logits, expected, 1e-10)
+    for old, new in zip(by_row.layers, laid.layers):
+        same_slots(old, new)
+
+
 def same_slots(expected, actual) -> None:
     """Both cache layers hold the same slots of every row and segment, in the same order, dead columns aside."""
     assert actual.get_seq_length() == expected.get_seq_length() and len(actual.sizes) == len(expected.sizes)

@@ -423,6 +423,8 @@ class StepStack(Stack):
             count = len(place)
             if not count:
                 return None
+            if count == self.real.numel() and not self.own:  # all read what all have replaced: plain causal again
+                return Chosen()
             size = max(LEAST, -(-count // BLOCK) * BLOCK)
             if size > count:
                 place = torch.cat((place, place[-1:].expand(size - count)))
@@ -452,7 +454,7 @@ class StepStack(Stack):
         self.own.append(_hidden(query, chosen))
         self.sizes.append(inputs.shape[1])
         if self.flat and not step:
-            self.own[0], self.sizes[0] = self.own[0].view(1, -1), inputs.shape[0] * inputs.shape[1]
+            self.own[0], self.sizes[0] = self.own[0].view(1, -1), self.order.numel()
         read = lay_flat if self.flat and not step else append
         hidden_states = self.run(inputs, chosen, query, self.own, read, earlier)
         del self.slots[:-1]
@@ -469,8 +471,8 @@ class StepStack(Stack):
         last: list[Any] = self.slots[-1] if self.slots else [None] * len(layers)
         read: Any = lay_flat
         if self.flat:
-            order, earlier = order.view(1, -1), last
-            self.sizes.append(inputs.shape[1] if self.ran else order.shape[1])
+            order, earlier = order.view(1, -1), [None] * len(layers)
+            self.sizes.append(inputs.shape[0] * inputs.shape[1])
             if isinstance(chosen, Flat):
                 new = chosen.index[: chosen.count]
                 read, earlier = replace_flat, [(*slots[:2], new) for slots in last]
