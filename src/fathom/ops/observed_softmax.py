@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 QUERIES = 4  # of a program
-LARGEST = 2**15  # numbers that a program holds: 128 registers a thread
+LARGEST = 2**15  # numbers that a program holds: 64 a thread
 
 
 @triton.jit
@@ -76,6 +76,6 @@ def weigh_(
         SLOTS=triton.next_power_of_2(slots),
         REDUCE=reduce,
         QUERIES=QUERIES,
-        num_warps=4 if held <= LARGEST // 4 else 8,
+        num_warps=4 if held <= LARGEST // 8 else 8 if held <= LARGEST // 2 else 16,
     )
     return scores, received.squeeze(2) if blocks == 1 else received.sum(2)

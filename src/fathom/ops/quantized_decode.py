@@ -22,6 +22,7 @@ from torch import Tensor
 BLOCK = 64  # tokens of one step, at least a group
 PROGRAMS = 8  # a multiprocessor, at least
 COMBINED = 32  # runs that are read together
+TILE_BYTES = 2**15  # keys or values of one step, so that both fit in shared memory
 
 Codes = tuple[UInt8[Tensor, "B G *rows bytes"], Float[Tensor, "B G *rows 1"], Float[Tensor, "B G *rows 1"]]
 
@@ -169,7 +170,7 @@ def _combine(highest, total, mixed, output, parts, WIDTH: tl.constexpr, STEPS: t
 
 def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> bool:
     """Whether the kernels take these: one floating type of 16 or 32 bits, no gradient wanted, widths and groups that
-    are powers of 2, at least 16 channels, and groups of whole bytes."""
+    are powers of 2, at least 16 channels, groups of whole bytes, and steps that fit in shared memory."""
     tensors = (query, key, value)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -178,6 +179,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> 
         all(size & (size - 1) == 0 for size in sizes)
         and min(sizes[1:]) >= 16
         and group * bits >= 8
+        and max(BLOCK, group) * max(sizes[1:]) * query.element_size() <= TILE_BYTES
         and query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
