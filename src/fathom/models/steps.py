@@ -366,10 +366,10 @@ class StepStack(Stack):
 
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
     ran: list[Chosen | Flat] = dataclasses.field(default_factory=list)  # by step
-    slots: list[list[Any]] = dataclasses.field(default_factory=list)  # by layer: what `read` left in each step;
-    # `append`'s last has all before it, and is the only one kept
-    sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own
-    own: list[Tensor] = dataclasses.field(default_factory=list)  # by step, of `append`: their order
+    # By step and layer, what `read` left; of `append` the last step's alone, which has all before it.
+    slots: list[list[Any]] = dataclasses.field(default_factory=list)
+    sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own,
+    own: list[Tensor] = dataclasses.field(default_factory=list)  # and, of `append`, their order
     rotary: tuple[Tensor, ...] = ()  # of all new tokens
     computed: int = 0
 
@@ -410,7 +410,7 @@ class StepStack(Stack):
 
     def flat_pays(self) -> bool:
         """A dense mask of all rows' slots would have B times the scores of masks by row; the kernel skips them."""
-        return self.kernel(self.position_ids.numel())
+        return self.kernel(self.position_ids.numel()) and not self.position_ids.is_meta
 
     @torch.compiler.disable
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:
