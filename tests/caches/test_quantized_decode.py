@@ -55,7 +55,7 @@ SIZES = [
     (2, 16, 16, 16, 96, 33, 64),  # most values are full
     (4, 32, 64, 32, 64, 0, 1),  # no value is coded
     (8, 8, 16, 16, 72, 71, 8),
-    (2, 128, 16, 64, 256, 255, 128),  # a group wider than a block
+    (2, 128, 16, 128, 256, 255, 128),  # a group wider than a block
     (2, 4, 16, 16, 132, 40, 70),
 ]
 
@@ -160,7 +160,7 @@ def test_what_the_kernel_does_not_serve(monkeypatch):
     """Wide numbers, gradients, groups of less than a byte and steps too large take the PyTorch form."""
     from fathom.ops.quantized_decode import serves
 
-    wide = torch.zeros(1, 1, 1, 128)
+    wide = torch.zeros(1, 1, 1, 256)
     assert serves(wide, wide, wide, 2, 64) and not serves(wide, wide, wide, 2, 128)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, 40, 32, generator=generator) for heads in (4, 2, 2)]

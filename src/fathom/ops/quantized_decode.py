@@ -22,7 +22,7 @@ from torch import Tensor
 BLOCK = 64  # tokens of one step, at least a group
 PROGRAMS = 8  # a multiprocessor, at least
 COMBINED = 32  # runs that are read together
-TILE_BYTES = 2**15  # keys or values of one step, so that both fit in shared memory
+SHARED_BYTES = 232448  # of a program on Hopper; elsewhere as the device says
 
 Codes = tuple[UInt8[Tensor, "B G *rows bytes"], Float[Tensor, "B G *rows 1"], Float[Tensor, "B G *rows 1"]]
 
@@ -175,11 +175,14 @@ def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> 
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     sizes = (group, key.shape[-1], value.shape[-1])
+    shared = SHARED_BYTES
+    if query.is_cuda:
+        shared = getattr(torch.cuda.get_device_properties(query.device), "shared_memory_per_block_optin", SHARED_BYTES)
     return (
         all(size & (size - 1) == 0 for size in sizes)
         and min(sizes[1:]) >= 16
         and group * bits >= 8
-        and max(BLOCK, group) * max(sizes[1:]) * query.element_size() <= TILE_BYTES
+        and 2.5 * max(BLOCK, group) * max(sizes[1:]) * query.element_size() <= shared  # as compiled: keys, values, rest
         and query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
