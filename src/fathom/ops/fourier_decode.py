@@ -64,6 +64,7 @@ def _raw_partials(
     CELLS: tl.constexpr,
     SPAN: tl.constexpr,
     SUPPORT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -120,7 +121,8 @@ def _raw_partials(
         e = tl.exp(s - higher[None, :])
         keep = tl.exp(top - higher)
         norm = norm * keep + tl.sum(e, 0)
-        o = o * keep[None, :] + tl.dot(tl.trans(v), e.to(v.dtype), input_precision="tf32x3")
+        # widened: as a 16-bit product of a transposed operand, compiled for an H200, this gave wrong values
+        o = o * keep[None, :] + tl.dot(tl.trans(v).to(tl.float32), e, input_precision=PRECISION)
         top = higher
         z_block = tl.dot(tl.trans(phi), e, input_precision="tf32x3")
         out = head * blocks + block
@@ -208,6 +210,7 @@ def raw_partials(
             CELLS=grid.cells,
             SPAN=grid.span,
             SUPPORT=SUPPORT,
+            PRECISION="tf32x3" if raw_key.element_size() == 4 else "tf32",  # 16-bit values lose nothing in tf32
             num_warps=8,
             num_stages=2,
         )
