@@ -557,7 +557,10 @@ class StepStack(Stack):
         key = torch.cat((*past, *keys), dim=1)
         first = None if self.first is None else chosen.take(self.first)
         if self.kernel(query.shape[1]):
-            return KeyBias(None, token_block_mask(query.int(), key.int(), None if first is None else first.int()))
+            if first is None:
+                return KeyBias(None, token_block_mask(query.int(), key.int()))
+            # Two comparisons a score overfill the registers of larger tiles: 688 → 443 µs a call on an H200
+            return KeyBias(None, token_block_mask(query.int(), key.int(), first.int()), tile=64)
         visible = sees(query, key, first)[:, None]
         if "sdpa" in self.decoder.config._attn_implementation:  # type: ignore[operator]
             return visible

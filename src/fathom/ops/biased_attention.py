@@ -65,11 +65,13 @@ class KeyBias:
         bias: b of every key, fp32 or wider; None, for the flex form: 0.
         blocks: what is seen, for the flex form; None: the channel form, plain causal.
         documents: of every key, for the flex form; a query sees its own document.
+        tile: queries and keys that the forward kernel of the flex form takes at a time, in 16 bits; None: as it likes.
     """
 
     bias: Float[Tensor, "B keys"] | None
     blocks: BlockMask | None = None
     documents: Int[Tensor, "B keys"] | None = None
+    tile: int | None = None
 
 
 @functools.cache
@@ -100,7 +102,10 @@ def flex_biased_attention(
     attend: Any = compiled_flex_attention() if compiled else flex_attention
     grouped = query.shape[1] != key.shape[1]
     change = None if bias is None and documents is None else score_mod
-    return attend(query, key, value, change, mask.blocks, scale=scaling, enable_gqa=grouped)
+    options = None
+    if mask.tile is not None and query.is_cuda and query.element_size() == 2:
+        options = {"BLOCK_M": mask.tile, "BLOCK_N": mask.tile}
+    return attend(query, key, value, change, mask.blocks, scaling, grouped, kernel_options=options)
 
 
 def append_bias_channels(
