@@ -107,7 +107,7 @@ def main() -> None:
     shape, scratch = cache_shape(model, args.rows), args.scratch or args.output.parent
     done: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
     done["about"] = {
-        "model": args.model,
+        "model": Path(args.model).name,
         "rows": args.rows,
         "chunk": args.chunk,
         "dtype": args.dtype,
@@ -157,6 +157,9 @@ def main() -> None:
         if length > trained and name != "full" and not method.pre_rope:
             return {"skipped": f"true positions beyond the trained context of {trained}"}
         cell = {**make(method, length), "method": method.to_dict()}
+        for file in ("codebooks", "channels"):
+            if cell["method"].get(file):
+                cell["method"][file] = Path(cell["method"][file]).name
         if name == "vqkv":  # held once per model, so not among the bytes of a cache
             cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
         return cell

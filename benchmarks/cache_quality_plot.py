@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     cells = read(args.results)
+    args.folder.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for _, _, name, _ in cells if name != "full"))
     names.sort(key=lambda name: (name not in OURS, name))
     fractions = sorted({fraction for *_, fraction in cells} - {1.0}, reverse=True)
