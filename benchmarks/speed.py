@@ -238,7 +238,7 @@ def environment(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "transformers": transformers.__version__, "fathom": fathom.__version__,
         "python": platform.python_version(), "commit": commit,
-        "command": " ".join(sys.argv), "cpu_threads": torch.get_num_threads(),
+        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "cpu_threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
