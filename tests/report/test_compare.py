@@ -176,6 +176,23 @@ def test_several_processes_give_the_same_results(finished):
     assert list((folder / "tiny" / "logs").glob("*.log"))
 
 
+def test_a_row_is_finished_before_the_next_is_swept(finished, tmp_path, monkeypatch):
+    done = []
+    trial, run = engine.try_lr, engine.measure
+    monkeypatch.setattr(
+        engine, "try_lr", lambda r, method, lr, **k: done.append(method.name) or trial(r, method, lr, **k)
+    )
+    monkeypatch.setattr(engine, "measure", lambda planned, *a: done.append(planned.folder) or run(planned, *a))
+    path = tmp_path / "swept.yaml"
+    text = (
+        finished[1].read_text().replace("[0, 1]", "[0]").replace("[tokens, train_flops, inference_flops]", "[tokens]")
+    )
+    path.write_text(text.replace("{name: loop, depth", "{name: loop, lr: [1.0e-3, 1.0e-2], depth"))
+    compare(path, tmp_path, say=lambda line: None)
+    assert [name.split("/")[0] for name in done] == ["vanilla"] * 3 + ["loop"] * 3
+    assert [name for name in done if "/" in name] == [done[2], done[5]]
+
+
 def test_a_failed_run_is_reported_and_stops_no_other(finished, monkeypatch):
     folder, path, results, _ = finished
     train_run = measure.train_run

@@ -84,15 +84,14 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     failures: list[str] = []
     finished: dict[str, Run] = {}
 
-    def start_runs(name: str, lr: float) -> None:
-        for run in planned:  # by folder: budgets that ask for the same run share it
-            if run.model_folder == name:
-                tasks[run.folder] = (measure, run, lr, recipe, data, folder, side_by_side)
+    def runs_of(name: str, lr: float) -> dict[str, tuple[Any, ...]]:
+        runs = [run for run in planned if run.model_folder == name]  # by folder: budgets that ask for the same share it
+        return {run.folder: (measure, run, lr, recipe, data, folder, side_by_side) for run in runs}
 
     for name, model in models.items():
         rates = candidates(recipe, model.method)
         if len(rates) == 1:
-            start_runs(name, rates[0])
+            tasks.update(runs_of(name, rates[0]))
             continue
         sweeps[name] = dict.fromkeys(rates)
         for lr in rates:
@@ -101,7 +100,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
             tasks[where] = (_try, model.method, lr, recipe, data, folder / name / "sweep")
 
     with _workers(devices) as pool:
-        for task, outcome in _run(tasks, pool, folder):
+        for task, outcome in _run(tasks, pool, len(devices), folder):
             if task in tried and not isinstance(outcome, Exception):
                 name, lr = tried[task]
                 sweeps[name][lr] = outcome
@@ -115,7 +114,9 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
                     continue
                 trials_of[name] = _trials(models[name], sweep)
                 results = replace(results, trials=[t for m in models for t in trials_of.get(m, ())])
-                start_runs(name, sweep.best)
+                later = dict(tasks)  # row after row is finished, so that a comparison cut short has the first ones
+                tasks.clear()
+                tasks.update(runs_of(name, sweep.best) | later)
             elif isinstance(outcome, Exception):
                 failures.append(f"{task}: {outcome}")
                 say(f"{task} failed: {outcome}")
@@ -177,11 +178,11 @@ def _workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _run(
-    tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, folder: Path
+    tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, workers: int, folder: Path
 ) -> Iterator[tuple[str, Any]]:
     """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here.
 
-    Takes the tasks out of `tasks`, which may be given more while it runs.
+    Takes the tasks out of `tasks` from the front, one when a worker is free; it may be given more while this runs.
     """
     if pool is None:
         while tasks:
@@ -194,7 +195,7 @@ def _run(
         return
     futures: dict[Future, str] = {}
     while tasks or futures:
-        while tasks:
+        while tasks and len(futures) < workers:
             name = next(iter(tasks))
             try:
                 futures[pool.submit(_logged, folder, name, *tasks.pop(name))] = name
