@@ -136,7 +136,7 @@ class KIVIState(State):
         group = self.method.group
         part = slice(start // group, stop // group)
         parts = (self.key_codes[:, :, part], self.key_scale[:, :, part], self.key_minimum[:, :, part])
-        return dequantize(*parts, self.method.bits, group).transpose(3, 4).flatten(2, 3)
+        return self.dequantize(parts, along_tokens=True)
 
     def rebuilt_values(self, start: int, stop: int, whole: int) -> Tensor:
         assert self.value is not None
@@ -146,7 +146,21 @@ class KIVIState(State):
         assert self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None
         part = slice(start, min(stop, whole))
         parts = (self.value_codes[:, :, part], self.value_scale[:, :, part], self.value_minimum[:, :, part])
-        return torch.cat((dequantize(*parts, self.method.bits, self.method.group).flatten(3), full), dim=2)
+        coded = self.dequantize(parts, along_tokens=False)
+        return torch.cat((coded, full), dim=2) if full.shape[2] else coded
+
+    def dequantize(self, parts: Quantized, along_tokens: bool) -> Tensor:
+        """Groups along tokens [B,G,t/group,D,·] or along channels [B,G,t,D/group,·] → numbers [B,G,t,D]; in one Triton
+        launch on a GPU."""
+        codes, scale, minimum = parts
+        bits, group = self.method.bits, self.method.group
+        if has_kernel(codes.device.type):
+            from fathom.ops.group_unpack import dequantize_groups, serves  # needs the package triton
+
+            if serves(scale, minimum, bits, group):
+                return dequantize_groups(codes, scale, minimum, bits, along_tokens)
+        groups = dequantize(codes, scale, minimum, bits, group)
+        return groups.transpose(3, 4).flatten(2, 3) if along_tokens else groups.flatten(3)
 
     def quantize(self, groups: Tensor) -> Quantized:
         """Groups in the last axis → packed codes, scale, minimum; in one Triton launch on a GPU."""

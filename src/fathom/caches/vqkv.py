@@ -13,6 +13,7 @@ from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, con
 from fathom.caches.codebooks import Codebooks, load_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
+from fathom.ops.kernels import has_kernel
 from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
 
 TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
@@ -164,8 +165,10 @@ class VQState(State):
             scores, mix = code_attention.code_scores, code_attention.code_mix
             as_stored = self.method.pack == "int16"
         assert self.key_codes is not None and self.value_codes is not None
-        held = (self.key_codes, self.value_codes)
-        key_codes, value_codes = held if as_stored else self.unpacked(0, self.coded)
+        key_codes, value_codes = self.key_codes, self.value_codes
+        if not as_stored:
+            key_codes = self.unpack(key_codes, self.key_table())
+            value_codes = self.unpack(value_codes, self.value_table())
         middle = scores(grouped, key_codes, self.key_table()) * scaling
         full = (grouped @ keys.transpose(2, 3)).to(middle.dtype) * scaling
         if m > 1:
@@ -179,17 +182,21 @@ class VQState(State):
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The middle, rebuilt 8192 tokens at a time (keys rotated)."""
         for start in range(0, self.coded, TOKENS_AT_ONCE):
-            key_codes, value_codes = self.unpacked(start, min(start + TOKENS_AT_ONCE, self.coded))
-            keys = _decode(key_codes, self.key_table())
+            part = slice(start, start + TOKENS_AT_ONCE)
+            assert self.key_codes is not None and self.value_codes is not None
+            keys = self.rebuilt(self.key_codes[:, :, part], self.key_table())
             if self.rope is not None:
                 keys = self.rope(keys, self.method.n_sink + start)
-            yield keys, _decode(value_codes, self.value_table())
+            yield keys, self.rebuilt(self.value_codes[:, :, part], self.value_table())
 
-    def unpacked(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        assert self.key_codes is not None and self.value_codes is not None
-        sides = ((self.key_codes, self.key_table()), (self.value_codes, self.value_table()))
-        keys, values = (self.unpack(codes[:, :, start:stop], table) for codes, table in sides)
-        return keys, values
+    def rebuilt(self, held: Tensor, table: Tensor) -> Tensor:
+        """The vectors of stored codes [B,G,t,·]; in one Triton launch on a GPU."""
+        if has_kernel(table.device.type):
+            from fathom.ops.residual_decode import serves, sum_codewords  # needs the package triton
+
+            if serves(table):
+                return sum_codewords(held if self.method.pack == "int16" else self.unpack(held, table), table)
+        return _decode(self.unpack(held, table), table)
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Encode what is due of the tail."""

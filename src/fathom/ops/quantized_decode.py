@@ -19,6 +19,8 @@ import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from fathom.ops.group_unpack import unpack_codes
+
 BLOCK = 64  # tokens of one step, at least a group
 PROGRAMS = 8  # a multiprocessor, at least
 COMBINED = 32  # runs that are read together
@@ -30,11 +32,9 @@ Codes = tuple[UInt8[Tensor, "B G *rows bytes"], Float[Tensor, "B G *rows 1"], Fl
 @triton.jit
 def _rebuild(packed, scale, minimum, BITS: tl.constexpr):
     """Bytes [M, N, bytes of a group], scale and minimum [M, N] → numbers [M, N · group] in fp32, lowest bits first."""
-    PER_BYTE: tl.constexpr = 8 // BITS
-    shift = tl.arange(0, PER_BYTE) * BITS
-    codes = (packed.to(tl.int32)[:, :, :, None] >> shift[None, None, None, :]) & ((1 << BITS) - 1)
-    wide = codes.to(tl.float32) * scale.to(tl.float32)[:, :, None, None] + minimum.to(tl.float32)[:, :, None, None]
-    return tl.reshape(wide, (packed.shape[0], packed.shape[1] * packed.shape[2] * PER_BYTE))
+    codes = unpack_codes(packed, BITS)
+    wide = codes * scale.to(tl.float32)[:, :, None, None] + minimum.to(tl.float32)[:, :, None, None]
+    return tl.reshape(wide, (packed.shape[0], packed.shape[1] * packed.shape[2] * (8 // BITS)))
 
 
 @triton.jit
