@@ -275,3 +275,41 @@ def test_every_token_budget_switch_runs(method_name, ids, llama):
             out = llama(ids)
             assert out.logits.isfinite().all()
             assert out[CACHE_NAME].nbytes() == method.cache_bytes(cache_shape(llama, batch=2), 40)
+
+
+def test_a_cache_moves_out_of_inference_mode(method_name, ids, llama):
+    """Tensors made in inference mode may not be written to outside it."""
+    method, logits = make(method_name, SMALL), []
+    with compress(llama, method):
+        for mode in (torch.no_grad, torch.inference_mode):
+            cache = build_cache(llama, method)
+            with mode():
+                llama(ids[:, :20], **{CACHE_NAME: cache})
+            with torch.no_grad():
+                steps = [llama(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(20, 40)]
+            logits.append(torch.cat(steps, dim=1))
+    assert torch.equal(*logits)
+
+
+def test_an_interrupted_forward_leaves_no_trace_but_its_cache(method_name, ids, llama):
+    """An error or Ctrl-C between two layers: the next call is right, the half-filled cache is refused until reset."""
+
+    def stop(error):
+        def hook(*args):
+            raise error
+
+        return llama.model.layers[1].register_forward_pre_hook(hook)
+
+    method = make(method_name, SMALL)
+    with compress(llama, method), torch.no_grad():
+        expected = llama(ids).logits
+        for error in (RuntimeError("stop"), KeyboardInterrupt()):
+            cache, hook = build_cache(llama, method), stop(error)
+            with pytest.raises(type(error)):
+                llama(ids, **{CACHE_NAME: cache})
+            hook.remove()
+            assert torch.equal(llama(ids).logits, expected)
+            with pytest.raises(ValueError, match=r"0 tokens in some layers and 40 in others.*reset"):
+                llama(ids, **{CACHE_NAME: cache})
+            cache.reset()
+            assert torch.equal(llama(ids, **{CACHE_NAME: cache}).logits, expected)

@@ -168,6 +168,10 @@ def test_caches_and_masks():
             model(ids, **{CACHE_NAME: full})
         with pytest.raises(ValueError, match="StaticCache"):
             model(ids, **{CACHE_NAME: StaticCache(config=model.config, max_cache_len=20)})
+        with pytest.raises(ValueError, match="offloaded"):
+            model(ids, **{CACHE_NAME: DynamicCache(config=model.config, offloading=True)})
+        with pytest.raises(ValueError, match=r"input_ids of shape .2, 0.: give at least 1 token"):
+            prefill(model, ids[:, :0])
         with pytest.raises(ValueError, match="2-D padding mask"):
             model(ids, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool))
         ours = prefill(model, ids)[CACHE_NAME]

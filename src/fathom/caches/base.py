@@ -379,8 +379,8 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.select_rows(local, len(chosen))
-            elif getattr(layer, "is_initialized", False):
-                layer.batch_select_indices(chosen)  # type: ignore[union-attr]
+            else:
+                layer.reorder_cache(chosen)  # type: ignore[arg-type]
 
     def nbytes(self) -> int:
         """Bytes of all layers: compressed states (with statistics, indices, scales) and transformers' own layers."""
@@ -391,8 +391,10 @@ def layer_bytes(layer: Any) -> int:
     """Bytes of one cache layer, ours or transformers' own."""
     if isinstance(layer, CompressedLayer):
         return layer.nbytes()
-    held = [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if isinstance(t, Tensor)]
-    return storage_bytes(held)
+    held: list[Any] = []
+    for item in vars(layer).values():  # linear attention keeps dicts of states
+        held += item.values() if isinstance(item, dict) else [item]
+    return storage_bytes(item for item in held if isinstance(item, Tensor))
 
 
 def concat(held: Tensor | None, new: Tensor, dim: int = 2) -> Tensor:

@@ -36,16 +36,16 @@ class Binding:
         layers = versions.stock_layers(self.model)
         compressed = [index for index, layer in enumerate(layers) if versions.is_full_attention(layer)]
         self.modules = versions.attention_modules(self.model)
-        _check_model(self.model, self.modules, layers, compressed, method)
+        _check_model(self.model, self.modules, layers, compressed)
         self.shape = cache_shape(self.model)
-        rope = None
-        if method.pre_rope:
-            rope = SlotRope(_rotary(self.model, method), versions.rope_type(self.model))
+        ropes = _ropes(self.model, self.modules, compressed, method) if method.pre_rope else {}
         prepared = method.prepare(self.model, self.shape)
         self.contexts = {
-            layer: LayerContext(index, len(compressed), rope, prepared) for index, layer in enumerate(compressed)
+            layer: LayerContext(index, len(compressed), ropes.get(layer), prepared)
+            for index, layer in enumerate(compressed)
         }
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
+        self.entered: nn.Module | None = None  # that one, while it runs
         self.cache: CompressedCache | None = None
         self.length = 0
         self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
@@ -77,6 +77,10 @@ class Binding:
             cache = self.new_cache()
             kwargs = {**kwargs, versions.CACHE_NAME: cache}
         elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
+            if cache.offloading:
+                raise ValueError(
+                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache()"
+                )
             cache = self.new_cache(into=cache)
         elif isinstance(cache, CompressedCache):
             self._check_cache(cache)
@@ -97,13 +101,19 @@ class Binding:
             self.cache.groups.filled(self.length)
             for layer in self.cache.compressed_layers():
                 layer.fused, layer.pending = False, None
-        self.cache = self.unturned = None
+        self.cache = self.unturned = self.entered = None
 
     def _check_cache(self, cache: CompressedCache) -> None:
         if cache.owner != id(self.model):
             raise ValueError("cache was built for another model: build_cache(model, method) with this one")
         if cache.method != self.method:
             raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
+        held = {(layer.seen, *(state.seen for state in layer.states)) for layer in cache.compressed_layers()}
+        if len(held) > 1:
+            raise ValueError(
+                f"cache holds {min(held)[0]} tokens in some layers and {max(held)[0]} in others, as a forward with it "
+                "failed midway: cache.reset() and read the text again"
+            )
 
     def attend_without_cache(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
@@ -168,7 +178,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
         for module in binding.modules:
             object.__setattr__(module, "_fathom_binding", binding)
             stack.callback(module.__dict__.pop, "_fathom_binding", None)
-            if method.pre_rope and module.layer_idx in binding.contexts:
+            if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
                 handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
                 stack.callback(handle.remove)
         stack.callback(inner.set_attn_implementation, previous)
@@ -203,9 +213,14 @@ def prefill(
 
     Call it inside `compress`. Returns the model's last output (logits of the last token, and the filled cache, which
     `generate` continues from when given the whole text or the new tokens).
+
+    Raises:
+        ValueError: chunk_size below 1, or no tokens.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: use at least 1 token")
+    if input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: give at least 1 token")
     output = None
     for start in range(0, input_ids.shape[1], chunk_size):
         stop = min(start + chunk_size, input_ids.shape[1])
@@ -223,9 +238,7 @@ def prefill(
     return output
 
 
-def _check_model(
-    model: PreTrainedModel, modules: list[nn.Module], layers: list[Any], compressed: list[int], method: CacheMethod
-) -> None:
+def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], compressed: list[int]) -> None:
     family = type(model).__name__
     if any("_fathom_binding" in module.__dict__ for module in modules):
         raise ValueError(f"{family} is under compress already: leave that context first")
@@ -235,33 +248,47 @@ def _check_model(
         raise ValueError(
             f"{family} shares keys and values between layers: its cache cannot be compressed layer by layer"
         )
+    if versions.keeps_latents(model):
+        raise ValueError(
+            f"{family} keeps latents instead of keys and values, a compressed cache already: use it as it is"
+        )
+    if several := versions.slots_of_depth(model):
+        raise ValueError(
+            f"{family} with depth={model.config.depth['name']!r} keeps {several}: caches compress models with one slot "
+            "a token and pass; use its own cache"
+        )
     if not compressed:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(f"{family} has no full-attention layer to compress (its cache layers: {kinds})")
-    if not modules or len(layers) % len(modules):
+    hooked = {module.layer_idx for module in modules}
+    if missing := [layer for layer in compressed if layer % versions.depth(model) not in hooked]:
         raise ValueError(
-            f"{family} has {len(layers)} cache layers but {len(modules)} attention modules that can be hooked"
+            f"{family} has no attention module that can be hooked in layer {missing[0]}: its attention does not go "
+            "through transformers' AttentionInterface; use the full cache"
         )
-    if method.pre_rope:
-        rotary = _rotary(model, method)
-        norm_after = any(getattr(module, "k_norm_after_rotation", False) for module in modules)
-        if norm_after or not versions.rotates_half_split(
-            modules[compressed[0] % len(modules)], rotary, cache_shape(model).key_dim
-        ):
-            raise ValueError(
-                f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
-                f"as its last step: {method.pre_rope_remedy}"
-            )
 
 
-def _rotary(model: PreTrainedModel, method: CacheMethod) -> nn.Module:
+def _ropes(
+    model: PreTrainedModel, modules: list[Any], compressed: list[int], method: CacheMethod
+) -> dict[int, SlotRope]:
+    """The rotation of every compressed layer that has one (SmolLM3 and others have layers without positions)."""
+    family, remedy = type(model).__name__, method.pre_rope_remedy
     rotary = versions.rotary_module(model)
     if rotary is None:
         raise ValueError(
-            f"{type(method).__name__} stores unrotated keys, but {type(model).__name__} has no rotary positions: "
-            f"{method.pre_rope_remedy}"
+            f"{type(method).__name__} stores unrotated keys, but {family} has no rotary positions: {remedy}"
         )
-    return rotary
+    rope, depth = SlotRope(rotary, versions.rope_type(model)), versions.depth(model)
+    by_layer = {module.layer_idx: module for module in modules}
+    try:
+        return {
+            layer: rope for layer in compressed if versions.rotates_half_split(by_layer[layer % depth], rotary, model)
+        }
+    except ValueError as error:
+        raise ValueError(
+            f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
+            f"as its last step ({error}): {remedy}"
+        ) from error
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -272,8 +299,12 @@ def _before(binding: Binding) -> Any:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module is binding.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
+            binding.depth = 0
+            binding.close()
         if binding.depth == 0:
             kwargs = binding.open(module, args, kwargs)
+            binding.entered = module
         binding.depth += 1
         return args, kwargs
 
@@ -319,13 +350,15 @@ def _attention(
     """The registered attention function: a state's `attend` for compressed layers, SDPA for the others."""
     binding: Binding | None = module.__dict__.get("_fathom_binding")
     ours = isinstance(key, CompressedLayer)
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"compress: attention with {name} ({type(module).__name__}) is not supported; use the full cache"
+            )
     if not ours and (binding is None or module.layer_idx not in binding.contexts):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError("compress: custom attention masks and packed sequences need the full cache")
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"compress: attention with {name} ({type(module).__name__}) is not supported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if ours:
         output = key.attend(query, scaling, dropout)

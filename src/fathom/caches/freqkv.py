@@ -93,8 +93,7 @@ class FreqState(State):
         return 0 if self.key is None else self.key.shape[2]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
-        rope = self.context.rope
-        assert rope is not None
+        rope = self.context.rope  # None: a layer without positions
         outputs, start = [], 0
         while start < key.shape[2]:
             if self.stored == self.method.budget:
@@ -102,8 +101,10 @@ class FreqState(State):
             stop = min(start + self.method.budget - self.stored, key.shape[2])
             self.key = concat(self.key, key[:, :, start:stop])
             self.value = concat(self.value, value[:, :, start:stop])
-            turned = rope(query[:, :, start:stop], self.stored - (stop - start))
-            outputs.append(causal_attention(turned, rope(self.key), self.value, scaling, dropout))
+            turned, keys = query[:, :, start:stop], self.key
+            if rope is not None:
+                turned, keys = rope(turned, self.stored - (stop - start)), rope(keys)
+            outputs.append(causal_attention(turned, keys, self.value, scaling, dropout))
             start = stop
         self.seen += key.shape[2]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -35,19 +35,20 @@ class Unrotated(Full):
         return True
 
     def new_state(self, context: LayerContext) -> _UnrotatedState:
-        assert context.rope is not None
         return _UnrotatedState(context.rope)
 
 
 class _UnrotatedState(FullState):
-    def __init__(self, rope: SlotRope):
+    def __init__(self, rope: SlotRope | None):
         super().__init__()
         self.rope = rope
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         start = self.seen
         keys, values = self.append(key, value)
-        return causal_attention(self.rope(query, start), self.rope(keys), values, scaling, dropout)
+        if self.rope is not None:
+            query, keys = self.rope(query, start), self.rope(keys)
+        return causal_attention(query, keys, values, scaling, dropout)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@
     def my_score(keys, values):
         return -keys.norm(dim=-1)
 
-    with compress(model, Scored(scorer="my_score", compression_ratio=0.5)):
+    with compress(model, Scored(scorer="my_score", compression_ratio=0.5, acts_on="prompt")):
         model.generate(**inputs)
 
 What changes against kvpress: batches and chunked prompts work; `acts_on="always"` also compresses while decoding; and

@@ -12,12 +12,11 @@ pass.
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from fathom.models.hf_versions import CACHE_NAME, cache_config
@@ -26,6 +25,7 @@ from fathom.ops.rotary import rotate
 __all__ = ["CACHE_NAME", "CACHE_NAMES", "attention_modules", "causal_lm", "rotary_tables", "stock_layers"]
 
 CACHE_NAMES = ("cache", "past_key_values")
+SPY = "fathom_spy"  # attention that only notes its keys
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -48,6 +48,11 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
     return DynamicCache(config=cache_config(config, getattr(config, "passes", 1))).layers
 
 
+def depth(model: PreTrainedModel) -> int:
+    """Decoder layers of one pass."""
+    return text_config(model).num_hidden_layers
+
+
 def is_full_attention(layer: Any) -> bool:
     """Whether a stock cache layer is one that we replace: it keeps every token (no sliding window)."""
     return type(layer) is DynamicLayer
@@ -60,7 +65,21 @@ def shares_keys(model: PreTrainedModel) -> bool:
     return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in modes
 
 
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+def keeps_latents(model: PreTrainedModel) -> bool:
+    """Whether the cache holds what keys and values are made from (multi-head latent attention: DeepSeek)."""
+    return getattr(text_config(model), "kv_lora_rank", None) is not None
+
+
+def slots_of_depth(model: PreTrainedModel) -> str:
+    """What Fathom's depth method keeps of a token where that is not one slot a pass; else ""."""
+    depth = getattr(model, "depth", None)
+    if getattr(depth, "adaptive", False) or getattr(depth, "ragged", False):
+        return "as many slots as a token runs"
+    slots = getattr(depth, "slots", 1)
+    return f"{slots} slots a token" if slots != 1 else ""
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
     """The self-attention modules, in layer order."""
     found: list[Any] = [
         module
@@ -92,12 +111,46 @@ def rotary_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[T
     return rotary(like, positions)
 
 
-def rotates_half_split(module: nn.Module, rotary: nn.Module, head_dim: int) -> bool:
-    """Whether the model's rotation is the half-split one that `ops.rotary` implements, tried on random numbers."""
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:  # Fathom's own decoder calls ops.rotary itself
-        return type(module).__module__.startswith("fathom.")
-    device = next(module.parameters()).device
-    x = torch.randn(1, 2, 3, head_dim, generator=torch.Generator().manual_seed(0)).to(device)
-    cos, sin = rotary_tables(rotary, x, torch.tensor([[0, 1, 5]], device=device))
-    return torch.allclose(apply(x, x, cos, sin)[1], rotate(x, cos, sin), atol=1e-5)
+@torch.no_grad()
+def rotates_half_split(module: nn.Module, rotary: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether this attention rotates its keys, tried on random hidden states. False: a layer without positions (NoPE).
+
+    Raises:
+        ValueError: it rotates them in another way than `ops.rotary` (half-split), or not as its last step.
+    """
+    if type(module).__module__.startswith("fathom."):  # calls ops.rotary itself
+        if getattr(module, "k_norm_after_rotation", False):
+            raise ValueError("keys are normalised after the rotation")
+        return True
+    hidden = torch.randn(1, 3, text_config(model).hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = hidden.to(next(module.parameters()).device, model.dtype)
+    cos, sin = rotary_tables(rotary, hidden, torch.tensor([[0, 1, 5]], device=hidden.device))
+    try:
+        plain = _keys(module, hidden, (torch.ones_like(cos), torch.zeros_like(sin)))
+        turned = _keys(module, hidden, (cos, sin))
+        expected = rotate(plain, cos, sin)
+    except Exception as error:  # another signature, or tables of another width
+        raise ValueError("its attention does not take tables of cosines and sines") from error
+    near = 0.03 * plain.abs().max().item()  # rounding of 16-bit types is less, another rotation far more
+    for keys, answer in ((expected, True), (plain, False)):
+        if torch.allclose(turned, keys, rtol=0, atol=near):
+            return answer
+    raise ValueError("keys are not rotated half-split")
+
+
+def _keys(module: Any, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """The keys [1,G,3,D] that an attention module hands to its attention function."""
+    held: list[Tensor] = []
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        held.append(key)
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
+
+    AttentionInterface.register(SPY, attend)
+    previous = module.config._attn_implementation
+    module.config._attn_implementation = SPY
+    try:
+        module(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
+    finally:
+        module.config._attn_implementation = previous
+    return held[0]

@@ -1,0 +1,105 @@
+"""Families beside the suite's: layers without positions, partial rotation, linear attention; and those refused."""
+
+import pytest
+import torch
+from cache_cases import SIZES, make, randomize, relative
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.caches import Full, StreamingLLM, TreeKV, build_cache, compress, prefill
+from fathom.caches.record import record
+from fathom.caches.versions import CACHE_NAME
+
+NOPE = {"no_rope_layers": [1, 0, 1]}
+FAMILIES = {
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(num_key_value_heads=2, **NOPE, **SIZES)),
+    "stablelm": lambda: StableLmForCausalLM(StableLmConfig(num_key_value_heads=2, **SIZES)),
+    "lfm2": lambda: Lfm2ForCausalLM(
+        Lfm2Config(num_key_value_heads=2, layer_types=["conv", "full_attention", "full_attention"], **SIZES)
+    ),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    torch.manual_seed(0)
+    return randomize(FAMILIES[request.param]()).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["treekv", "freqkv"])
+def test_slot_positions_with_room_are_the_stock_model(model, name, ids):
+    stock = model(ids).logits
+    with compress(model, make(name, {name: {"budget": 256}})):
+        cache = prefill(model, ids[:, :20])[CACHE_NAME]
+        steps = [model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(20, 30)]
+    assert relative(torch.cat(steps, dim=1), stock[:, 20:]) < 1e-5
+
+
+def test_beams_take_every_layer_along(model, ids):
+    options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False}
+    stock = model.generate(ids, **options)
+    with compress(model, Full()):
+        assert torch.equal(model.generate(ids, **options), stock)
+
+
+@torch.no_grad()
+def test_bytes_count_every_layer():
+    model = FAMILIES["lfm2"]().eval()
+    ids = torch.randint(1, 97, (2, 30))
+    with compress(model, Full()):
+        cache = prefill(model, ids)[CACHE_NAME]
+    states = cache.layers[0].conv_states[0]
+    assert cache.nbytes() == sum(layer.nbytes() for layer in cache.layers[1:]) + states.untyped_storage().nbytes()
+
+
+@torch.no_grad()
+def test_recorded_keys_of_a_layer_without_positions(ids):
+    """Calibration sees the same keys before and after a rotation that is not there."""
+    torch.manual_seed(0)
+    model = randomize(FAMILIES["smollm3"]()).eval()
+    pairs = [[keys for keys, _ in record(model, ids[:1], pre_rope=before)] for before in (True, False)]
+    same = [relative(before, after) < 1e-5 for before, after in zip(*pairs)]
+    assert same == [False, True, False]
+
+
+def test_refused():
+    latent = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+            first_k_dense_replace=3, **SIZES,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="latents"), compress(latent, StreamingLLM(positions="original")):
+        pass
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
+    interleaved = GPTJForCausalLM(GPTJConfig(vocab_size=97, bos_token_id=None, eos_token_id=None, **sizes))
+    words = r"half-split.*positions='original'|can be hooked"  # from transformers 5.24 it can be
+    with pytest.raises(ValueError, match=words), compress(interleaved, TreeKV()):
+        pass
+    for depth, words in (("pause", "2 slots a token"), ("adaponderlm", "as many slots as a token runs")):
+        slots = FathomForCausalLM(FathomConfig(num_key_value_heads=2, depth=depth, **SIZES))
+        with pytest.raises(ValueError, match=f"{depth}.*{words}"), compress(slots, Full()):
+            pass
+
+
+def test_build_cache_refuses_the_same():
+    slots = FathomForCausalLM(FathomConfig(num_key_value_heads=2, depth="pause", **SIZES))
+    with pytest.raises(ValueError, match="2 slots a token"):
+        build_cache(slots, Full())
