@@ -12,6 +12,7 @@ from cache_cases import codebooks, get_model, new_state, relative
 
 from fathom.caches import KIVI, VQKV, compress, kivi, prefill, vqkv
 from fathom.caches.versions import CACHE_NAME
+from fathom.ops.residual_vq import decode
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -60,7 +61,8 @@ def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, sto
 
 
 def test_order_and_rounding_of_the_sum():
-    """fp32 sums over the stages in their order, to the last bit; a 16-bit result is that sum rounded once."""
+    """fp32 sums over the stages in their order, to the last bit; a 16-bit result is that sum rounded once. PyTorch's
+    embedding bag (`decode`) does the same."""
     from fathom.ops.residual_decode import sum_codewords
 
     generator = torch.Generator().manual_seed(0)
@@ -72,6 +74,8 @@ def test_order_and_rounding_of_the_sum():
     held = codes.to(DEVICE, torch.int32)
     assert torch.equal(sum_codewords(held, books.float().to(DEVICE)).cpu(), total)
     assert torch.equal(sum_codewords(held, books.to(DEVICE)).cpu(), total.half())
+    for table in (books.float().to(DEVICE), books.to(DEVICE)):
+        assert torch.equal(sum_codewords(held, table), decode(held, table[0]))
 
 
 def test_largest_code():
