@@ -23,8 +23,8 @@ class KIVI(CacheMethod):
     """Asymmetric min/max codes of `bits` bits in groups of `group` numbers; keys post-RoPE at their true positions.
 
     Keys: the largest multiple of `residual` tokens is quantised, per channel along tokens. Values: all but the newest
-    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time; on a GPU with Triton that is one
-    launch for keys and one for values, and for a single query one kernel reads the codes as they are.
+    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time; on a GPU with Triton that is
+    one launch for keys and one for values, and for a single query one kernel reads the codes as they are.
     A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
     bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
     """
