@@ -124,10 +124,11 @@ def blockwise_attention(
     """Attention over `blocks()` (older than every query, so all visible) and then `newest`, whose last m slots are the
     queries' own (causal). The blocks are made one at a time, so the whole cache is never rebuilt.
 
-    Online softmax: with block maxima μ_b, sums l_b and outputs o_b,  o = Σ_b e^{μ_b − μ} o_b / Σ_b e^{μ_b − μ} l_b.
-    Every block is made once, however many queries there are.
+    With λ the log-sum-exp of a block's scores and o its output, two blocks a, b give λ = log(e^{λ_a} + e^{λ_b}) and
+    o = o_a + w (o_b − o_a), w = σ(λ_b − λ_a). Every block is made once, however many queries there are.
     """
     rows = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * max(newest[0].shape[2], 4096)))
+    query = query.contiguous()  # or every block would copy it
     parts = query.split(rows, dim=2)
     end, states = newest[0].shape[2] - query.shape[2], []
     for part in parts:
@@ -135,16 +136,17 @@ def blockwise_attention(
         states.append(_partial(part, newest[0][:, :, :end], newest[1][:, :, :end], scaling, causal=True))
     for key, value in blocks():
         if query.shape[2] >= FUSED_QUERIES and _has_fused(query, key, value):
-            together = _fused_partial(query, key, value, scaling)
-            pieces = zip(*(x.unflatten(2, (-1, query.shape[2])).split(rows, dim=3) for x in together))
-            states = [_merge(s, tuple(x.flatten(2, 3) for x in new)) for s, new in zip(states, pieces)]  # type: ignore[arg-type]
+            if len(parts) > 1:  # all queries meet the block in one kernel, so their sums are kept in one piece
+                states, parts = [_join(states, parts)], (query,)
+            states = [_merge(states[0], _fused_partial(query, key, value, scaling))]
         else:
             states = [_merge(s, _partial(p, key, value, scaling, causal=False)) for s, p in zip(states, parts)]
-    mixed = [(o / l).reshape(*part.shape[:3], -1).to(query.dtype) for part, (_, l, o) in zip(parts, states)]
+    mixed = [o.reshape(*part.shape[:3], -1).to(query.dtype) for part, (_, o) in zip(parts, states)]
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
 
 
-Partial = tuple[Tensor, Tensor, Tensor]
+# log-sum-exp [B,G,hm,1] and output [B,G,hm,Dv], in fp32 or wider
+Partial = tuple[Tensor, Tensor]
 
 
 def _has_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -159,7 +161,7 @@ def _has_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _fused_partial(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Partial:
-    """As `_partial` without a mask, in one kernel: μ = log-sum-exp, l = 1, o the output."""
+    """As `_partial` without a mask, in one kernel."""
     batch, heads, m, width = query.shape
     groups = key.shape[1]
     grouped = query.reshape(batch, groups, heads // groups * m, width)
@@ -167,8 +169,8 @@ def _fused_partial(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
         output, total = torch.ops.aten._scaled_dot_product_flash_attention(grouped, key, value, scale=scaling)[:2]
     else:
         output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, key, value, scale=scaling)
-    highest = total.unsqueeze(-1).to(torch.promote_types(query.dtype, torch.float32))
-    return highest, torch.ones_like(highest), output.to(highest.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return total.unsqueeze(-1).to(wide), output.to(wide)
 
 
 def _partial(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Partial:
@@ -182,10 +184,18 @@ def _partial(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: 
         scores = scores.view(batch, groups, -1, m, n).masked_fill(hidden, float("-inf")).view_as(scores)
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp()
-    return highest, weights.sum(-1, keepdim=True), (weights.to(value.dtype) @ value).to(wide)
+    norm = weights.sum(-1, keepdim=True)
+    return highest + norm.log(), (weights.to(value.dtype) @ value).to(wide) / norm
+
+
+def _join(states: list[Partial], parts: tuple[Tensor, ...]) -> Partial:
+    """The states of all parts of the queries as one: rows are query heads, each with its queries."""
+    total, output = (
+        torch.cat([x.unflatten(2, (-1, part.shape[2])) for x, part in zip(held, parts)], dim=3).flatten(2, 3)
+        for held in zip(*states)
+    )
+    return total, output
 
 
 def _merge(a: Partial, b: Partial) -> Partial:
-    highest = torch.maximum(a[0], b[0])
-    left, right = (a[0] - highest).exp(), (b[0] - highest).exp()
-    return highest, left * a[1] + right * b[1], left * a[2] + right * b[2]
+    return torch.logaddexp(a[0], b[0]), torch.lerp(a[1], b[1], torch.sigmoid(b[0] - a[0]))
