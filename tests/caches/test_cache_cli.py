@@ -65,7 +65,12 @@ def test_bench_and_show(folder, tmp_path):
     out = tmp_path / "bench.json"
     done = invoke("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.01",
                   "--methods", "treekv,tova,kivi", "--output", out, "--chunk", 16)  # fmt: skip
-    assert isinstance(done.exception, ValueError) and "head dim" in str(done.exception)
+    assert done.exit_code == 0, done.exception
+    assert "kivi                 0.5      refused: KIVI(group=32): must divide the head dim 8" in done.output
+    rows = json.loads(out.read_text())["rows"]  # and the others are measured all the same
+    assert [("perplexity" in row, "refused" in row) for row in rows if row["fraction"] == 0.5] == [
+        (True, False), (True, False), (False, True),
+    ]  # fmt: skip
     done = invoke("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.01",
                   "--methods", "treekv,tova", "--output", out, "--chunk", 16, "--speed")  # fmt: skip
     assert done.exit_code == 0, done.exception
@@ -87,7 +92,21 @@ def test_what_is_shown_is_what_is_kept():
     assert "w0·9" in as_text(kept, [f"w{i}" for i in range(60)])
 
 
+def test_json_is_all_that_stdout_holds(folder, tmp_path):
+    text = folder / "text.txt"
+    small = ("--method", "tova", "--budget", 16, "--json")
+    scored = json.loads(invoke(folder, "--text", text, *small).stdout)
+    assert scored["method"]["budget"] == 16 and scored["tokens"] == 99
+    written = json.loads(invoke(folder, "--prompt", "one two", "--max-new-tokens", 3, *small).stdout)
+    assert written["text"].startswith("one two") and written["tokens_seen"] == 4
+    bench = invoke("bench", folder, "--text", text, "--tokens", 64, "--methods", "tova", "--fractions", "0.5", "--json")
+    assert [row["method"] for row in json.loads(bench.stdout)["rows"]] == ["full", "tova"]
+    shown = json.loads(invoke("show", folder, "--text", text, *small, "--output", tmp_path / "kept.png").stdout)
+    assert [len(head) for layer in shown["kept"] for head in layer] == [16] * 6
+
+
 def test_errors_name_the_remedy(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("one")
     for args, words in (
         ((folder,), "--prompt"),
         ((folder, "--text", tmp_path / "none"), "no such file"),
@@ -97,7 +116,16 @@ def test_errors_name_the_remedy(folder, tmp_path):
         ((folder, "--prompt", "x", "--dtype", "fp8"), "bfloat16"),
         (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
         (("show", folder, "--text", folder / "text.txt", "--method", "freqkv"), "no kept tokens"),
-        (("bench", folder, "--text", folder / "text.txt", "--tokens", 5000), "longer text"),
+        (("bench", folder, "--text", folder / "text.txt", "--tokens", 5000), "longer text or --tokens 100"),
+        (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "full,tovaa"), "known are"),
+        (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "tova,vqkv"), "codebooks"),
+        (("bench", folder, "--text", folder / "text.txt", "--fractions", "0,0.5"), "above 0 up to 1"),
+        (("bench", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.json"), "make it first"),
+        (("show", folder, "--text", folder / "text.txt", "--method", "kivi", "-o", "group=8"), "no kept"),
+        (("show", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.png"), "make it first"),
+        ((folder, "--prompt", ""), "--prompt '' has no tokens"),
+        ((folder, "--prompt", "x", "--method", "full", "--budget", 5), "it has none"),
+        ((folder, "--text", tmp_path / "short.txt"), "short.txt has 1 tokens: use a longer text"),
     ):
         done = invoke(*args)
         assert isinstance(done.exception, (ValueError, OSError)) and words in str(done.exception), (

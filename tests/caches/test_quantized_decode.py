@@ -11,6 +11,7 @@ import torch
 from cache_cases import new_state, relative
 
 from fathom.caches import KIVI, kivi
+from fathom.ops.group_quantize import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -126,6 +127,18 @@ def test_quantising_kernel(bits, group, dtype):
             quotient = (x[row][place].float() - minimum[row].float()) / step
             expected = min(max(round(quotient.item()), 0), 2**bits - 1)
             assert code(packed[row], bits, place) == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_visible(bad):
+    """As in the plain form: the whole group is lost, and no other."""
+    from fathom.ops.group_pack import quantize_groups
+
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    x[1, 5] = bad
+    for codes in (quantize_groups(x.to(DEVICE), 4), quantize(x, 4)):
+        rebuilt = dequantize(*codes, 4, 32)
+        assert rebuilt[[0, 2]].isfinite().all() and not rebuilt[1].isfinite().any()
 
 
 def steps(method, parts, monkeypatch, kernel):

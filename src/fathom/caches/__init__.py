@@ -44,7 +44,7 @@ def from_dict(options: dict[str, Any]) -> CacheMethod:
     for option in options:
         if option not in known:
             raise ValueError(
-                f"{cls.__name__} has no option {option!r}{nearest(option, known)}; it has {', '.join(known)}"
+                f"{cls.__name__} has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}"
             )
     return cls(**options)
 

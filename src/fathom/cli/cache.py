@@ -35,9 +35,10 @@ Method = Annotated[str, typer.Option(help="treekv, weightedkv, freqkv, vqkv, fou
 Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
 Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
 Text = Annotated[Path | None, typer.Option(help="A text file.")]
-Chunk = Annotated[int, typer.Option(help="Tokens read at a time; the cache is compressed in between.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens of TEXT read at a time; the cache is compressed in between.")]
 Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def parse_method(name: str, budget: int | None, options: list[str] | None) -> Any:
@@ -79,6 +80,20 @@ def read_text(path: Path) -> str:
     return read_text(path)
 
 
+def tokens_of(path: Path, content: str, tokenizer: Any, most: int) -> Any:
+    """The first tokens of --text, [1,T]. Raises ValueError where there is nothing to predict."""
+    ids = tokenizer(content, return_tensors="pt").input_ids[:, :most]
+    if ids.shape[1] < 2:
+        raise ValueError(f"--text {path} has {ids.shape[1]} tokens: use a longer text")
+    return ids
+
+
+def check_folder(output: Path) -> None:
+    """Before anything is measured: whether --output can be written."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
+
+
 @app.command("run")
 def run(
     model: Model,
@@ -92,6 +107,7 @@ def run(
     chunk: Chunk = 64,
     device: Device = None,
     dtype: DType = "bfloat16",
+    json_output: Json = False,
 ) -> None:
     """Generate from a prompt, or score a text, under a compressed cache.
 
@@ -109,9 +125,12 @@ def run(
     chosen = parse_method(method, budget, option)
     content = read_text(text) if text is not None else None
     loaded, tokenizer = load(model, device, dtype)
-    if content is not None:
-        ids = tokenizer(content, return_tensors="pt").input_ids[:, :max_tokens].to(loaded.device)
+    if text is not None and content is not None:
+        ids = tokens_of(text, content, tokenizer, max_tokens).to(loaded.device)
         result = perplexity(loaded, ids, chosen, chunk)
+        if json_output:
+            typer.echo(json.dumps({"method": chosen.to_dict(), **result}, indent=1))
+            return
         typer.echo(f"{chosen.name}: {result['tokens']:,} tokens, perplexity {result['perplexity']:.3f}")
         typer.echo("by position: " + " ".join(f"{nll:.3f}" for nll in result["nll_by_position"]) + " nats/token")
         typer.echo(f"cache: {result['bytes']:,} bytes, {result['real_ratio']:.4f} of the full cache")
@@ -119,10 +138,19 @@ def run(
             typer.echo(f"note: {result['note']}")
         return
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"--prompt {prompt!r} has no tokens: write at least a word")
     with compress(loaded, chosen):
         out = loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True)
-        typer.echo(tokenizer.decode(out.sequences[0], skip_special_tokens=True))
-        typer.echo(str(compression_report(out[CACHE_NAME])), err=True)
+        written, report = (
+            tokenizer.decode(out.sequences[0], skip_special_tokens=True),
+            compression_report(out[CACHE_NAME]),
+        )
+        if json_output:
+            typer.echo(json.dumps({"text": written, **report.to_dict()}, indent=1))
+            return
+        typer.echo(written)
+        typer.echo(str(report), err=True)
 
 
 @app.command("bench")
@@ -141,8 +169,9 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
     device: Device = None,
     dtype: DType = "bfloat16",
+    json_output: Json = False,
 ) -> None:
-    """Perplexity of every method at equal real bytes, and its speed.
+    """Perplexity of every method at equal real bytes, and its speed. A method that does not suit the model says why.
 
     \b
     Example:
@@ -153,38 +182,52 @@ def bench(
     from fathom.caches.quality import perplexity
     from fathom.caches.speed import decode_speed
 
+    wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")
     try:
         levels = [float(part) for part in fractions.split(",")]
     except ValueError:
-        raise ValueError(f"--fractions {fractions!r}: write numbers between 0 and 1, separated by commas") from None
+        raise wrong from None
+    if not all(0 < level <= 1 for level in levels):
+        raise wrong
+    if output is not None:
+        check_folder(output)
     names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
     content = read_text(text)
     loaded, tokenizer = load(model, device, dtype)
-    ids = tokenizer(content, return_tensors="pt").input_ids[:, :tokens].to(loaded.device)
+    ids = tokens_of(text, content, tokenizer, tokens).to(loaded.device)
     if ids.shape[1] < tokens:
-        raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text or --tokens {ids.shape[1]}")
+        fewer = f" or --tokens {ids.shape[1]}" if ids.shape[1] >= 64 else ""
+        raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text{fewer}")
     shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
+    plan = [("full", 1.0)] + [(name, fraction) for name in names if name != "full" for fraction in levels]
+    # all of them before the first is measured: a wrong name or file ends the run here
+    chosen_ones = [at_fraction(name, fraction, shape, tokens, **files) for name, fraction in plan]
     rows: list[dict[str, Any]] = []
-    for name in ["full", *(name for name in names if name != "full")]:
-        for fraction in [1.0] if name == "full" else levels:
-            chosen = at_fraction(name, fraction, shape, tokens, **files)
-            row: dict[str, Any] = {"method": name, "fraction": fraction}
-            if isinstance(chosen, NotReachable):
-                row["not_reachable"] = chosen.minimum
-                typer.echo(f"{name:20} {fraction:<8g} {chosen}")
-            else:
-                row |= {"options": chosen.to_dict(), **perplexity(loaded, ids, chosen, chunk)}
-                line = (
-                    f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
-                )
-                if speed:
-                    row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
-                    line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
-                typer.echo(line)
-            rows.append(row)
+    for (name, fraction), chosen in zip(plan, chosen_ones):
+        row: dict[str, Any] = {"method": name, "fraction": fraction}
+        rows.append(row)
+        if isinstance(chosen, NotReachable):
+            row["not_reachable"] = chosen.minimum
+            typer.echo(f"{name:20} {fraction:<8g} {chosen}", err=json_output)
+            continue
+        row["options"] = chosen.to_dict()
+        try:
+            row |= perplexity(loaded, ids, chosen, chunk)
+        except ValueError as refusal:  # of this method on this model
+            row["refused"] = str(refusal)
+            typer.echo(f"{name:20} {fraction:<8g} refused: {refusal}", err=json_output)
+            continue
+        line = f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
+        if speed:
+            row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
+            line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
+        typer.echo(line, err=json_output)
+    document = json.dumps({"model": model, "tokens": tokens, "chunk": chunk, "rows": rows}, indent=1)
+    if json_output:
+        typer.echo(document)
     if output is not None:
         temporary = output.with_suffix(f".{os.getpid()}.part")
-        temporary.write_text(json.dumps({"model": model, "tokens": tokens, "chunk": chunk, "rows": rows}, indent=1))
+        temporary.write_text(document)
         temporary.replace(output)
 
 
@@ -193,31 +236,42 @@ def show(
     model: Model,
     text: Annotated[Path, typer.Option(help="The text to read.")],
     method: Method = "treekv",
-    budget: Budget = 64,
+    budget: Budget = None,
     option: Options = None,
     max_tokens: Annotated[int, typer.Option(min=2)] = 512,
     chunk: Chunk = 64,
     output: Annotated[Path, typer.Option(help="Picture to write: .png, .svg or .pdf.")] = Path("cache.png"),
     device: Device = None,
     dtype: DType = "bfloat16",
+    json_output: Json = False,
 ) -> None:
-    """Picture: which tokens each layer and head kept, over the text.
+    """Picture: which tokens each layer and head kept, over the text. The budget is 64 tokens by default.
 
     \b
     Example:
       fathom cache show MODEL --text page.txt --method treekv --budget 64 --output kept.png
     """
+    from fathom.caches import METHODS
     from fathom.caches.show import as_text, draw, kept_tokens
+    from fathom.caches.slots import TokenBudget
 
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--output {output}: use a name that ends in .png, .svg or .pdf")
+    check_folder(output)
+    if budget is None and issubclass(METHODS.get(method, object), TokenBudget):
+        budget = 64
     chosen = parse_method(method, budget, option)
     content = read_text(text)
     loaded, tokenizer = load(model, device, dtype)
-    ids = tokenizer(content, return_tensors="pt").input_ids[:, :max_tokens].to(loaded.device)
+    ids = tokens_of(text, content, tokenizer, max_tokens).to(loaded.device)
     kept = kept_tokens(loaded, ids, chosen, chunk)
     words = [tokenizer.decode([token]) for token in ids[0].tolist()]
     draw(kept, words, chosen.name, output)
+    if json_output:
+        positions = [[head.nonzero().flatten().tolist() for head in layer] for layer in kept]
+        record = {"method": chosen.to_dict(), "words": words, "kept": positions, "picture": str(output)}
+        typer.echo(json.dumps(record))
+        return
     if sys.stdout.isatty() and len(words) <= 400:
         typer.echo(as_text(kept, words))
     typer.echo(

@@ -30,6 +30,7 @@ def _quantize(x, packed, scale, minimum, rows, HIGHEST: tl.constexpr, BITS: tl.c
     at = (row[:, None, None] * BYTES + byte[None, :, None]) * PER_BYTE + place[None, None, :]
     wide = tl.load(x + at, mask=exists[:, None, None], other=0.0).to(tl.float32)
     lowest, highest = tl.min(tl.min(wide, 2), 1), tl.max(tl.max(wide, 2), 1)
+    highest += tl.sum(tl.sum(wide * 0.0, 2), 1)  # NaN where a number is not finite: min and max pass over NaN
     low = lowest.to(minimum.dtype.element_ty)
     step = tl.div_rn(highest - lowest, tl.full([ROWS], HIGHEST, tl.float32)).to(scale.dtype.element_ty)
     tl.store(minimum + row, low, mask=exists)
