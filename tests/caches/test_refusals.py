@@ -60,6 +60,10 @@ from fathom.ops.tree_sweep import tree_sweep
         (lambda: KIVI(residual=100), "multiple of group"),
         (lambda: Scored(scorer="none"), "knorm"),
         (lambda: Scored(compression_ratio=0.5), "acts_on='prompt'"),
+        (lambda: WeightedKV(merge="no"), r"merge='no'\): use True or False"),
+        (lambda: TreeKV(budget=True), r"budget=True\): use an integer"),
+        (lambda: FreqKV(ratio="half"), "ratio='half'.*ratio < 1"),
+        (lambda: Scored(compression_ratio="half", acts_on="prompt"), "compression_ratio='half'.*ratio < 1"),
         (lambda: from_dict({"name": "tree"}), "treekv"),
         (lambda: from_dict({"name": "treekv", "bugdet": 3}), "budget"),
     ],
@@ -133,12 +137,14 @@ def test_models_without_rotary_positions():
 
 def test_equality_of_budget_and_protected_is_streaming_llm():
     ids = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(0))
-    model, logits = get_model("llama"), []
-    for method in (TreeKV(budget=16, n_sink=3, n_recent=13), StreamingLLM(budget=16, n_sink=3)):
+    model, logits, protected = get_model("llama"), [], {"budget": 16, "n_sink": 3, "n_recent": 13}
+    equal = (TreeKV(**protected), H2O(**protected), WeightedKV(**protected, merge=False))
+    for method in (StreamingLLM(budget=16, n_sink=3), *equal):
         with compress(model, method):
             cache = prefill(model, ids[:, :30])[CACHE_NAME]
             logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)], 1))
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], rtol=1e-5, atol=1e-5)
 
 
 def test_models():

@@ -104,8 +104,18 @@ class CacheMethod(ABC):
 
     def check_at_least(self, argument: str, lowest: int) -> None:
         value = getattr(self, argument)
-        if not isinstance(value, int) or value < lowest:
+        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
             raise self.refuse(argument, value, f"use an integer ≥ {lowest}")
+
+    def check_flag(self, argument: str) -> None:
+        value = getattr(self, argument)
+        if not isinstance(value, bool):  # on a command line "no" would be taken for true
+            raise self.refuse(argument, value, "use True or False (on the command line true or false)")
+
+    def check_ratio(self, argument: str, remedy: str) -> None:
+        value = getattr(self, argument)
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self.refuse(argument, value, remedy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,8 +47,7 @@ class FreqKV(CacheMethod):
         self.check_choice("transform", ("gemm", "fft"))
         if self.budget <= self.n_sink + self.n_recent:
             raise self.refuse("budget", self.budget, f"use more than n_sink + n_recent = {self.n_sink + self.n_recent}")
-        if not 0 <= self.ratio < 1:
-            raise self.refuse("ratio", self.ratio, "use 0 ≤ ratio < 1: at 1 a full cache would never have room again")
+        self.check_ratio("ratio", "use 0 ≤ ratio < 1: at 1 a full cache would never have room again")
         if self.transform == "fft" and self.band != "low":
             raise self.refuse("transform", self.transform, "the FFT form exists for band='low'; use 'gemm'")
 

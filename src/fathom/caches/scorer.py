@@ -78,8 +78,7 @@ class Scored(TokenBudget):
         if self.scorer not in SCORERS:
             raise self.refuse("scorer", self.scorer, f"registered are {', '.join(SCORERS)}; see register_scorer")
         if self.compression_ratio is not None:
-            if not 0 <= self.compression_ratio < 1:
-                raise self.refuse("compression_ratio", self.compression_ratio, "use 0 ≤ ratio < 1")
+            self.check_ratio("compression_ratio", "use 0 ≤ ratio < 1")
             if self.acts_on != "prompt":
                 raise self.refuse("acts_on", self.acts_on, "a compression_ratio acts on prompts: use acts_on='prompt'")
 

@@ -41,6 +41,8 @@ class WeightedKV(TokenBudget):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_choice("merge_stats", ("keep", "sum"))
+        self.check_flag("merge")
+        self.check_flag("merge_into_recent")
 
     def new_state(self, context: LayerContext) -> WeightedState:
         return WeightedState(self, context)
