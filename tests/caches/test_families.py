@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_cases import SIZES, make, randomize, relative
+from cache_cases import SIZES, SMALL, make, randomize, relative
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -10,6 +10,8 @@ from transformers import (
     GPTJForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StableLmConfig,
@@ -77,6 +79,21 @@ def test_recorded_keys_of_a_layer_without_positions(ids):
     pairs = [[keys for keys, _ in record(model, ids[:1], pre_rope=before)] for before in (True, False)]
     same = [relative(before, after) < 1e-5 for before, after in zip(*pairs)]
     assert same == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["treekv", "tova", "freqkv"])
+def test_dynamic_rope_of_a_row_does_not_depend_on_the_others(name, ids):
+    """Dynamic NTK scales by the longest position: with slot positions by the slots of the row itself."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    sizes = {**SIZES, "max_position_embeddings": 8}
+    torch.manual_seed(0)
+    config = LlamaConfig(num_key_value_heads=2, rope_parameters=rope, **sizes)
+    model, mask = randomize(LlamaForCausalLM(config)).eval(), torch.ones_like(ids)
+    mask[1, :18] = 0
+    with compress(model, make(name, SMALL)):
+        together = model.generate(ids, attention_mask=mask, max_new_tokens=15, do_sample=False)
+        alone = model.generate(ids[1:, 18:], max_new_tokens=15, do_sample=False)
+    assert torch.equal(together[1:, 18:], alone)
 
 
 def test_refused():

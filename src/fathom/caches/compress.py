@@ -358,7 +358,10 @@ def _attention(
     if not ours and (binding is None or module.layer_idx not in binding.contexts):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError("compress: custom attention masks and packed sequences need the full cache")
+        raise ValueError(
+            "compress: custom attention masks and packed sequences need the full cache; under torch.compile without a "
+            "cache, pass attention_mask, as a trace cannot see that none are packed"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if ours:
         output = key.attend(query, scaling, dropout)

@@ -37,8 +37,8 @@ class FourierAttention(CacheMethod):
     reconstruction: "affine" (the paper's: statistics frozen at compression, so read the prompt in one call) or
     "projection" (orthogonal, no statistics, right however the text is read).
     attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same in one kernel
-    that reads the raw channels once and writes no scores; on a GPU, not for float64 models) or "dense" (rebuild, then attend:
-    the reference).
+    that reads the raw channels once and writes no scores; on a GPU, not for float64 models) or "dense" (rebuild, then
+    attend: the reference).
     Keys post-RoPE at their true positions.
     Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n − n_mid)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.

@@ -11,7 +11,7 @@ from fathom.caches import versions
 from fathom.ops.kernels import has_kernel
 from fathom.ops.rotary import rotate
 
-# Frequencies of these types depend on the longest position of the call, so their tables cannot be kept.
+# Frequencies of these types depend on the longest position of the call: a table serves calls of its own length only.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
@@ -38,11 +38,13 @@ class SlotRope:
         """cos, sin [1, ≥ length, R] in the dtype and on the device of `like`."""
         place = (like.device, like.dtype)
         held = self.tables.get(place)
-        if held is not None and held[0].shape[1] >= length:
+        if held is not None and (held[0].shape[1] >= length if self.keep else held[0].shape[1] == length):
             return held
-        size = max(256, 1 << (length - 1).bit_length()) if self.keep else length
-        positions = torch.arange(size, device=like.device).unsqueeze(0)
-        made = versions.rotary_tables(self.rotary, like, positions)
+        size, rotary = length, self.rotary
         if self.keep:
-            self.tables[place] = made
-        return made
+            size = max(256, 1 << (length - 1).bit_length())
+        else:  # the model's own module remembers the longest position of any row ("dynamic"): slots know only theirs
+            rotary = type(rotary)(rotary.config).to(like.device)
+        positions = torch.arange(size, device=like.device).unsqueeze(0)
+        self.tables[place] = versions.rotary_tables(rotary, like, positions)
+        return self.tables[place]
