@@ -200,7 +200,6 @@ class RowGroups:
         """
         self.pads = [0] * len(self.rows)
         if attention_mask is None or (length == 1 and not any(self.empty)):
-            self.empty = [False] * len(self.rows)
             return
         if attention_mask.ndim != 2:
             raise ValueError(

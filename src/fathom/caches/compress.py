@@ -47,7 +47,7 @@ class Binding:
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
         self.entered: nn.Module | None = None  # that one, while it runs
         self.cache: CompressedCache | None = None
-        self.length = 0
+        self.length = self.seen = 0  # new tokens of this forward, and those before it
         self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
@@ -91,6 +91,7 @@ class Binding:
             )
         self.cache, self.length = cache, tokens.shape[1]
         if cache is not None:
+            self.seen = cache.compressed_layers()[0].seen
             cache.groups.begin(given.get("attention_mask"), self.length)
             for layer in cache.compressed_layers():
                 layer.fused = True
@@ -98,8 +99,10 @@ class Binding:
 
     def close(self) -> None:
         if self.cache is not None:
-            self.cache.groups.filled(self.length)
-            for layer in self.cache.compressed_layers():
+            layers = self.cache.compressed_layers()
+            if layers[0].seen > self.seen:  # not where the forward failed before its layers
+                self.cache.groups.filled(self.length)
+            for layer in layers:
                 layer.fused, layer.pending = False, None
         self.cache = self.unturned = self.entered = None
 
