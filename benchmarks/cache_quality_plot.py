@@ -51,7 +51,8 @@ def show(task: str, cell: dict[str, Any] | None, full: dict[str, Any]) -> str:
 def save(figure: Any, path: Path) -> None:
     """With one legend for all axes, below them, where it hides nothing."""
     drawn = {text: line for axis in figure.axes for line, text in zip(*axis.get_legend_handles_labels())}
-    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=6, fontsize=8)
+    columns = max(2, int(figure.get_figwidth() / 1.5))
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
