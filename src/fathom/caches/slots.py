@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
 from fathom.ops.cached_attention import Weigh, causal_attention, observed_attention, weigh
-from fathom.ops.kernels import has_kernel
+from fathom.ops.kernels import has_kernel, wants_gradient
 
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
@@ -207,7 +207,7 @@ class SlotState(State):
         rope, slots = self.context.rope, self.stored + 1
         table = None if rope is None else rope.table(slots, query)
         held = (query, key, value, self.key, self.value)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held):
+        if wants_gradient(*held):
             return None
         if not serves(query, self.key, self.value, None if table is None else table[0]):
             return None

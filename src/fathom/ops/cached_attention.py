@@ -17,6 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from fathom.ops.kernels import wants_gradient
+
 # Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
 SCORES_AT_ONCE = 2**25
 # Calls of at least this many queries meet a rebuilt block in one flash kernel.
@@ -151,7 +153,7 @@ Partial = tuple[Tensor, Tensor]
 
 def _has_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a flash kernel that also gives log-sum-exp serves these: no gradient, and half precision on a GPU."""
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if wants_gradient(query, key, value):
         return False
     fits = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
     if query.is_cuda:

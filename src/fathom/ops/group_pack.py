@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fathom.ops.group_quantize import Quantized
+from fathom.ops.kernels import FLOATS, wants_gradient
 
 ROWS = 16  # groups of a program
 
@@ -46,14 +47,12 @@ def _quantize(x, packed, scale, minimum, rows, HIGHEST: tl.constexpr, BITS: tl.c
 def serves(x: Tensor, bits: int) -> bool:
     """Whether the kernel takes these: numbers of 16 or 32 bits, no gradient wanted, groups of 2ⁿ numbers and whole
     bytes."""
-    group = x.shape[-1]
-    return (
-        not (torch.is_grad_enabled() and x.requires_grad)
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and bits in (2, 4, 8)
-        and group & (group - 1) == 0
-        and group * bits >= 8
-    )
+    return not wants_gradient(x) and x.dtype in FLOATS and packs(bits, x.shape[-1])
+
+
+def packs(bits: int, group: int) -> bool:
+    """Whether a group is 2ⁿ numbers and whole bytes."""
+    return bits in (2, 4, 8) and group & (group - 1) == 0 and group * bits >= 8
 
 
 def quantize_groups(x: Float[Tensor, "*rows group"], bits: int) -> Quantized:

@@ -8,11 +8,13 @@ channels (values) and along tokens (keys). Needs the package `triton`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
+
+from fathom.ops.group_pack import packs
+from fathom.ops.kernels import FLOATS, wants_gradient
 
 TILE = 4096  # numbers of a program
 
@@ -54,13 +56,7 @@ def _dequantize(packed, scale, minimum, output, rows, packed_batch, packed_head,
 def serves(scale: Tensor, minimum: Tensor, bits: int, group: int) -> bool:
     """Whether the kernel takes these: numbers of 16 or 32 bits, no gradient wanted, groups of 2ⁿ numbers and whole
     bytes."""
-    return (
-        not (torch.is_grad_enabled() and (scale.requires_grad or minimum.requires_grad))
-        and scale.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and bits in (2, 4, 8)
-        and group & (group - 1) == 0
-        and group * bits >= 8
-    )
+    return not wants_gradient(scale, minimum) and scale.dtype in FLOATS and packs(bits, group)
 
 
 def dequantize_groups(

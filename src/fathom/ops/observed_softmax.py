@@ -16,6 +16,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fathom.ops.kernels import FLOATS, wants_gradient
+
 QUERIES = 4  # of a program
 LARGEST = 2**15  # numbers that a program holds: 64 a thread
 
@@ -50,11 +52,11 @@ def _softmax(scores, received, scaling, queries, slots, HEADS: tl.constexpr, ROW
 
 def serves(query: Tensor, key: Tensor) -> bool:
     """Whether the kernel takes the scores of these: 16 or 32 bits, no gradient wanted, rows that fit in registers."""
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+    if wants_gradient(query, key):
         return False
     rows = triton.next_power_of_2(query.shape[1] // key.shape[1])
     held = rows * triton.next_power_of_2(key.shape[2])
-    return query.dtype in (torch.float32, torch.bfloat16, torch.float16) and held <= LARGEST
+    return query.dtype in FLOATS and held <= LARGEST
 
 
 def weigh_(

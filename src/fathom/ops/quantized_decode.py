@@ -20,6 +20,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from fathom.ops.group_unpack import unpack_codes
+from fathom.ops.kernels import FLOATS, wants_gradient
 
 BLOCK = 64  # tokens of one step, at least a group
 PROGRAMS = 8  # a multiprocessor, at least
@@ -171,8 +172,7 @@ def _combine(highest, total, mixed, output, parts, WIDTH: tl.constexpr, STEPS: t
 def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> bool:
     """Whether the kernels take these: one floating type of 16 or 32 bits, no gradient wanted, widths and groups that
     are powers of 2, at least 16 channels, groups of whole bytes, and steps that fit in shared memory."""
-    tensors = (query, key, value)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if wants_gradient(query, key, value):
         return False
     sizes = (group, key.shape[-1], value.shape[-1])
     shared = SHARED_BYTES
@@ -184,7 +184,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> 
         and group * bits >= 8
         and 2.5 * max(BLOCK, group) * max(sizes[1:]) * query.element_size() <= shared  # as compiled: keys, values, rest
         and query.dtype == key.dtype == value.dtype
-        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and query.dtype in FLOATS
     )
 
 

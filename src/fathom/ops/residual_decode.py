@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fathom.ops.kernels import FLOATS, wants_gradient
+
 TILE = 2048  # numbers of a program
 
 
@@ -40,8 +42,7 @@ def _sum_codewords(codes, books, output, tokens, batch_stride, head_stride, G: t
 
 def serves(books: Tensor) -> bool:
     """Whether the kernel takes these: numbers of 16 or 32 bits, no gradient wanted."""
-    wanted = torch.is_grad_enabled() and books.requires_grad
-    return not wanted and books.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return not wants_gradient(books) and books.dtype in FLOATS
 
 
 def sum_codewords(codes: Int[Tensor, "B G t N"], books: Float[Tensor, "sets N S D"]) -> Float[Tensor, "B G t D"]:

@@ -12,6 +12,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fathom.ops.kernels import FLOATS, wants_gradient
+
 BLOCK = 16  # tokens of a program
 
 
@@ -45,11 +47,7 @@ def _rotate(x, cos, sin, turned, start, tokens, heads, row_stride, head_stride, 
 def serves(x: Tensor, cos: Tensor) -> bool:
     """Whether the kernel takes these: one type of 16 or 32 bits, no gradient wanted, one table for all rows."""
     return (
-        not (torch.is_grad_enabled() and x.requires_grad)
-        and x.dtype == cos.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and x.stride(-1) == 1
-        and cos.shape[0] == 1
+        not wants_gradient(x) and x.dtype == cos.dtype and x.dtype in FLOATS and x.stride(-1) == 1 and cos.shape[0] == 1
     )
 
 

@@ -11,12 +11,12 @@ sums in fp32. Needs the package `triton`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fathom.ops.kernels import FLOATS, wants_gradient
 from fathom.ops.run_merge import SMALLEST
 
 TILE = 16  # slots of a run that are read together
@@ -54,8 +54,7 @@ def _fold(value, weight, kept, slots, stays, width, smallest, TILE: tl.constexpr
 
 def serves(value: Tensor, weight: Tensor) -> bool:
     """Whether the kernel takes these: numbers of 16 or 32 bits, no gradient wanted."""
-    wanted = torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad)
-    return not wanted and value.dtype in (torch.float32, torch.bfloat16, torch.float16) and value.is_contiguous()
+    return not wants_gradient(value, weight) and value.dtype in FLOATS and value.is_contiguous()
 
 
 def fold_runs_(

@@ -20,6 +20,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fathom.ops.kernels import FLOATS
 from fathom.ops.run_merge import SMALLEST
 
 BLOCK = 32  # slots of a program that attends: 128 registers a thread at width 128
@@ -272,7 +273,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None) -> boo
     width = key.shape[-1]
     return (
         query.dtype == key.dtype == value.dtype
-        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and query.dtype in FLOATS
         and value.shape[-1] == width >= 4
         and width & (width - 1) == 0
         and (cos is None or (cos.shape[-1] == width and cos.shape[0] == 1))

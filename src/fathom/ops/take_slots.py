@@ -5,11 +5,12 @@ As one `gather` along the slots for each. Needs the package `triton`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Int
 from torch import Tensor
+
+from fathom.ops.kernels import wants_gradient
 
 BLOCK = 16  # slots of a program
 
@@ -41,9 +42,8 @@ def _take(key, value, first, second, index, to_key, to_value, to_first, to_secon
 
 def serves(sources: list[Tensor], index: Tensor) -> bool:
     """Whether the kernel takes these: contiguous, key and value and at most two statistics, no gradient wanted."""
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
     in_order = index.stride(-1) == 1 and all(tensor.is_contiguous() for tensor in sources)
-    return not wanted and in_order and len(sources) <= 4
+    return not wants_gradient(*sources) and in_order and len(sources) <= 4
 
 
 def take_slots(sources: list[Tensor], index: Int[Tensor, "#B #G k"], targets: list[Tensor]) -> None:
