@@ -2,8 +2,9 @@
 
     python benchmarks/compare_decode.py runs/depth-attention-small --out decode.json
 
-The first seed of each method; dynamic cache, uncompiled, as `generate()` runs by default. Prompts are random tokens:
-speed does not depend on them.
+The first seed of each method; dynamic cache, uncompiled, as `generate()` runs by default. Prompts are random tokens,
+and a model whose weights were not kept gets random ones: the speed of methods that spend the same on every token does
+not depend on either, and rows say which.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fathom import FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM
 from fathom.report.results import Results
 from speed import environment, synchronize, take_turns
 
@@ -33,9 +34,15 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     models: dict[str, FathomForCausalLM] = {}
+    weights: dict[str, str] = {}
     for run in Results.load(args.comparison / "results.json").runs:
         if run.method not in models:
-            model = FathomForCausalLM.from_pretrained(args.comparison / run.folder / "model", dtype=dtype)
+            folder = args.comparison / run.folder / "model"
+            weights[run.method] = "trained" if (folder / "model.safetensors").exists() else "random"
+            if weights[run.method] == "trained":
+                model = FathomForCausalLM.from_pretrained(folder, dtype=dtype)
+            else:
+                model = FathomForCausalLM(FathomConfig.from_pretrained(folder)).to(dtype)
             models[run.method] = model.to(device).eval()
             models[run.method].generation_config.eos_token_id = None
     rows: list[dict[str, Any]] = []
@@ -57,7 +64,7 @@ def main() -> None:
         base = timed["vanilla"]["median_s"] if "vanilla" in timed else None
         for name, figures in timed.items():
             row = {
-                "method": name, "batch": batch, "prompt": args.prompt, "new": args.new, **figures,
+                "method": name, "weights": weights[name], "batch": batch, "prompt": args.prompt, "new": args.new, **figures,
                 "tokens_per_s": batch * args.new / figures["median_s"],
                 "time_vs_vanilla": figures["median_s"] / base if base else None,
             }  # fmt: skip

@@ -24,14 +24,18 @@ import torch
 
 from fathom.depth.depth_attention import source_table
 from fathom.models.registry import build_options
-from speed import SHAPES, TINY, TrainingStep, environment, free, make_fathom, synchronize, take_turns, write_profile
+from speed import SHAPES as SPEED_SHAPES
+from speed import TINY, TrainingStep, environment, free, make_fathom, shape, synchronize, take_turns, write_profile
 
+SHAPES = {**SPEED_SHAPES, "512x12-gqa": shape(512, 1408, 12, 8, 2)}  # the last of recipes/depth_attention_small.yaml
 TRITON = "depth_attention, Triton"
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "depth_attention": {"mixer": {"name": "depth_attention"}},
     "depth_attention all": {"mixer": {"name": "depth_attention", "source_schedule": "all"}},
     TRITON: {"mixer": {"name": "depth_attention"}},
+    "depth_attention uniform": {"mixer": {"name": "depth_attention", "mix_rule": "uniform"}},
+    "depth_attention first": {"mixer": {"name": "depth_attention", "source_schedule": "first_only"}},
     "resformer": {"mixer": {"name": "resformer"}},
     "denseformer": {"residual": {"name": "denseformer"}},
     "attnres": {"residual": {"name": "attnres"}},
@@ -198,12 +202,14 @@ def main() -> None:
     parser.add_argument("--only", choices=("training", "decode"), help="run one part")
     parser.add_argument("--profile", help="write the kernels of a step of each contestant to PROFILE-NAME.txt")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a training step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--vocab", type=int, default=50304)
     args = parser.parse_args()
     args.contestants = args.contestants or [name for name in CONTESTANTS if name != TRITON]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    shape, sizes = next(iter(TINY.items())) if args.tiny else (args.shape, SHAPES[args.shape])
-    vocab, batch, length = (97, 2, 64) if args.tiny else (50304, args.batch, 2048)
+    name, sizes = next(iter(TINY.items())) if args.tiny else (args.shape, SHAPES[args.shape])
+    vocab, batch, length = (97, 2, 64) if args.tiny else (args.vocab, args.batch, args.length)
     if args.compile_only:
         TrainingStep(builder(args.compile_only, sizes, vocab, length), vocab, batch, length, device)
         return
@@ -219,13 +225,13 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment(device), "rows": []}
     if args.only != "decode":
         blocks, steps = (2, 2) if args.tiny else (9, 8)
-        sections = (args.contestants, shape, sizes, vocab, batch, length, device, blocks, steps, args.profile)
+        sections = (args.contestants, name, sizes, vocab, batch, length, device, blocks, steps, args.profile)
         results["rows"] += training(*sections)
         write(args.out, results)
     if args.only != "training":
         blocks, new = (2, 4) if args.tiny else (7, 128)
         for size in (1, 32):
-            results["rows"] += decoding(shape, sizes, vocab, (size,), device, blocks, new)
+            results["rows"] += decoding(name, sizes, vocab, (size,), device, blocks, new)
             write(args.out, results)
 
 
