@@ -64,7 +64,8 @@ def main() -> None:
         base = timed["vanilla"]["median_s"] if "vanilla" in timed else None
         for name, figures in timed.items():
             row = {
-                "method": name, "weights": weights[name], "batch": batch, "prompt": args.prompt, "new": args.new, **figures,
+                "method": name, "weights": weights[name], "batch": batch, "prompt": args.prompt, "new": args.new,
+                **figures,
                 "tokens_per_s": batch * args.new / figures["median_s"],
                 "time_vs_vanilla": figures["median_s"] / base if base else None,
             }  # fmt: skip
