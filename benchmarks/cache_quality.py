@@ -105,6 +105,8 @@ def main() -> None:
         args.model, args.windows, args.rows, args.dtype = "tiny", [256], 2, "bfloat16"
     model, tokenizer = load_model(args.model, args.device, getattr(torch, args.dtype))
     shape, scratch = cache_shape(model, args.rows), args.scratch or args.output.parent
+    for folder in (scratch, args.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
     done["about"] = {
         "model": Path(args.model).name,

@@ -81,8 +81,10 @@ def main() -> None:
             row = [show(task, cells.get((task, length, name, f)), full) for f in fractions]
             print(f"| {name} | " + " | ".join(row) + " |")
 
+    colors = [*(f"C{i}" for i in range(10)), "navy", "gold", "lime"]  # one for every method
+
     def style(name: str) -> dict[str, Any]:
-        return {"color": f"C{names.index(name) % 10}", "linestyle": "-" if name in OURS else "--", "linewidth": 1.5}
+        return {"color": colors[names.index(name)], "linestyle": "-" if name in OURS else "--", "linewidth": 1.5}
 
     figure, axes = plt.subplots(1, len(tables), figsize=(4.2 * len(tables), 4), squeeze=False, layout="constrained")
     for axis, (task, length) in zip(axes[0], tables):

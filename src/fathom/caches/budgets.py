@@ -20,6 +20,7 @@ from fathom.caches.snapkv import PyramidKV, SnapKV
 from fathom.caches.streaming_llm import StreamingLLM
 from fathom.caches.tova import TOVA
 from fathom.caches.treekv import TreeKV
+from fathom.caches.vqkv import VQKV
 from fathom.caches.weightedkv import WeightedKV
 
 
@@ -72,8 +73,6 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
         }
         candidates = [FourierAttention(frequencies=n, n_local=local, **common) for n, local in sizes if 2 * n < tokens]
     elif name == "vqkv":
-        from fathom.caches.vqkv import VQKV
-
         path = files.get("codebooks", "")
         candidates = [
             VQKV(codebooks=path, n_local=n, flush_every=min(n, 64), pack="bits")
@@ -84,11 +83,22 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
             f"method {name!r}: known are {', '.join([*SLOTTED, 'full', 'kivi', 'vqkv', 'fourier_attention'])}"
         )
     full = Full().cache_bytes(shape, tokens)
-    ratios = [(method.cache_bytes(shape, tokens) / full, method) for method in candidates]
+    ratios = [(_most_held(method, shape, tokens) / full, method) for method in candidates]
     fitting = [pair for pair in ratios if pair[0] <= fraction]
     if not fitting:
         return NotReachable(min(ratio for ratio, _ in ratios))
     return max(fitting, key=lambda pair: pair[0])[1]
+
+
+def _most_held(method: CacheMethod, shape: CacheShape, tokens: int) -> int:
+    """The most bytes near the end of `tokens` tokens: those that wait for their batch to be coded are in full."""
+    counts = [(tokens, 0)]
+    if isinstance(method, VQKV):
+        waiting = min(method.flush, tokens) - 1
+        counts.append((tokens - waiting, waiting))
+    if isinstance(method, KIVI):
+        counts.append((max(1, tokens // method.residual * method.residual - 1), 0))
+    return max(method.cache_bytes(shape, prompt, steps) for prompt, steps in counts)
 
 
 def _largest(
