@@ -283,6 +283,25 @@ def test_pyramidkv_budgets():
     assert [method.layer_bytes(shape, 255, 0, layer) // 2 for layer in range(8)] == [160] * 8
 
 
+@pytest.mark.parametrize("n_sink,n_recent", [(0, 1), (0, 15), (4, 4), (3, 12), (0, 16), (15, 1)])
+@pytest.mark.parametrize("prompt", [1, 14, 16, 17, 30, 58])
+def test_pyramidkv_keeps_its_mean_beside_sinks_and_wide_windows(stream, n_sink, n_recent, prompt):
+    """States hold the closed form, sinks and window in every layer, and `budget` on average; steps drop nothing."""
+    method = PyramidKV(budget=16, n_sink=n_sink, n_recent=n_recent, beta=4)
+    held = []
+    for layer in range(3):
+        state = new_state(method, index=layer)
+        for span in (slice(0, prompt), slice(prompt, prompt + 1), slice(prompt + 1, prompt + 2)):
+            state.attend(*(part[:, :, span] for part in stream), 0.3)
+        held.append(state.stored - 2)
+        shape = CacheShape(1, GROUPS, WIDTH, WIDTH, 8, layers=3)
+        assert state.nbytes() == method.layer_bytes(shape, prompt, 2, layer)
+    if prompt <= 16:
+        assert held == [prompt] * 3
+    else:
+        assert min(held) >= n_sink + n_recent and abs(sum(held) / 3 - 16) < 1
+
+
 @pytest.mark.parametrize("chunks", [[TOKENS], [1] * TOKENS, [7, 30, 1, 22]])
 @pytest.mark.parametrize("ratio,recent", [(0.5, 0), (0.35, 3), (0.0, 2)])
 def test_freqkv(stream, chunks, ratio, recent):

@@ -30,6 +30,7 @@ from fathom.caches import (
     TreeKV,
     WeightedKV,
     build_cache,
+    cache_shape,
     compress,
     from_dict,
     prefill,
@@ -145,6 +146,31 @@ def test_equality_of_budget_and_protected_is_streaming_llm():
             logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)], 1))
     for found in logits[1:]:
         torch.testing.assert_close(found, logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_budget_of_sinks_alone_is_streaming_llm():
+    ids = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+    model, logits, sinks = get_model("llama"), [], {"budget": 3, "n_sink": 3, "n_recent": 0}
+    for method in (StreamingLLM(budget=3, n_sink=3), TreeKV(**sinks), H2O(**sinks), TOVA(**sinks), WeightedKV(**sinks)):
+        with compress(model, method):
+            cache = prefill(model, ids[:, :9], chunk_size=4)[CACHE_NAME]
+            logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(9, 30)], 1))
+            assert cache.nbytes() == method.cache_bytes(cache_shape(model, batch=2), 9, 21)
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [KIVI(group=8, residual=8), TreeKV(budget=8), SnapKV(budget=8)])
+def test_other_rows_than_those_of_the_cache(method):
+    model, ids = get_model("llama"), torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    with compress(model, method):
+        for held, new in ((2, 1), (1, 2)):
+            cache = prefill(model, ids[:held])[CACHE_NAME]
+            with pytest.raises(ValueError, match=rf"has {new} rows, but the cache holds {held}"):
+                model(ids[:new, :1], **{CACHE_NAME: cache})
+            again = model(ids[:held, :1], **{CACHE_NAME: cache}).logits  # nothing was stored by the refused call
+            fresh = prefill(model, ids[:held])[CACHE_NAME]
+            assert torch.equal(again, model(ids[:held, :1], **{CACHE_NAME: fresh}).logits)
 
 
 def test_models():

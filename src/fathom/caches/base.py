@@ -280,6 +280,11 @@ class CompressedLayer(CacheLayerMixin):
         self.token_bytes = heads * (key_dim + value_states.shape[-1]) * key_states.element_size()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.seen and len(key_states) != self.batch_size:
+            raise ValueError(
+                f"input_ids has {len(key_states)} rows, but the cache holds {self.batch_size}: the same rows "
+                "must go on, or choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
+            )
         self.lazy_initialization(key_states, value_states)
         self.seen += key_states.shape[2]
         if self.fused:

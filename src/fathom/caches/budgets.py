@@ -76,7 +76,7 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
         path = files.get("codebooks", "")
         candidates = [
             VQKV(codebooks=path, n_local=n, flush_every=min(n, 64), pack="bits")
-            for n in (1024, 512, 256, 128, 64, 32, 16)
+            for n in (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)
         ]
     else:
         raise ValueError(

@@ -16,8 +16,8 @@ class SnapKV(TokenBudget):
     """Prompt only: s = pool(Σ over the last w queries of softmax weights); the top budget − w and the last w stay.
 
     n_recent is the window w (None: 32, at most half the budget); `kernel` the width of the average pooling along
-    tokens. A call shorter than w is decoding and drops nothing, so the cache then grows with what is generated.
-    Long prompts read in chunks are compressed after every chunk of at least w tokens.
+    tokens. A call shorter than w, or of one token, is decoding and drops nothing: the cache grows with what is
+    generated. Long prompts read in chunks are compressed after every chunk of at least w tokens.
     """
 
     n_sink: int = 0
@@ -55,7 +55,7 @@ class SnapKV(TokenBudget):
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV whose budget falls with depth; `budget` is the mean over layers.
+    """SnapKV whose budget falls with depth; `budget` is the mean over layers. With w the window and the sinks, if any:
 
         low = (budget − w) // beta;   high = 2(budget − w) − low;   layer l keeps w + high − l·((high − low) // (L − 1))
 
@@ -74,8 +74,9 @@ class PyramidKV(SnapKV):
         self.check_at_least("beta", 1)
 
     def kept_of_prompt(self, slots: int, context: LayerContext) -> int:
-        window, middle = self.n_recent, self.budget - self.n_recent
-        if slots < 2 * middle:
+        window = self.n_sink + self.n_recent
+        middle = self.budget - window
+        if slots < max(self.budget, 2 * middle):
             return min(slots, self.budget)
         low = middle // self.beta
         high = 2 * middle - low
@@ -90,7 +91,7 @@ class SnapState(SlotState):
     method: SnapKV
 
     def compresses(self, length: int) -> bool:
-        return length >= self.method.n_recent
+        return length >= max(2, self.method.n_recent)
 
     def observed(self, length: int) -> int:
         return self.method.n_recent if self.compresses(length) else 0

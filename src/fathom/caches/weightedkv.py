@@ -60,6 +60,8 @@ class WeightedState(SlotState):
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
         method, slots = self.method, value.shape[2]
         average = self.grown["received"] / self.grown["queries"]
+        if method.budget == method.n_sink:  # sinks only, nothing to merge into: StreamingLLM
+            return keep_highest(average[:, :1], excess, method.n_sink, 0), value
         protected = max(method.n_recent, 1)
         if method.granularity == "layer":
             average = average.mean(1, keepdim=True).expand_as(average)
