@@ -9,8 +9,9 @@ computed, entries that fill up shapes among them, over the slots that were to ru
 weights and a threshold found by bisection for each S, so the real decisions are made and timed. Fixed-K and adaptive
 models share weights and take turns, block by block; medians with their spread.
 
-Prefill and training are compiled layer by layer: the layers share their graphs, whatever a step's size, and a step of
-few tokens is not held up by the launching of kernels. Training: adaptive_latent_cot, forward, backward and AdamW;
+Prefill and training are compiled, by default the whole model: a step is then one graph, whatever its size, and one of
+few tokens is not held up by the launching of its kernels. `--compile layers` compiles one layer for all, in a fraction
+of the time, and `--compile no` nothing. Training: adaptive_latent_cot, forward, backward and AdamW;
 "mixture" and "step" are its `correctness_from` (the heads of "step" come on top). AdaPonderLM trains densely by
 definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and at 32 staggered
 (fathom.models.staggered), where they do not; the prompt is read in both.
@@ -62,6 +63,7 @@ class Watched:
         self.computed = 0
         self.model.depth.register_forward_hook(self.note)
 
+    @torch.compiler.disable
     def note(self, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self.passes.append(output.trace["passes"].detach())
         self.computed = arguments[0].computed
@@ -79,9 +81,13 @@ class Watched:
     def set_threshold(self, value: float) -> None:
         object.__setattr__(self.model.depth.options, "threshold", value)
 
-    def compile_layers(self, device: str) -> None:
+    def compile(self, what: str, device: str) -> None:
         torch._dynamo.config.recompile_limit = 64
-        compile_layers(self.model, "inductor" if device == "cuda" else "eager")
+        backend = "inductor" if device == "cuda" else "eager"
+        if what == "layers":
+            compile_layers(self.model, backend)
+        elif what == "model":
+            self.model.compile(backend=backend)
 
     def calibrate(self, tokens: torch.Tensor, mean: float) -> float:
         """The threshold at which these tokens run `mean` steps."""
@@ -145,8 +151,8 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
     adaptive = Watched(sizes, vocab, length, depth, device, dtype)
     thresholds = {mean: adaptive.calibrate(tokens, mean) for mean in means}
     models = {"fixed": fixed, "adaptive": adaptive}
-    for watched in models.values() if compiled else ():
-        watched.compile_layers(device)
+    for watched in models.values():
+        watched.compile(compiled, device)
 
     @torch.no_grad()
     def run(name: str) -> None:
@@ -188,8 +194,8 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
         steps[name] = step
     with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
         thresholds = {mean: models["adaptive"].calibrate(tokens, mean) for mean in means}
-    for watched in models.values() if compiled else ():
-        watched.compile_layers(device)
+    for watched in models.values():
+        watched.compile(compiled, device)
     for mean, threshold in thresholds.items():
         if not rows.time_left():
             break
@@ -251,7 +257,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="of prefill and training")
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
     parser.add_argument("--means", type=float, nargs="+", default=[1.5, 2.5, 3.5], help="S of prefill")
-    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--compile", choices=("model", "layers", "no"), default="model")
     parser.add_argument("--profile", help="write what prefill spends its time on to PROFILE-*.txt")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
     args = parser.parse_args()
@@ -266,7 +272,7 @@ def main() -> None:
     means, blocks = ((2.5,), 2) if args.tiny else (tuple(args.means), 5)
     prompt, new, many = (16, 8, 3) if args.tiny else (512, 48, 32)
     some, middle = means[:2], means[len(means) // 2 :][:1]
-    compiled = not args.eager
+    compiled = args.compile
     rows = Rows(Path(args.out), args.minutes, {"environment": environment(device), "shape": args.shape})
     step, shared = {**COT, "correctness_from": "step"}, (sizes, vocab, device, dtype)
     parts: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [

@@ -1,41 +1,46 @@
-"""Attention of a later step of the adaptive methods: how its tokens are laid out, its mask, and the kernel's tiles.
+"""Attention of a later step of the adaptive methods: how its tokens are laid out, and what computes it.
 
     python benchmarks/step_attention.py OUT.json           one GPU, about a minute
     python benchmarks/step_attention.py OUT.json --tiny    CPU: a dry run
 
-The third step of 16 × 1024 tokens (16 / 4 heads of 64, bf16) over the slots of all three. "rows": every row by itself,
-padded; "flat": the tokens of all rows end to end, of which each step keeps a share. Cut blocks are
-those in which FlexAttention computes the mask, full ones need none. µs of a forward pass, the best of three.
+The third step of 16 × 1024 tokens (16 / 4 heads of 64, bf16) over the slots of all three, of which each step keeps a
+share. "rows": every row by itself, padded; "flat": the tokens of all rows end to end, FlexAttention under a block mask;
+"ranges": the same by the kernels of `ops/range_attention.py`. Milliseconds of a forward pass, and of one with its
+backward pass, the best of three; FLOPs of the scores that are seen (4·D each, 14·D with the backward pass), whose rate
+says how far from the chip's a form is.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from fathom.ops.token_blocks import BLOCK, token_block_mask
+from fathom.ops.kernels import has_kernel
+from fathom.ops.token_blocks import BLOCK, sees, token_block_mask, token_ranges
 from fathom.train.atomic import write_json
-from speed import environment, synchronize
+from speed import environment, seconds_of, take_turns
 
 NOWHERE = 2**30
-TILES = {"tiles 64 × 64": (64, 64), "tiles 128 × 64": (128, 64), "tiles 64 × 32": (64, 32)}
+TILE = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
-def rows(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+def rows(batch: int, length: int) -> tuple[Tensor, list[Tensor], None]:
     token = torch.arange(length, dtype=torch.int32).expand(batch, length)
-    return token, token.repeat(1, 3), None
+    return token, [token] * 3, None
 
 
-def flat(batch: int, length: int, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers of the queries and keys of step 3, and of the first token of each query's row."""
+def flat(batch: int, length: int, share: float) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Numbers of the queries of step 3, of the keys of steps 1 to 3, and of the first token of each query's row."""
     generator = torch.Generator().manual_seed(0)
     order = torch.arange(batch * length, dtype=torch.int32)
-    live, keys, query = torch.ones(len(order), dtype=torch.bool), [order], order
+    live, keys, query = torch.ones(len(order), dtype=torch.bool), [order[None]], order
     for _ in range(2):
         live &= torch.rand(len(order), generator=generator) < share
         chosen = live.nonzero()[:, 0]
@@ -43,16 +48,8 @@ def flat(batch: int, length: int, share: float) -> tuple[torch.Tensor, torch.Ten
         query = order[torch.cat((chosen, chosen[-1:].expand(size - len(chosen))))]
         key = query.clone()
         key[len(chosen) :] = NOWHERE
-        keys.append(key)
-    return query[None], torch.cat(keys)[None], (query // length * length)[None]
-
-
-def one_comparison(mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> BlockMask:
-    """Not the mask of `flat`, where blocks hold two rows: it says what the second comparison costs."""
-    return BlockMask(
-        mask.seq_lengths, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        None, None, None, None, mask.BLOCK_SIZE, lambda b, h, q, s: key[b, s] <= query[b, q],
-    )  # fmt: skip
+        keys.append(key[None])
+    return query[None], keys, (query // length * length)[None]
 
 
 def main() -> None:
@@ -65,44 +62,59 @@ def main() -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     results: dict[str, Any] = {"environment": environment(device), "rows": []}
 
-    def measure(name: str, inputs: tuple, single: bool = False, tiles: Any = None, dynamic: bool = False) -> None:
-        query, key, first = (x if x is None else x.to(device) for x in inputs)
-        with torch.no_grad():
-            mask = token_block_mask(query, key, first)
-            mask = one_comparison(mask, query, key) if single else mask
-            q = torch.randn(len(query), query.shape[1], heads, width, device=device, dtype=dtype).transpose(1, 2)
-            k, v = (torch.randn(len(key), groups, key.shape[1], width, device=device, dtype=dtype) for _ in range(2))
-            torch._dynamo.reset()
-            attend = torch.compile(flex_attention, dynamic=dynamic) if device == "cuda" else flex_attention
-            options: Any = None if tiles is None else {"BLOCK_M": tiles[0], "BLOCK_N": tiles[1]}
+    def attention(form: str, inputs: tuple) -> tuple[Callable[..., Tensor], list[Tensor], int]:
+        query, keys, first = (
+            [part.to(device) for part in x] if isinstance(x, list) else x if x is None else x.to(device) for x in inputs
+        )
+        key, scaling = torch.cat(keys, 1), width**-0.5
+        q = torch.randn(len(query), query.shape[1], heads, width, device=device, dtype=dtype).transpose(1, 2)
+        k, v = (torch.randn(len(key), groups, key.shape[1], width, device=device, dtype=dtype) for _ in range(2))
+        seen = sum(
+            sees(q_, key, None if first is None else f_).sum().item()
+            for q_, f_ in zip(query.split(1024, 1), (query if first is None else first).split(1024, 1), strict=True)
+        )
+        if form == "ranges":
+            from fathom.ops.range_attention import range_attention
 
-            def seconds(times: int) -> float:
-                synchronize(device)
-                start = time.perf_counter()
-                for _ in range(times):
-                    attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-                synchronize(device)
-                return (time.perf_counter() - start) / times
+            ranges = token_ranges(query[0], [part[0] for part in keys], first[0], 4)
+            return lambda: range_attention(q, k, v, ranges.start, ranges.stop, scaling), [q, k, v], seen
+        mask = token_block_mask(query, key, first)
+        attend: Any = torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+        options: Any = TILE if form == "flat" and device == "cuda" else None
+        return lambda: attend(q, k, v, None, mask, scaling, True, kernel_options=options), [q, k, v], seen
 
-            row: dict[str, Any] = {"name": name, "dynamic": dynamic, "queries": query.numel()}
-            try:
-                seconds(2)
-                row["microseconds"] = 1e6 * min(seconds(10 if device == "cuda" else 1) for _ in range(3))
-            except Exception as error:  # a tile that the kernel cannot have must not cost the others their figures
-                row["failed"] = f"{type(error).__name__}: {error}"[-300:]
-        row |= {"cut": mask.kv_num_blocks.sum().item(), "full": mask.full_kv_num_blocks.sum().item()}
+    layouts = {"rows, 1": ("rows", rows(batch, length))}
+    for share in (1.0, 0.9, 0.4, 0.2):
+        for form in ("flat", *(["ranges"] if has_kernel(device) else [])):
+            layouts[f"{form}, {share:g}"] = form, flat(batch, length, share)
+    for name, (form, inputs) in layouts.items():
+        torch._dynamo.reset()
+        attend, tensors, seen = attention(form, inputs)
+        row: dict[str, Any] = {"name": name, "queries": inputs[0].numel(), "scores": seen * heads}
+
+        def forward(attend=attend) -> None:
+            with torch.no_grad():
+                attend()
+
+        def both(attend=attend, tensors=tensors) -> None:
+            out = attend()
+            torch.autograd.grad(out, tensors, out)
+
+        try:
+            forward(), forward()
+            found = take_turns({"forward": lambda f=forward: seconds_of(f, device, 10)}, 3)["forward"]["min_s"]
+            row |= {"forward_ms": 1e3 * found, "forward_tflops": 4e-12 * width * row["scores"] / found}
+            if device == "cuda":  # FlexAttention has no backward pass on a CPU
+                for tensor in tensors:
+                    tensor.requires_grad_()
+                both(), both()
+                found = take_turns({"both": lambda f=both: seconds_of(f, device, 10)}, 3)["both"]["min_s"]
+                row |= {"both_ms": 1e3 * found, "both_tflops": 14e-12 * width * row["scores"] / found}
+        except Exception as error:  # a form that fails must not cost the others their figures
+            row["failed"] = f"{type(error).__name__}: {error}"[-300:]
         results["rows"].append(row)
         write_json(args.out, results)
-        print(row, flush=True)
-
-    for dynamic in (False, True):
-        measure("rows, all tokens", rows(batch, length), dynamic=dynamic)
-        for share in (1.0, 0.9, 0.4):
-            inputs = flat(batch, length, share)
-            measure(f"flat, {share:g}", inputs, dynamic=dynamic)
-            measure(f"flat, {share:g}, one comparison", inputs, single=True, dynamic=dynamic)
-            for name, tiles in TILES.items():
-                measure(f"flat, {share:g}, {name}", inputs, tiles=tiles, dynamic=dynamic)
+        print(f"{time.strftime('%X')} {row}", flush=True)
 
 
 if __name__ == "__main__":

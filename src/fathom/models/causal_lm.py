@@ -172,7 +172,10 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
-                return StepStack(self.model, rows, None, attention_mask, cache, layer_kwargs, packed=given is not None)
+                most = self.depth.most_steps(self.depth.options)
+                return StepStack(
+                    self.model, rows, None, attention_mask, cache, layer_kwargs, most=most, packed=given is not None
+                )
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
                 packed=given is not None, layer=layer,

@@ -27,6 +27,7 @@ from fathom.models.registry import build_options, lookup
 from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
 from fathom.ops.rotary import rotate
+from fathom.ops.token_blocks import TokenRanges, ranged_attention
 
 
 def make_norm(config: FathomConfig, width: int) -> nn.Module:
@@ -159,6 +160,8 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, KeyBias):
             attend = functools.partial(biased_attention, attend)
+        elif isinstance(attention_mask, TokenRanges):
+            attend = ranged_attention
         output, weights = attend(
             self,
             query,

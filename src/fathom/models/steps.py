@@ -28,7 +28,8 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM
 from fathom.ops.biased_attention import KeyBias
-from fathom.ops.token_blocks import BLOCK, sees, token_block_mask
+from fathom.ops.kernels import FLOATS, has_kernel
+from fathom.ops.token_blocks import BLOCK, TokenRanges, sees, token_block_mask, token_ranges
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -349,6 +350,18 @@ def _hidden(order: Int[Tensor, "R n"], chosen: Chosen | Flat) -> Int[Tensor, "R 
     return order if chosen.live is None else torch.where(chosen.live, order, NOWHERE)
 
 
+@torch.compiler.disable
+def of_any_length(*given: Any) -> None:
+    """Tell torch.compile of what steps have as many of as tokens, so that the first step makes the graph of all."""
+    for x in given:
+        if isinstance(x, (list, tuple)):
+            of_any_length(*x)
+        elif isinstance(x, TokenRanges):
+            of_any_length(x.start, x.stop)
+        elif isinstance(x, Tensor):
+            torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
+
+
 @dataclasses.dataclass
 class StepStack(Stack):
     """The stack of a method that runs step by step: bound to the new tokens, it runs some of them at a time.
@@ -356,7 +369,9 @@ class StepStack(Stack):
     `position_ids` are the new tokens'; `attention_mask` is theirs and the cached tokens', [B, tokens] or None.
 
     Attributes:
+        most: steps of a token.
         flat: steps after the first lay their tokens end to end; False for a method that gathers none.
+        ranged: and what a slot sees are ranges of places, as nothing is padding: kernels of our own serve them.
         real: tokens that are not padding.
         numbers: of the new tokens in their row, after the cached ones; `NOWHERE` for padding.
         order: the same, or in the row of all rows' tokens if these are laid end to end: what masks compare.
@@ -364,6 +379,7 @@ class StepStack(Stack):
         computed: how many slots ran, dead entries among them.
     """
 
+    most: int = 1
     packed: bool = False  # the caller gave position ids: where they restart, a document starts
     ran: list[Chosen | Flat] = dataclasses.field(default_factory=list)  # by step
     # By step and layer, what `read` left; of `append` the last step's alone, which has all before it.
@@ -396,6 +412,7 @@ class StepStack(Stack):
             row = torch.arange(rows, device=device)[:, None] * length
             self.first = (row.expand(rows, length) if self.first is None else self.first + row).to(torch.int32)
             self.order = (numbers + row if mask is None else torch.where(self.real, numbers + row, NOWHERE)).int()
+        self.ranged = self.flat and mask is None and self.ranges_served()
 
     def kernel(self, queries: int) -> bool:
         """Whether FlexAttention serves gathered steps of so many tokens in a row, and no dense mask."""
@@ -411,6 +428,18 @@ class StepStack(Stack):
     def flat_pays(self) -> bool:
         """A dense mask of all rows' slots would have B times the scores of masks by row; the kernel skips them."""
         return self.kernel(self.position_ids.numel()) and not self.position_ids.is_meta
+
+    def ranges_served(self) -> bool:
+        """Whether `range_attention` has kernels for this model and device."""
+        config, table = self.decoder.config, self.decoder.embed_tokens.weight
+        sizes = (config.head_dim, config.num_attention_heads // config.num_key_value_heads)
+        return (
+            "sdpa" in config._attn_implementation  # type: ignore[operator]
+            and has_kernel(table.device.type)
+            and table.dtype in FLOATS
+            and all(size & (size - 1) == 0 for size in sizes)
+            and 16 <= config.head_dim <= 256
+        )
 
     @torch.compiler.disable
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:
@@ -515,6 +544,8 @@ class StepStack(Stack):
             read=read,
             earlier=earlier,
         )
+        if isinstance(chosen, Flat):
+            of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
         hidden_states = stack(inputs)
         self.slots.append(stack.kept)
         return hidden_states
@@ -554,8 +585,10 @@ class StepStack(Stack):
                 ]
         if self.numbers.shape[1] == 1 and not gaps and not self.flat:  # one new token sees everything
             return None
-        key = torch.cat((*past, *keys), dim=1)
         first = None if self.first is None else chosen.take(self.first)
+        if self.ranged and first is not None:
+            return token_ranges(query.flatten(), [part[0] for part in keys], first.flatten(), self.most)
+        key = torch.cat((*past, *keys), dim=1)
         if self.kernel(query.shape[1]):
             if first is None:
                 return KeyBias(None, token_block_mask(query.int(), key.int()))

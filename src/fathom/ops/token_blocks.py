@@ -1,17 +1,21 @@
-"""Block masks for slots that are not in the order of their tokens: a query sees the keys of tokens up to its own.
+"""Masks for slots that are not in the order of their tokens: a query sees the keys of tokens up to its own.
 
     slot q sees slot s   iff   first_q ≤ token_s ≤ token_q
 
-FlexAttention skips a block of keys whose tokens all lie outside that range for all queries of the block, and computes
-the rule only in blocks that it cuts. The extremes of a block tell which is which, so nothing of size queries × keys is
-made.
+`token_block_mask`: FlexAttention skips a block of keys whose tokens all lie outside that range for all queries of the
+block, and computes the rule only in blocks that it cuts. The extremes of a block tell which is which.
+`token_ranges`: where keys come in segments, each in the order of its tokens, what a query sees of a segment is a range
+of places, for the kernels of `range_attention`. Nothing of size queries × keys is made in either.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
@@ -70,3 +74,40 @@ def _listed(
     """Per row of blocks: how many are chosen, and their numbers first."""
     order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRanges:
+    """The rule as ranges of places among the keys: [start, stop) of each query in each segment, int32."""
+
+    start: Int[Tensor, "segments N"]
+    stop: Int[Tensor, "segments N"]
+
+
+def token_ranges(
+    query: Int[Tensor, " N"], segments: list[Int[Tensor, " keys"]], first: Int[Tensor, " N"], most: int
+) -> TokenRanges:
+    """`query`, `first`, and each of the segments: token numbers that rise. `most`: rows of the result, empty ranges
+    behind those of the segments, so that compiled graphs meet one shape."""
+    bounds = torch.zeros(2, most, len(query), dtype=torch.int32, device=query.device)
+    before = 0
+    for number, segment in enumerate(segments):
+        bounds[0, number] = torch.searchsorted(segment, first) + before
+        bounds[1, number] = torch.searchsorted(segment, query, right=True) + before
+        before += len(segment)
+    return TokenRanges(bounds[0], bounds[1])
+
+
+def ranged_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G keys D"],
+    value: Float[Tensor, "1 G keys D"],
+    mask: TokenRanges,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 N H D"], None]:
+    """Attention over ranges, as transformers' `AttentionInterface` wants it."""
+    from fathom.ops.range_attention import range_attention
+
+    return range_attention(query, key, value, mask.start, mask.stop, scaling).transpose(1, 2), None

@@ -1,0 +1,114 @@
+"""The kernels of range attention against softmax over a dense mask in float64, and finite differences of that."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from fathom.ops.token_blocks import sees, token_ranges
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NOWHERE = 2**30
+
+
+def segments(rows, length, shares, seed=0):
+    """Token numbers of the queries (the last segment's, filled up with its last) and of each segment's keys."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.arange(rows * length, dtype=torch.int32)
+    live, keys, query = torch.ones(len(order), dtype=torch.bool), [order], order
+    for share in shares:
+        live &= torch.rand(len(order), generator=generator) < share
+        chosen = live.nonzero()[:, 0]
+        filling = -len(chosen) % 16
+        query = order[torch.cat((chosen, chosen[-1:].expand(filling)))]
+        keys.append(torch.cat((order[chosen], torch.full((filling,), NOWHERE, dtype=torch.int32))))
+    return query, keys, query // length * length
+
+
+def dense(query, key, value, seen, scaling):
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    weights = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.nan_to_num(0) @ value  # of a query that sees nothing
+
+
+def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None):
+    from fathom.ops.range_attention import range_attention, serves
+
+    ranges, key = token_ranges(query, keys, first, 4), torch.cat(keys)
+    seen = sees(query[None], key[None], first[None])[0]
+    if hidden is not None:
+        ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
+        seen[hidden] = False
+    torch.manual_seed(1)
+    q, grad = (torch.randn(1, len(query), heads, width).to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(1, groups, len(key), width).to(dtype) for _ in range(2))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = dense(*exact, seen, 0.3)
+    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    given = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
+    assert serves(*given[:2])
+    output = range_attention(*given, ranges.start.to(DEVICE), ranges.stop.to(DEVICE), 0.3)
+    found = [output, *torch.autograd.grad(output, given, grad.to(DEVICE))]
+    for name, x, y in zip(("output", "query", "key", "value"), wanted, found):
+        assert y.dtype == dtype and y.shape == x.shape
+        error = (y.detach().double().cpu() - x.detach()).abs().max() / x.detach().abs().max()
+        assert error < limit, (name, error.item())
+
+
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (2, 2, 32), (8, 1, 16), (4, 1, 128)])
+@pytest.mark.parametrize("shares", [(), (0.7,), (0.6, 0.5)], ids=["all", "second", "third"])
+def test_output_and_gradients_are_those_of_a_dense_mask(shares, heads, groups, width):
+    rows, length = (3, 50) if width < 100 else (2, 35)
+    compare(*segments(rows, length, shares), heads, groups, width, torch.float32, 5e-6)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize("heads, groups, width", [(4, 1, 64), (2, 1, 128)])
+def test_16_bits(dtype, limit, heads, groups, width):
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
+    compare(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit)
+
+
+def test_rows_of_one_token_and_of_none():
+    """Rows whose tokens have all stopped, and rows of a single token."""
+    query, keys, first = segments(40, 1, (0.4, 0.5))
+    compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6)
+
+
+def test_queries_that_see_nothing_give_zero_and_no_gradient():
+    query, keys, first = segments(1, 60, (0.8,))
+    compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6, hidden=slice(0, 5))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled on a GPU only")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_what_is_around(dynamic):
+    from fathom.ops.range_attention import range_attention
+
+    torch._dynamo.reset()
+    query, keys, first = segments(4, 200, (0.6, 0.5))
+    ranges = token_ranges(query, keys, first, 4)
+    ranges = [x.to(DEVICE) for x in (ranges.start, ranges.stop)]
+    torch.manual_seed(0)
+    q = torch.randn(1, len(query), 4, 64, device=DEVICE)
+    k, v = (torch.randn(1, 2, sum(map(len, keys)), 64, device=DEVICE) for _ in range(2))
+
+    def around(q, k, v):
+        return range_attention((2 * q).transpose(1, 2), k + 1, v, *ranges, 0.2).transpose(1, 2).sin()
+
+    found = []
+    for function in (around, torch.compile(around, dynamic=dynamic, fullgraph=True)):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        output = function(*tensors)
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), tensors)])
+    for x, y in zip(*found):
+        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-4)
