@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fathom.caches import METHODS, CodebookTraining, cache_shape, load_codebooks, search_channels, train_codebooks
 from fathom.caches.budgets import NotReachable, at_fraction
-from fathom.caches.quality import grid, perplexity
+from fathom.caches.quality import DEPTHS, FILLER, grid, perplexity
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -95,7 +95,6 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--passkey", type=int, nargs="*", default=[], help="context lengths of the passkey grid")
     parser.add_argument("--needle", type=int, nargs="*", default=[], help="context lengths of the needle grid")
-    parser.add_argument("--depths", type=int, default=5, help="places of the secret, from 0 to 0.95 of the context")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no new cell after this time")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -189,15 +188,10 @@ def main() -> None:
     def score(method: Any, window: int) -> dict[str, Any]:
         return perplexity(model, text(args.rows, window, args.books), method, args.chunk)
 
-    # not at the very end: there even a full cache without its first tokens (stock, sliced) loses the answer
-    depths = [round(0.95 * i / max(1, args.depths - 1), 4) for i in range(args.depths)]
-
     def retrieve(task: str) -> Any:
-        filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-
         def measure(method: Any, length: int) -> dict[str, Any]:
-            around = tokenizer.decode(text(1, length, args.books)[0]) if task == "needle" else filler
-            return grid(model, tokenizer, around, [length], depths, lambda _: method, 512, task)
+            around = tokenizer.decode(text(1, length, args.books)[0]) if task == "needle" else FILLER
+            return grid(model, tokenizer, around, [length], DEPTHS, lambda _: method, 512, task)
 
         return measure
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fathom.caches import TreeKV
+from fathom.caches import TreeKV, from_dict
+from fathom.caches.quality import DEPTHS, FILLER, grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.cli.cache import app
@@ -81,6 +82,23 @@ def test_bench_and_show(folder, tmp_path):
     done = invoke("show", folder, "--text", folder / "text.txt", "--budget", 16, "--output", tmp_path / "kept.png")
     assert done.exit_code == 0, done.exception
     assert (tmp_path / "kept.png").read_bytes()[:4] == b"\x89PNG" and "16 of 100 tokens" in done.output
+
+
+def test_bench_counts_the_secrets_found(folder, tmp_path):
+    """At --tokens tokens and with every depth its own secret: the grid of `fathom.caches.quality`, by hand."""
+    out, text, tokens = tmp_path / "bench.json", folder / "text.txt", 90
+    done = invoke("bench", folder, "--text", text, "--tokens", tokens, "--fractions", "0.5", "--methods", "tova",
+                  "--output", out, "--chunk", 16, "--recall", "--dtype", "float32")  # fmt: skip
+    assert done.exit_code == 0, done.exception
+    rows = json.loads(out.read_text())["rows"]
+    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(folder), get_model("llama")
+    for row in rows:
+        for task, filler in (("passkey", FILLER), ("needle", text.read_text())):
+            expected = grid(
+                model, tokenizer, filler, [tokens], DEPTHS, lambda _, row=row: from_dict(row["options"]), 16, task
+            )
+            assert row[task] == expected["recall"]
+        assert f"passkey {row['passkey']:.1f}  needle {row['needle']:.1f}" in done.output
 
 
 def test_what_is_shown_is_what_is_kept():

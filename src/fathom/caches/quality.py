@@ -90,6 +90,9 @@ TASKS = {
         "\nThe best fruit to eat in the harbour town is the",
     ),
 }
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+# not at the very end: there even a full cache without its first tokens (stock, sliced) loses the answer
+DEPTHS = [0.0, 0.2375, 0.475, 0.7125, 0.95]
 FRUITS = ("mango", "cherry", "banana", "orange", "lemon", "peach", "apple", "grape")
 
 

@@ -165,21 +165,25 @@ def bench(
     codebooks: Annotated[str, typer.Option(help="Codebooks of vqkv.")] = "",
     channels: Annotated[str, typer.Option(help="Channel sets of fourier_attention.")] = "",
     speed: Annotated[bool, typer.Option(help="Also time single-token steps at --tokens tokens (eager).")] = False,
+    recall: Annotated[
+        bool,
+        typer.Option(help="Also passkey and needle: of five secrets hidden in --tokens tokens, how many are found."),
+    ] = False,
     chunk: Chunk = 64,
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,
 ) -> None:
-    """Perplexity of every method at equal real bytes, and its speed. A method that does not suit the model says why.
+    """Perplexity of every method at equal real bytes, the secrets it finds, its speed. What does not suit says why.
 
     \b
     Example:
-      fathom cache bench MODEL --text book.txt --tokens 4096 --output bench.json
+      fathom cache bench MODEL --text book.txt --tokens 4096 --recall --output bench.json
     """
     from fathom.caches import cache_shape
     from fathom.caches.budgets import SLOTTED, NotReachable, at_fraction
-    from fathom.caches.quality import perplexity
+    from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
     from fathom.caches.speed import decode_speed
 
     wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")
@@ -218,6 +222,10 @@ def bench(
             typer.echo(f"{name:20} {fraction:<8g} refused: {refusal}", err=json_output)
             continue
         line = f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
+        for task in TASKS if recall else ():
+            filler = content if task == "needle" else FILLER
+            row[task] = grid(loaded, tokenizer, filler, [tokens], DEPTHS, {tokens: chosen}.get, chunk, task)["recall"]
+            line += f"  {task} {row[task]:.1f}"
         if speed:
             row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
             line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
