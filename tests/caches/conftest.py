@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 from cache_cases import FAMILIES, VOCABULARY, get_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fathom.caches import METHODS
 
@@ -28,3 +32,16 @@ def method_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama saved with a tokenizer of ten words, and a text of 100 tokens."""
+    path = tmp_path_factory.mktemp("model")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    core = Tokenizer(models.WordLevel({"<unk>": 0, **{word: i + 1 for i, word in enumerate(words)}}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<unk>").save_pretrained(path)
+    get_model("llama").save_pretrained(path)
+    (path / "text.txt").write_text(" ".join(words * 10))
+    return path

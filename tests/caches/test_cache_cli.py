@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from cache_cases import get_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -16,19 +14,6 @@ from fathom.caches.quality import DEPTHS, FILLER, grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.cli.cache import app
-
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    core = Tokenizer(models.WordLevel({"<unk>": 0, **{word: i + 1 for i, word in enumerate(WORDS)}}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<unk>").save_pretrained(path)
-    get_model("llama").save_pretrained(path)
-    (path / "text.txt").write_text(" ".join(WORDS * 10))
-    return path
 
 
 def invoke(*args):

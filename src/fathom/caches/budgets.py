@@ -86,7 +86,7 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
     ratios = [(_most_held(method, shape, tokens) / full, method) for method in candidates]
     fitting = [pair for pair in ratios if pair[0] <= fraction]
     if not fitting:
-        return NotReachable(min(ratio for ratio, _ in ratios))
+        return NotReachable(min((ratio for ratio, _ in ratios), default=1.0))
     return max(fitting, key=lambda pair: pair[0])[1]
 
 
