@@ -126,10 +126,12 @@ def main() -> None:
             return torch.randint(1, 256, (rows, tokens), generator=generator).to(args.device)
         return books(path, tokenizer, rows, tokens).to(args.device)
 
-    def codebooks(fraction: float) -> str:
-        path = scratch / f"{args.output.stem}.vqkv-{fraction}.safetensors"
+    def codebooks(fraction: float, tokens: int) -> str:
+        # rotated keys look different at every position: calibration texts are as long as the window
+        length = min(256 if args.tiny else max(tokens, 2048), model.config.max_position_embeddings)
+        path = scratch / f"{args.output.stem}.vqkv-{fraction}-{length}.safetensors"
         if not path.exists():
-            begun, ids = time.perf_counter(), text(4, 256 if args.tiny else 2048, args.calibration)
+            begun, ids = time.perf_counter(), text(max(2, 8192 // length), length, args.calibration)
             train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
             print(f"codebooks for {fraction}: {time.perf_counter() - begun:.1f} s", flush=True)
         return str(path)
@@ -144,7 +146,7 @@ def main() -> None:
     def method_at(name: str, fraction: float, tokens: int) -> Any:
         files = {}
         if name == "vqkv":
-            files["codebooks"] = codebooks(fraction)
+            files["codebooks"] = codebooks(fraction, tokens)
         if name == "fourier_attention":
             files["channels"] = channels()
         return at_fraction(name, fraction, shape, tokens, **files)
