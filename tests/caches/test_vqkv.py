@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -216,12 +217,28 @@ def test_zero_codeword_makes_stages_harmless():
     assert all(b <= a + 1e-6 for a, b in zip([1.0, *energy], energy))
 
 
+@pytest.mark.parametrize("rope", ["post", "pre"])
+def test_texts_longer_than_the_calibration_are_said(tmp_path, rope):
+    """Once, at the first token beyond; keys before rotation have no position."""
+    model, path = get_model("llama"), str(tmp_path / "b.safetensors")
+    train_codebooks(model, long_ids(20), CodebookTraining(2, 4, 1, 4, steps=1, batch=16, rope=rope)).save(path)
+    with warnings.catch_warnings(record=True) as said, compress(model, VQKV(codebooks=path, n_local=4)):
+        warnings.simplefilter("always")
+        cache = prefill(model, long_ids(20))[CACHE_NAME]
+        assert not said
+        for _ in range(3):
+            model(long_ids(1), **{CACHE_NAME: cache})
+    messages = [str(w.message) for w in said if "texts of 20 tokens" in str(w.message)]
+    assert len(messages) == (1 if rope == "post" else 0)
+
+
 def test_files(tmp_path):
     model = get_model("llama")
     books = train_codebooks(model, long_ids(20), CodebookTraining(2, 4, 1, 4, steps=1, batch=16))
     books.save(tmp_path / "b.safetensors")
     again = load_codebooks(tmp_path / "b.safetensors", model)
     assert all(torch.equal(a, b) for a, b in zip(books.keys + books.values, again.keys + again.values))
+    assert books.tokens == again.tokens == 20
     with (
         pytest.raises(ValueError, match="not on this model"),
         compress(get_model("qwen3"), VQKV(codebooks=str(tmp_path / "b.safetensors"))),

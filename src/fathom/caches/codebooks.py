@@ -34,6 +34,7 @@ class Codebooks:
     """keys, values: one tensor [G or 1, N, S, D] for each compressed layer (the same object where a set is shared).
 
     share: "layer" (one set a layer, pooled over heads), "head" or "model". rope: "post" (rotated keys) or "pre".
+    tokens: length of the calibration texts, 0 if unknown. Rotated keys at later positions are unlike any in training.
     """
 
     keys: tuple[Tensor, ...]
@@ -42,6 +43,7 @@ class Codebooks:
     rope: str
     model: str
     model_fingerprint: str
+    tokens: int = 0
 
     def nbytes(self) -> int:
         """Bytes of the distinct tables: held once per model, not per sequence."""
@@ -56,7 +58,7 @@ class Codebooks:
             tensors[f"keys.{layer}"] = self.keys[layer].contiguous().clone()
             tensors[f"values.{layer}"] = self.values[layer].contiguous().clone()
         about: dict[str, Any] = {"format": FORMAT, "share": self.share, "rope": self.rope, "model": self.model}
-        about |= {"fingerprint": self.model_fingerprint, "layers": len(self.keys)}
+        about |= {"fingerprint": self.model_fingerprint, "layers": len(self.keys), "tokens": self.tokens}
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
         save_file(tensors, temporary, metadata={"fathom": json.dumps(about)})
         temporary.replace(path)
@@ -83,7 +85,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
     index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
     keys = tuple(tensors[f"keys.{layer}"] for layer in index)
     values = tuple(tensors[f"values.{layer}"] for layer in index)
-    return Codebooks(keys, values, about["share"], about["rope"], about["model"], about["fingerprint"])
+    names = about["share"], about["rope"], about["model"], about["fingerprint"]
+    return Codebooks(keys, values, *names, tokens=about.get("tokens", 0))
 
 
 @functools.lru_cache(maxsize=4)
@@ -155,7 +158,10 @@ def rope_bands(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def train_codebooks(model: nn.Module, input_ids: Tensor, options: CodebookTraining) -> Codebooks:
-    """Run the frozen model on calibration text [B,T] and learn codebooks for its keys and values."""
+    """Run the frozen model on calibration text [B,T] and learn codebooks for its keys and values.
+
+    Rotated keys (rope="post") differ at every position: T should be as long as the texts that the cache will hold.
+    """
     inner = versions.causal_lm(model)
     recorded = list(record(model, input_ids, pre_rope=options.rope == "pre"))
     units = {"model": _pool_model, "layer": _pool_layers, "head": _pool_heads}[options.share]
@@ -169,7 +175,8 @@ def train_codebooks(model: nn.Module, input_ids: Tensor, options: CodebookTraini
         learned = [books.to(inner.dtype) for books in learned]
         tables.append(tuple(learned * len(recorded)) if options.share == "model" else tuple(learned))
     name = versions.text_config(inner)._name_or_path
-    return Codebooks(tables[0], tables[1], options.share, options.rope, name, fingerprint(inner))
+    length = input_ids.shape[1]
+    return Codebooks(tables[0], tables[1], options.share, options.rope, name, fingerprint(inner), length)
 
 
 def _pool_model(layers: list[Tensor]) -> list[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -100,6 +101,8 @@ class VQState(State):
     def __init__(self, method: VQKV, context: LayerContext):
         super().__init__()
         self.method, self.rope = method, context.rope
+        warns = context.index == 0 and context.prepared.rope == "post"
+        self.trained_tokens = context.prepared.tokens if warns else 0
         self.key_table, self.value_table = TableHolder(context, "keys"), TableHolder(context, "values")
         self.sink_key: Tensor | None = None
         self.sink_value: Tensor | None = None
@@ -201,6 +204,12 @@ class VQState(State):
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Encode what is due of the tail."""
         prompt = self.seen == 0
+        if 0 < self.trained_tokens < self.seen + length and self.seen <= self.trained_tokens:
+            warnings.warn(
+                f"VQKV: the codebooks were trained on texts of {self.trained_tokens} tokens, and rotated keys beyond "
+                "are coded badly: run train_codebooks on texts as long as yours, or with rope='pre'",
+                stacklevel=2,
+            )
         self.seen += length
         excess = max(0, keys.shape[2] - self.method.n_local)
         due = excess if prompt else excess // self.method.flush * self.method.flush
