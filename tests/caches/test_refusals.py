@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ from fathom.caches import (
     H2O,
     KIVI,
     TOVA,
+    VQKV,
+    FourierAttention,
     FreqKV,
     PyramidKV,
     Scored,
@@ -87,6 +92,16 @@ def test_defaults_follow_from_the_budget(budget):
     assert SnapKV(budget=budget).n_recent == PyramidKV(budget=budget).n_recent == min(32, budget // 2)
     shape = CacheShape(1, 2, 8, 8, 2, 3)
     assert at_fraction("treekv", 0.25, shape, 512).n_recent == at_fraction("treekv", 0.25, shape, 512).budget // 2 - 4
+
+
+@pytest.mark.parametrize("method,argument", [(VQKV, "codebooks"), (FourierAttention, "channels")])
+def test_calibration_files_may_be_paths(method, argument):
+    """And then survive JSON as strings."""
+    by_path = method(**{argument: Path("a") / "b.file"})
+    assert by_path == method(**{argument: os.path.join("a", "b.file")})
+    assert from_dict(json.loads(json.dumps(by_path.to_dict()))) == by_path
+    with pytest.raises(ValueError, match=f"{argument}=5.: name a file"):
+        method(**{argument: 5})
 
 
 def test_papers_split():

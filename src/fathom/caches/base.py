@@ -12,6 +12,7 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -111,6 +112,13 @@ class CacheMethod(ABC):
         value = getattr(self, argument)
         if not isinstance(value, bool):  # on a command line "no" would be taken for true
             raise self.refuse(argument, value, "use True or False (on the command line true or false)")
+
+    def check_path(self, argument: str) -> None:
+        """A str or a Path; kept as str, which JSON can hold."""
+        value = getattr(self, argument)
+        if not isinstance(value, str | os.PathLike):
+            raise self.refuse(argument, value, "name a file")
+        object.__setattr__(self, argument, os.fspath(value))
 
     def check_ratio(self, argument: str, remedy: str) -> None:
         value = getattr(self, argument)

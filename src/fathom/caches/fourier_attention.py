@@ -59,6 +59,7 @@ class FourierAttention(CacheMethod):
     summary = "Keep most channels of the middle as a few Fourier coefficients over time."
 
     def __post_init__(self) -> None:
+        self.check_path("channels")
         self.check_at_least("n_sink", 0)
         self.check_at_least("n_local", 1)
         self.check_at_least("frequencies", 1)

@@ -49,6 +49,7 @@ class VQKV(CacheMethod):
     summary = "Keep every token of the middle as codes of a trained vector quantiser, read without decoding."
 
     def __post_init__(self) -> None:
+        self.check_path("codebooks")
         self.check_at_least("n_sink", 0)
         self.check_at_least("n_local", 1)
         self.check_choice("pack", ("int16", "bits"))
