@@ -30,7 +30,7 @@ def run_merge(
     share = share.unsqueeze(-1)
     merged = (1 - share) * value.to(wide)
     reach = 1
-    while reach <= longest_run:
+    while reach <= longest_run and share.any():  # runs are short, their bound is not
         previous = torch.zeros_like(merged)
         previous[..., reach:, :] = merged[..., :-reach, :]
         merged = merged + share * previous
