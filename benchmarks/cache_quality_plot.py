@@ -3,7 +3,8 @@
     python benchmarks/cache_quality_plot.py OUT.json FOLDER
 
 Prints Markdown tables; writes FOLDER/<stem of OUT>_bytes.png (perplexity and recall against real bytes) and
-_position.png (extra loss against position at each fraction, for the longest window that has them all).
+_position.png (extra loss against position at each fraction, for the longest window that has them all; the loss itself
+where the full cache is beyond the trained context and nothing to be compared with).
 """
 
 from __future__ import annotations
@@ -105,19 +106,22 @@ def main() -> None:
         return
     measured = {length: {key[3] for key in cells if key[:2] == ("perplexity", length)} for length in windows}
     longest = max(length for length in windows if len(measured[length]) == max(map(len, measured.values())))
-    full_curve = cells["perplexity", longest, "full", 1.0]["nll_by_position"]
+    full = cells["perplexity", longest, "full", 1.0]
+    full_curve, beyond = full["nll_by_position"], "beyond_trained_context" in full
     figure, axes = plt.subplots(
         1, len(fractions), figsize=(4.2 * len(fractions), 4), squeeze=False, sharey=True, layout="constrained"
     )
     middle = [(i + 0.5) * longest / len(full_curve) for i in range(len(full_curve))]
     for axis, fraction in zip(axes[0], fractions):
-        axis.axhline(0, color="black", linewidth=1)
+        axis.plot(middle, full_curve if beyond else [0] * len(middle), color="black", linewidth=1, label="full")
         for name in names:
             curve = cells.get(("perplexity", longest, name, fraction), {}).get("nll_by_position")
             if curve:
-                axis.plot(middle, [a - b for a, b in zip(curve, full_curve)], label=name, **style(name))
+                shown = curve if beyond else [a - b for a, b in zip(curve, full_curve)]
+                axis.plot(middle, shown, label=name, **style(name))
         axis.set(title=f"1/{round(1 / fraction)} of the bytes", xlabel="position")
-    axes[0][0].set_ylabel(f"extra loss against full, nats ({longest:,} tokens)")
+        axis.locator_params(axis="x", nbins=5)
+    axes[0][0].set_ylabel(f"{'loss' if beyond else 'extra loss against full'}, nats ({longest:,} tokens)")
     save(figure, args.folder / f"{args.results.stem}_position.png")
 
 
