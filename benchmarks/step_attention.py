@@ -77,7 +77,7 @@ def main() -> None:
             from fathom.ops.range_attention import range_attention
 
             ranges = token_ranges(query[0], [part[0] for part in keys], first[0], 4)
-            return lambda: range_attention(q, k, v, ranges.start, ranges.stop, scaling), [q, k, v], seen
+            return lambda: range_attention(q, k, v, ranges, scaling), [q, k, v], seen
         mask = token_block_mask(query, key, first)
         attend: Any = torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
         options: Any = TILE if form == "flat" and device == "cuda" else None

@@ -42,8 +42,9 @@ def dense(query, key, value, seen, scaling):
 def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None):
     from fathom.ops.range_attention import range_attention, serves
 
+    query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
     ranges, key = token_ranges(query, keys, first, 4), torch.cat(keys)
-    seen = sees(query[None], key[None], first[None])[0]
+    seen = sees(query[None], key[None], first[None])[0].cpu()
     if hidden is not None:
         ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
         seen[hidden] = False
@@ -55,7 +56,7 @@ def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None)
     wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     given = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
     assert serves(*given[:2])
-    output = range_attention(*given, ranges.start.to(DEVICE), ranges.stop.to(DEVICE), 0.3)
+    output = range_attention(*given, ranges, 0.3)
     found = [output, *torch.autograd.grad(output, given, grad.to(DEVICE))]
     for name, x, y in zip(("output", "query", "key", "value"), wanted, found):
         assert y.dtype == dtype and y.shape == x.shape
@@ -96,14 +97,13 @@ def test_compiled_with_what_is_around(dynamic):
 
     torch._dynamo.reset()
     query, keys, first = segments(4, 200, (0.6, 0.5))
-    ranges = token_ranges(query, keys, first, 4)
-    ranges = [x.to(DEVICE) for x in (ranges.start, ranges.stop)]
+    ranges = token_ranges(query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE), 4)
     torch.manual_seed(0)
     q = torch.randn(1, len(query), 4, 64, device=DEVICE)
     k, v = (torch.randn(1, 2, sum(map(len, keys)), 64, device=DEVICE) for _ in range(2))
 
     def around(q, k, v):
-        return range_attention((2 * q).transpose(1, 2), k + 1, v, *ranges, 0.2).transpose(1, 2).sin()
+        return range_attention((2 * q).transpose(1, 2), k + 1, v, ranges, 0.2).transpose(1, 2).sin()
 
     found = []
     for function in (around, torch.compile(around, dynamic=dynamic, fullgraph=True)):

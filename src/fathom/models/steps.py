@@ -357,7 +357,7 @@ def of_any_length(*given: Any) -> None:
         if isinstance(x, (list, tuple)):
             of_any_length(*x)
         elif isinstance(x, TokenRanges):
-            of_any_length(x.start, x.stop)
+            of_any_length(x.start, x.stop, x.readers)
         elif isinstance(x, Tensor):
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from fathom.ops.kernels import FLOATS
+from fathom.ops.token_blocks import RUN, TokenRanges
 
 ROWS = 128  # queries times heads of a program
 KEYS = 64  # that it reads at a time
@@ -62,6 +63,7 @@ def _ends(low, high, KEYS: tl.constexpr):
 def _forward(q, k, v, o, lse, start, stop, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
              HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
              KEYS: tl.constexpr):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     given = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS + row // HEADS  # the longest first
@@ -112,6 +114,7 @@ def _backward_queries(q, k, v, do, lse, delta, dq, start, stop, scale, scaling, 
                       q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, d_h, d_n,
                       HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                       KEYS: tl.constexpr):  # fmt: skip
+    scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     given = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS + row // HEADS
@@ -142,7 +145,8 @@ def _backward_queries(q, k, v, do, lse, delta, dq, start, stop, scale, scaling, 
 def _backward_keys(q, k, v, do, lse, delta, dk, dv, start, stop, readers, scale, scaling, queries, keys,
                    q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, d_g, d_n,
                    HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                   KEYS: tl.constexpr):  # fmt: skip
+                   KEYS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     block, group = tl.program_id(0), tl.program_id(1)
@@ -152,9 +156,11 @@ def _backward_keys(q, k, v, do, lse, delta, dk, dv, start, stop, readers, scale,
     values = tl.load(v + group.to(tl.int64) * v_g + place[:, None] * v_n + at[None, :])
     head = (group * HEADS + row % HEADS).to(tl.int64)
     sum_k, sum_v = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
-    blocks = tl.num_programs(0)
+    runs = tl.cdiv(keys, RUN)
+    here = block * (KEYS // RUN)
     for i in range(SEGMENTS):
-        begin, end = tl.load(readers + i * blocks + block), tl.load(readers + (SEGMENTS + i) * blocks + block)
+        begin = tl.load(readers + i * runs + here)
+        end = tl.load(readers + (SEGMENTS + i) * runs + tl.minimum(here + KEYS // RUN, runs) - 1)
         for first in range(begin, end, TOKENS):
             given = first + row // HEADS
             token = tl.minimum(given, queries - 1)
@@ -196,7 +202,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 @triton_op("fathom::range_attention", mutates_args={})
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, readers: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every head and query."""
     _, heads, queries, width = query.shape
@@ -213,8 +219,8 @@ def _attend(
 
 @triton_op("fathom::range_attention_backward", mutates_args={})
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, output: Tensor, lse: Tensor, grad: Tensor,
-    scaling: float,
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, readers: Tensor, output: Tensor,
+    lse: Tensor, grad: Tensor, scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
     _, heads, queries, width = query.shape
@@ -229,15 +235,8 @@ def _gradients(
         query, key, value, grad, lse, delta, dq, start, stop, scale, scaling, queries, keys,
         *_strides(query, key, value, grad, dq), **constants, num_warps=4, num_stages=2,
     )  # fmt: skip
-    blocks = triton.cdiv(keys, constants["KEYS"])
-    first = torch.arange(blocks, dtype=torch.int32, device=key.device) * constants["KEYS"]
-    # the first query whose range ends behind the block's first key; the first whose range starts behind its last
-    begin = torch.searchsorted(stop, first.expand(len(stop), -1).contiguous(), right=True, out_int32=True)
-    last = first + (constants["KEYS"] - 1)
-    end = torch.searchsorted(start, last.expand(len(start), -1).contiguous(), right=True, out_int32=True)
-    readers = torch.cat((begin, end))
-    constants["ROWS"] //= 2
-    wrap_triton(_backward_keys)[(blocks, groups)](
+    constants |= {"ROWS": constants["ROWS"] // 2, "RUN": RUN}
+    wrap_triton(_backward_keys)[(triton.cdiv(keys, constants["KEYS"]), groups)](
         query, key, value, grad, lse, delta, dk, dv, start, stop, readers, scale, scaling, queries, keys,
         *_strides(query, key, value, grad, dk), **constants, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -250,10 +249,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, start, stop, output, lse = ctx.saved_tensors
+    query, key, value, start, stop, readers, output, lse = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    return *_gradients(query, key, value, start, stop, output, lse, grad, ctx.scaling), None, None, None
+    gradients = _gradients(query, key, value, start, stop, readers, output, lse, grad, ctx.scaling)
+    return *gradients, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -263,10 +263,10 @@ def range_attention(
     query: Float[Tensor, "1 H N D"],
     key: Float[Tensor, "1 G keys D"],
     value: Float[Tensor, "1 G keys D"],
-    start: Int[Tensor, "segments N"],
-    stop: Int[Tensor, "segments N"],
+    ranges: TokenRanges,
     scaling: float,
 ) -> Float[Tensor, "1 H N D"]:
-    """o. `start`, `stop`: int32, contiguous, places among all keys; both rise along N in every segment."""
+    """o. The ends of the ranges are places among all keys and do not fall along N in any segment; gradients need
+    `ranges.readers`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return _attend(query, key, value, start, stop, scaling)[0]
+    return _attend(query, key, value, ranges.start, ranges.stop, ranges.readers, scaling)[0]

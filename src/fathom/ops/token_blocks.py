@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
+RUN = 32  # keys whose readers are listed together
 
 
 def sees(
@@ -78,24 +79,37 @@ def _listed(
 
 @dataclasses.dataclass(frozen=True)
 class TokenRanges:
-    """The rule as ranges of places among the keys: [start, stop) of each query in each segment, int32."""
+    """The rule as ranges of places among the keys, int32.
+
+    Attributes:
+        start, stop: what each query sees of each segment.
+        readers: first and one after the last query that see anything of each run of `RUN` keys, by segment; None where
+            no gradient is wanted.
+    """
 
     start: Int[Tensor, "segments N"]
     stop: Int[Tensor, "segments N"]
+    readers: Int[Tensor, "2 segments runs"] | None
 
 
 def token_ranges(
     query: Int[Tensor, " N"], segments: list[Int[Tensor, " keys"]], first: Int[Tensor, " N"], most: int
 ) -> TokenRanges:
-    """`query`, `first`, and each of the segments: token numbers that rise. `most`: rows of the result, empty ranges
-    behind those of the segments, so that compiled graphs meet one shape."""
+    """`query`, `first`, and each of the segments: token numbers that do not fall. `most`: rows of the result, empty
+    ranges behind those of the segments, so that compiled graphs meet one shape."""
     bounds = torch.zeros(2, most, len(query), dtype=torch.int32, device=query.device)
     before = 0
     for number, segment in enumerate(segments):
         bounds[0, number] = torch.searchsorted(segment, first) + before
         bounds[1, number] = torch.searchsorted(segment, query, right=True) + before
         before += len(segment)
-    return TokenRanges(bounds[0], bounds[1])
+    start, stop = bounds
+    if not torch.is_grad_enabled():
+        return TokenRanges(start, stop, None)
+    run = torch.arange(0, before, RUN, dtype=torch.int32, device=query.device).expand(most, -1).contiguous()
+    begin = torch.searchsorted(stop, run, right=True)  # the first range that ends behind the run's first key
+    end = torch.searchsorted(start, run + (RUN - 1), right=True)  # the first that starts behind its last
+    return TokenRanges(start, stop, torch.stack((begin, end)).int())
 
 
 def ranged_attention(
@@ -110,4 +124,4 @@ def ranged_attention(
     """Attention over ranges, as transformers' `AttentionInterface` wants it."""
     from fathom.ops.range_attention import range_attention
 
-    return range_attention(query, key, value, mask.start, mask.stop, scaling).transpose(1, 2), None
+    return range_attention(query, key, value, mask, scaling).transpose(1, 2), None
