@@ -131,7 +131,7 @@ def main() -> None:
         length = min(256 if args.tiny else max(tokens, 2048), model.config.max_position_embeddings)
         path = scratch / f"{args.output.stem}.vqkv-{fraction}-{length}.safetensors"
         if not path.exists():
-            begun, ids = time.perf_counter(), text(max(2, 8192 // length), length, args.calibration)
+            begun, ids = time.perf_counter(), text(4, length, args.calibration)
             train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
             print(f"codebooks for {fraction}: {time.perf_counter() - begun:.1f} s", flush=True)
         return str(path)
