@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from checked import linear_cross_entropy, plain_cross_entropy
 
+from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk, token_cross_entropies
+from fathom.ops.vocabulary_mixture import mixture_of_chunk, vocabulary_mixture
 from tiny import assert_close
 
 B, T, D, V = 3, 7, 6, 13
@@ -119,3 +121,25 @@ def test_the_plain_form_sums_in_fp32_or_wider(dtype):
     kept = targets.flatten() != -100
     exact = -logits.double().log_softmax(-1)[kept, targets.flatten()[kept]].sum()
     assert_close(loss.double(), exact, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_compiled_chunks_are_the_plain_ones(dtype):
+    """What `training.compile: layers` compiles beside the layers, gradients and odd last chunks among it."""
+    torch._dynamo.reset()
+    hidden, weight, targets = inputs(dtype)
+    of_chunk = torch.compile(gradients_of_chunk, backend="aot_eager")
+    losses = torch.compile(losses_of_chunk, backend="aot_eager")
+    pairs = [
+        (plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, 4, of_chunk)),
+        *((token_cross_entropies(hidden, weight, targets, f).square().sum() for f in (losses_of_chunk, losses)),),
+    ]
+    mix = torch.compile(mixture_of_chunk, backend="aot_eager")
+    forms = [vocabulary_mixture(hidden, weight, 2 * weight, chunk=5, of_chunk=f) for f in (mixture_of_chunk, mix)]
+    pairs.append(tuple(form.square().sum() for form in forms))
+    for expected, actual in pairs:
+        assert_close(actual, expected, 1e-12 if dtype == torch.float64 else 1e-5)
+        for a, b in zip(
+            torch.autograd.grad(actual, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+        ):
+            assert_close(a, b, 1e-12 if dtype == torch.float64 else 1e-5)

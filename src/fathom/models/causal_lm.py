@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
 from fathom.models.steps import StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
-from fathom.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
+from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 
 
 class FathomForCausalLM(PreTrainedModel, GenerationMixin):
@@ -53,6 +54,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = Decoder(config)
         self.depth = lookup("depth", config.depth["name"])(config, build_options("depth", config.depth))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the vocabulary, by what they were before
         self.post_init()
 
     @torch.no_grad()
@@ -123,7 +125,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             if out.objective is not None:
                 total = out.objective * own
             elif self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
-                total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets)
+                of_chunk = self.compiled.get(gradients_of_chunk, gradients_of_chunk)
+                total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets, of_chunk=of_chunk)
             else:
                 logits = self.lm_head(out.hidden_states)
                 total = cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -190,7 +193,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     def vocabulary(self) -> Vocabulary:
         """Head and input table as depth methods see them."""
-        return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale)
+        return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale, self.compiled)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Refuses reentrant checkpointing where more than one tensor passes from layer to layer, or layers read a bias

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fathom.models.adapters import linear_matrix, table_matrix
-from fathom.ops.cross_entropy import token_cross_entropies
-from fathom.ops.vocabulary_mixture import vocabulary_mixture
+from fathom.ops.cross_entropy import losses_of_chunk, token_cross_entropies
+from fathom.ops.vocabulary_mixture import mixture_of_chunk, vocabulary_mixture
 
 
 @dataclasses.dataclass
@@ -19,11 +20,13 @@ class Vocabulary:
 
     Attributes:
         head: the layer with W_out, [V, d].   table: the embedding with W_in, [V, d].   scale: c, the embedding scale.
+        compiled: functions of `ops`, by what they were before torch.compile.
     """
 
     head: nn.Module
     table: nn.Module
     scale: float
+    compiled: dict[Callable[..., Any], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def logits(self, hidden_states: Float[Tensor, "B T d"]) -> Float[Tensor, "B T V"]:
         """h W_outᵀ."""
@@ -31,9 +34,13 @@ class Vocabulary:
 
     def mixture(self, hidden_states: Float[Tensor, "B T d"], **options: Any) -> Float[Tensor, "B T d"]:
         """Σ_v p_v · c·W_in[v] with p = softmax(h W_outᵀ): the expected next embedding (ops/vocabulary_mixture.py)."""
-        mixed = vocabulary_mixture(hidden_states, linear_matrix(self.head), table_matrix(self.table), **options)
+        mixed = vocabulary_mixture(
+            hidden_states, linear_matrix(self.head), table_matrix(self.table), **options,
+            of_chunk=self.compiled.get(mixture_of_chunk, mixture_of_chunk),
+        )  # fmt: skip
         return mixed if self.scale == 1.0 else mixed * self.scale
 
     def losses(self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """−log p of every target token, 0 where it is −100."""
-        return token_cross_entropies(hidden_states, linear_matrix(self.head), targets)
+        of_chunk = self.compiled.get(losses_of_chunk, losses_of_chunk)
+        return token_cross_entropies(hidden_states, linear_matrix(self.head), targets, of_chunk)

@@ -8,6 +8,7 @@ are, so nothing is computed twice and nothing of size V is kept. Its FLOPs equal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,49 +33,72 @@ def mean_over_targets(values: Float[Tensor, "B T"], targets: Int[Tensor, "B T"])
     return (values * valid).sum() / valid.sum().clamp(min=1)
 
 
+def losses_of_chunk(
+    hidden: Float[Tensor, "N d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """−log softmax(h Wᵀ)[target] of every token, 0 without one."""
+    logits = F.linear(hidden, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="none")
+
+
 def token_cross_entropies(
-    hidden_states: Float[Tensor, "B T d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, "B T"]
+    hidden_states: Float[Tensor, "B T d"],
+    weight: Float[Tensor, "V d"],
+    targets: Int[Tensor, "B T"],
+    of_chunk: Callable[..., Tensor] = losses_of_chunk,
 ) -> Float[Tensor, "B T"]:
-    """−log softmax(h Wᵀ)[target] of every token, 0 without one; logits live for a chunk of tokens at a time."""
-
-    def of_chunk(h: Tensor, y: Tensor) -> Tensor:
-        logits = F.linear(h, weight)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, y, ignore_index=IGNORE, reduction="none")
-
+    """`losses_of_chunk`, or the compiled function given for it, of all tokens; logits live for a chunk at a time."""
     parts = zip(hidden_states.flatten(0, 1).split(CHUNK_TOKENS), targets.flatten().split(CHUNK_TOKENS), strict=True)
     if torch.is_grad_enabled():
-        losses = [checkpoint(of_chunk, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in parts]
+        losses = [checkpoint(of_chunk, h, weight, y, use_reentrant=False, preserve_rng_state=False) for h, y in parts]
     else:
-        losses = [of_chunk(h, y) for h, y in parts]
+        losses = [of_chunk(h, weight, y) for h, y in parts]
     return torch.cat(losses).view_as(targets)
+
+
+def gradients_of_chunk(
+    hidden: Float[Tensor, "N d"],
+    weight: Float[Tensor, "V d"],
+    targets: Int[Tensor, " N"],
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "N d"] | None, Float[Tensor, "V d"] | None]:
+    """The sum of the cross-entropies, and its gradients of h and W where needed."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = F.linear(hidden, weight).to(wide)
+    valid = targets != IGNORE
+    safe = targets.clamp(min=0)
+    log_normaliser = logits.logsumexp(dim=-1)
+    picked = logits.gather(-1, safe[:, None])[:, 0]
+    loss = ((log_normaliser - picked) * valid).sum()
+    if not need_hidden and not need_weight:
+        return loss, None, None
+    p = (logits - log_normaliser[:, None]).exp()
+    onehot = safe[:, None] == torch.arange(weight.shape[0], device=targets.device)
+    grad_logits = ((p - onehot.to(wide)) * valid[:, None]).to(hidden.dtype)
+    grad_hidden = grad_logits @ weight.to(hidden.dtype) if need_hidden else None
+    return loss, grad_hidden, grad_logits.T @ hidden if need_weight else None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropies of h Wᵀ, its gradients made in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, of_chunk: Callable[..., Any]
+    ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         grad_hidden = []
         for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = F.linear(h, weight).to(wide)
-            valid = y != IGNORE
-            safe = y.clamp(min=0)
-            log_normaliser = logits.logsumexp(dim=-1)
-            picked = logits.gather(-1, safe[:, None])[:, 0]
-            total = total + ((log_normaliser - picked) * valid).sum()
-            if need_hidden or need_weight:
-                p = (logits - log_normaliser[:, None]).exp()
-                onehot = safe[:, None] == torch.arange(weight.shape[0], device=y.device)
-                grad_logits = ((p - onehot.to(wide)) * valid[:, None]).to(hidden.dtype)
-                if need_hidden:
-                    grad_hidden.append(grad_logits @ weight.to(hidden.dtype))
-                if grad_weight is not None:
-                    grad_weight += (grad_logits.T @ h).to(wide)
+            loss, of_hidden, of_weight = of_chunk(h, weight, y, need_hidden, need_weight)
+            total = total + loss
+            grad_hidden.append(of_hidden)
+            if grad_weight is not None:
+                grad_weight += of_weight.to(wide)
         ctx.save_for_backward(
             torch.cat(grad_hidden) if need_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
@@ -85,7 +109,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor):  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled = [None if g is None else g * grad_total.to(g.dtype) for g in (grad_hidden, grad_weight)]
-        return scaled[0], scaled[1], None, None
+        return scaled[0], scaled[1], None, None, None
 
 
 def linear_cross_entropy(
@@ -93,8 +117,10 @@ def linear_cross_entropy(
     weight: Float[Tensor, "V d"],
     targets: Int[Tensor, "B T"],
     chunk: int = CHUNK_TOKENS,
+    of_chunk: Callable[..., Any] = gradients_of_chunk,
 ) -> Float[Tensor, ""]:
-    """Sum over all targets ≠ −100 of −log softmax(h Wᵀ)[target], in fp32 or wider."""
+    """Sum over all targets ≠ −100 of −log softmax(h Wᵀ)[target], in fp32 or wider. `of_chunk`: `gradients_of_chunk`, or
+    that function compiled."""
     return LinearCrossEntropy.apply(
-        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), chunk
+        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), chunk, of_chunk
     )

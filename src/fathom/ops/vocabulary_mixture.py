@@ -8,6 +8,8 @@ tensor of that size is kept per pondering step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -59,11 +61,13 @@ def vocabulary_mixture(
     temperature: float = 1.0,
     wide: bool = True,
     chunk: int = CHUNK_TOKENS,
+    of_chunk: Callable[..., Tensor] = mixture_of_chunk,
 ) -> Float[Tensor, "B T d"]:
     """Σ_v softmax(h Wᵀ/temperature)_v · E_v for every token, `chunk` tokens at a time, recomputed in the backward pass.
 
     Args:
         hidden_states: h. head: W. table: E. top_k: mix only the k largest logits. wide: softmax in fp32 or wider.
+        of_chunk: `mixture_of_chunk`, or that function compiled.
     """
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     mixed = []
@@ -71,10 +75,10 @@ def vocabulary_mixture(
         if torch.is_grad_enabled() and (part.requires_grad or head.requires_grad or table.requires_grad):
             mixed.append(
                 checkpoint(
-                    mixture_of_chunk, part, head, table, top_k, temperature, wide,
+                    of_chunk, part, head, table, top_k, temperature, wide,
                     use_reentrant=False, preserve_rng_state=False,
                 )
             )  # fmt: skip
         else:
-            mixed.append(mixture_of_chunk(part, head, table, top_k, temperature, wide))
+            mixed.append(of_chunk(part, head, table, top_k, temperature, wide))
     return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view_as(hidden_states)

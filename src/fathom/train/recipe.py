@@ -126,7 +126,7 @@ class Training:
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast, weights and optimiser stay in fp32
     # "layers" compiles one layer at a time: minutes less where a step runs the layers many times (ponderlm2, ponderlm3,
-    # the adaptive methods), and what lies between layers stays uncompiled.
+    # the adaptive methods). So are products with the vocabulary; what else lies between layers stays uncompiled.
     compile: bool | Literal["layers"] = False
     gradient_checkpointing: bool = False
     fused: bool = True  # AdamW as one kernel

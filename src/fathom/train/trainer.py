@@ -34,6 +34,8 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks, collate
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
+from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.train import checkpoints
 from fathom.train.atomic import write_json
 from fathom.train.metrics import Metrics, read_metrics
@@ -342,10 +344,12 @@ def has_trained(folder: Path) -> bool:
 
 
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor") -> None:
-    """Have torch.compile make one set of graphs that all layers share."""
+    """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary."""
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
     for layer in model.model.layers:
         layer.compile(backend=backend)
+    for function in (gradients_of_chunk, losses_of_chunk, mixture_of_chunk):
+        model.compiled[function] = torch.compile(function, backend=backend)
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
