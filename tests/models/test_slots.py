@@ -13,8 +13,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from fathom.models import hf_versions
-from fathom.models.slots import CHANNEL, RaggedSlotLayer, SlotLayer, interleave
-from fathom.ops.biased_attention import MASKED, KeyBias
+from fathom.models.slots import CHANNEL, VALUE, RaggedSlotLayer, SlotLayer, interleave
+from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias
 from tiny import assert_close, tiny_model, tokens
 
 PAUSE = {"name": "pause", "pauses": 2}
@@ -162,14 +162,14 @@ def biased_layout(padded=False):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL, VALUE])
 @torch.no_grad()
 def test_backends_add_the_key_bias(backend, padded):
     model, stack, layout, by_hand = biased_layout(padded)
     model.set_attn_implementation(backend)
     slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
     bound = stack.bind(slots, layout)
-    assert isinstance(bound.attention_mask, KeyBias) == (backend in ("flex_attention", CHANNEL))
+    assert isinstance(bound.attention_mask, KeyBias) == (backend in ("flex_attention", CHANNEL, VALUE))
     actual = bound(slots)
     model.set_attn_implementation("eager")
     bound.attention_mask = by_hand
@@ -187,7 +187,7 @@ class OwnStage:
         return (key <= query) & (key % self.stages == query % self.stages)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL, VALUE])
 @torch.no_grad()
 def test_a_visibility_by_slot_indices(backend):
     """Stages that see only themselves are sequences of their own."""
@@ -224,10 +224,10 @@ def test_flash_serves_what_it_can_express_and_says_who_serves_the_rest():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mask = layout.mask(config, slots, None, packed=False)
-    assert mask.blocks is None and mask.bias[0, :6].eq(MASKED).all()  # the channel form, padding hidden by it
+    assert isinstance(mask, ChannelBias) and mask.bias[0, :6].eq(MASKED).all()  # padding hidden by it
     own = dataclasses.replace(layout, sees=OwnStage(3))
     with pytest.warns(UserWarning, match="flash_attention_2 has no kernel .* FlexAttention serves"):
-        assert own.mask(config, slots, None, packed=False).blocks is not None
+        assert isinstance(own.mask(config, slots, None, packed=False), FlexBias)
 
 
 @pytest.mark.parametrize(("tokens", "channel"), [(60, True), (40, False)])
@@ -237,11 +237,9 @@ def test_a_gpu_reads_a_bias_as_a_channel(monkeypatch, tokens, channel):
     model, layout = layout_of(tokens, 3)
     slots, bias = torch.zeros(1, 3 * tokens, 32), torch.zeros(1, 3 * tokens)
     mask = dataclasses.replace(layout, key_bias=bias).mask(model.config, slots, None, packed=False)
-    assert isinstance(mask, KeyBias) == channel
-    assert not channel or mask.blocks is None
+    assert isinstance(mask, ChannelBias) == channel
     own = dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, packed=False)
-    assert isinstance(own, KeyBias) == channel
-    assert not channel or own.blocks is not None
+    assert isinstance(own, FlexBias) == channel
 
 
 def test_some_slots_of_a_layout():

@@ -11,11 +11,12 @@ import torch
 from checked import check
 
 from fathom.ops import biased_attention as ops
-from fathom.ops.biased_attention import MASKED, KeyBias, causal
+from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, ValueBias, causal
 from fathom.ops.eager_attention import eager_attention
 from tiny import assert_close
 
 dense_mask, append_bias_channels = check(ops.dense_mask), check(ops.append_bias_channels)
+weigh_values = check(ops.weigh_values)
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 12
 SCALING = WIDTH**-0.5
@@ -71,28 +72,35 @@ def by_dense(query, key, value, bias, sees=causal):
 
 def by_flex(query, key, value, bias, sees=causal):
     blocks = ops.block_mask(sees, query.shape[2], key.shape[2], query.device)
-    return ops.biased_attention(None, None, query, key, value, KeyBias(bias, blocks), query.shape[-1] ** -0.5)[0]
+    return ops.biased_attention(None, None, query, key, value, FlexBias(bias, blocks), query.shape[-1] ** -0.5)[0]
+
+
+def causal_kernel(module, query, key, value, mask, scaling, dropout=0.0):
+    """SDPA's own causal flag, as a flash kernel would see it."""
+    assert mask is None and key.shape[-1] == query.shape[-1] and value.shape[-1] % 8 == 0
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    is_causal = query.shape[2] > 1
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling)
+    return out.transpose(1, 2), None
 
 
 def by_channel(query, key, value, bias):
-    """Under SDPA's own causal flag, as a flash kernel would see it."""
+    return ops.biased_attention(causal_kernel, None, query, key, value, ChannelBias(bias), query.shape[-1] ** -0.5)[0]
 
-    def attend(module, query, key, value, mask, scaling):
-        assert mask is None and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-        key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
-        is_causal = query.shape[2] > 1
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling)
-        return out.transpose(1, 2), None
 
-    return ops.biased_attention(attend, None, query, key, value, KeyBias(bias), query.shape[-1] ** -0.5)[0]
+def by_value(query, key, value, bias):
+    return ops.biased_attention(causal_kernel, None, query, key, value, ValueBias(bias), query.shape[-1] ** -0.5)[0]
+
+
+CAUSAL = [by_channel, by_value]
 
 
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
-@pytest.mark.parametrize("form", [by_dense, by_flex, by_channel])
+@pytest.mark.parametrize("form", [by_dense, by_flex, *CAUSAL])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @torch.no_grad()
 def test_forms_equal_the_equation(form, queries, keys, dtype, tolerance):
-    if form is by_channel and queries not in (1, keys):
+    if form in CAUSAL and queries not in (1, keys):
         pytest.skip("SDPA's causal flag aligns the first query with the first key")
     tensors = inputs(queries, keys, dtype)
     assert_close(form(*tensors), oracle(*tensors), tolerance)
@@ -106,7 +114,7 @@ def test_a_visibility_of_its_own(form, queries, keys):
     assert_close(form(*tensors, Stages(4)), oracle(*tensors, Stages(4)), 1e-12)
 
 
-@pytest.mark.parametrize("form", [by_dense, by_flex, by_channel])
+@pytest.mark.parametrize("form", [by_dense, by_flex, *CAUSAL])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_a_masked_key_is_as_good_as_absent(form, dtype):
@@ -131,36 +139,109 @@ def test_channels_carry_the_bias_in_half_precision(dtype):
         assert ((bias / scaling).to(dtype).double() * scaling - bias).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("form", [by_dense, by_channel])
+def backward(out):
+    """The gradient of a sum with weights that vary over the outputs."""
+    weights = torch.arange(out.numel(), device=out.device, dtype=torch.float64).view_as(out).sin()
+    (out * weights.to(out.dtype)).sum().backward()
+
+
+def results(form, tensors):
+    tensors = [x.clone().requires_grad_() for x in tensors]
+    out = form(*tensors)
+    backward(out)
+    return [out.detach(), *(x.grad for x in tensors)]
+
+
+@pytest.mark.parametrize("form", [by_dense, *CAUSAL])
 def test_gradients_equal_the_oracles(form):
-    gradients = []
-    for function in (form, oracle):
-        tensors = [x.requires_grad_() for x in inputs(5, 5)]
-        out = function(*tensors)
-        (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()).sum().backward()
-        gradients.append([x.grad for x in tensors])
-    for actual, expected in zip(*gradients):
+    for actual, expected in zip(results(form, inputs(5, 5)), results(oracle, inputs(5, 5))):
         assert_close(actual, expected, 1e-10)
 
 
+@pytest.mark.parametrize("form", CAUSAL)
+@pytest.mark.parametrize("width", [7, 12, 64])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_causal_forms_equal_the_dense_form_in_float64(form, width, dtype, tolerance):
+    tensors = inputs(40, 40, width=width)
+    given = [*(x.to(dtype) for x in tensors[:3]), tensors[3].to(torch.promote_types(dtype, torch.float32))]
+    for actual, expected in zip(results(form, given), results(by_dense, tensors)):
+        assert_close(actual.double(), expected, tolerance)
+
+
+# bias, and what the keys with the lowest bias are multiplied by, so that they would take all of an unbiased softmax
+ADVERSARIAL = {
+    "all tiny": (torch.full((40,), -69.0), 1),
+    "all hidden": (torch.full((40,), MASKED), 1),
+    "spread over log 1e-30": (torch.linspace(-69.0, 0, 40), 1),
+    "large scores of tiny weights": (torch.linspace(-69.0, 0, 40).flip(0), 60),
+    "large scores of hidden keys": (torch.tensor([0.0, MASKED, -3.0, -69.0]).repeat(10), 300),
+}
+
+
+@pytest.mark.parametrize(("bias", "factor"), ADVERSARIAL.values(), ids=ADVERSARIAL)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+def test_the_value_form_bears_extreme_weights_and_scores(bias, factor, dtype, tolerance):
+    query, key, value, _ = inputs(40, 40)
+    key = torch.where((bias == bias.min())[:, None], factor * key, key)
+    tensors = query, key, value, bias.double().expand(BATCH, -1)
+    given = [*(x.to(dtype) for x in tensors[:3]), tensors[3].to(torch.promote_types(dtype, torch.float32))]
+    for actual, expected in zip(results(by_value, given), results(by_dense, tensors)):
+        assert_close(actual.double(), expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_queries_that_see_hidden_keys_only_harm_no_others(dtype):
+    """As left padding makes them."""
+    *tensors, bias = inputs(9, 9, dtype)
+    bias[:, :4] = MASKED
+    alone = results(by_value, [*(x[:, :, 4:] for x in tensors), bias[:, 4:]])
+    tensors = [x.requires_grad_() for x in (*tensors, bias)]
+    out = by_value(*tensors)
+    assert out.isfinite().all()
+    backward(out[:, 4:])
+    for actual, expected in zip([out[:, 4:], *(x.grad[:, :, 4:] for x in tensors[:3]), bias.grad[:, 4:]], alone):
+        assert_close(actual, expected, 3e-2 if dtype.itemsize == 2 else 1e-6)
+    assert all((x.grad[:, :, :4] == 0).all() for x in tensors[:3]) and (bias.grad[:, :4] == 0).all()
+    for x in tensors:
+        x.grad = None
+    backward(by_value(*tensors))
+    assert all(x.grad.isfinite().all() for x in tensors)
+
+
+def test_the_value_form_leaves_queries_as_wide_as_they_are():
+    """Except in fp16 and with dropout, where it would be wrong."""
+
+    def widths(dtype, **kwargs):
+        seen = []
+
+        def attend(module, query, key, value, mask, scaling, dropout):
+            seen.extend((query.shape[-1], key.shape[-1], value.shape[-1]))
+            return value.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
+
+        *tensors, bias = inputs(5, 5, dtype, width=64)
+        out, _ = ops.biased_attention(attend, None, *tensors, ValueBias(bias), 1 / 8, **kwargs)
+        assert out.shape == (BATCH, 5, HEADS, 64)
+        return seen
+
+    assert widths(torch.bfloat16) == widths(torch.float32) == [64, 64, 72]
+    assert widths(torch.float16) == widths(torch.bfloat16, dropout=0.1) == [72, 72, 72]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU only")
-@pytest.mark.parametrize("form", [by_flex, by_channel])
+@pytest.mark.parametrize("form", [by_flex, *CAUSAL])
 @pytest.mark.parametrize(("queries", "keys"), [(140, 140), (256, 640)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_gpu_kernels_equal_the_dense_form_in_float64(form, queries, keys, dtype, tolerance):
-    if form is by_channel and queries != keys:
+    if form in CAUSAL and queries != keys:
         pytest.skip("SDPA's causal flag aligns the first query with the first key")
-    results = []
+    both = []
     for function, kind in ((form, dtype), (by_dense, torch.float64)):
-        tensors = list(inputs(queries, keys, width=64))
-        bias = tensors.pop().to("cuda", torch.promote_types(kind, torch.float32))
-        tensors = [*(x.to("cuda", kind) for x in tensors), bias]
-        tensors = [x.requires_grad_() for x in tensors]
-        out = function(*tensors)
-        weights = torch.arange(out.numel(), device="cuda", dtype=torch.float64).view_as(out).sin().to(out.dtype)
-        (out * weights).sum().backward()
-        results.append([out, *(x.grad for x in tensors)])
-    for actual, expected in zip(*results):
+        *tensors, bias = inputs(queries, keys, width=64)
+        bias = bias.to("cuda", torch.promote_types(kind, torch.float32))
+        both.append(results(function, [*(x.to("cuda", kind) for x in tensors), bias]))
+    for actual, expected in zip(*both):
         assert_close(actual.double(), expected, tolerance)
 
 
@@ -177,7 +258,7 @@ def test_flex_keeps_documents_apart():
     query, key, value, bias = inputs(6, 6)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
     blocks = ops.block_mask(causal, 6, 6, query.device)
-    actual = ops.flex_biased_attention(query, key, value, KeyBias(bias, blocks, documents), SCALING).transpose(1, 2)
+    actual = ops.flex_biased_attention(query, key, value, FlexBias(bias, blocks, documents), SCALING).transpose(1, 2)
     for row, starts in enumerate(([0, 3, 6], [0, 1, 4, 6])):
         for a, b in itertools.pairwise(starts):
             alone = oracle(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], bias[:, a:b])

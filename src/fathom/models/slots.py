@@ -23,12 +23,26 @@ from transformers.masking_utils import sdpa_mask
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
-from fathom.ops.biased_attention import MASKED, KeyBias, Sees, block_mask, causal, dense_mask
+from fathom.ops.biased_attention import (
+    MASKED,
+    ChannelBias,
+    FlexBias,
+    KeyBias,
+    Sees,
+    ValueBias,
+    block_mask,
+    causal,
+    dense_mask,
+)
 
-# SDPA, with the bias of a layout as a channel of the keys (ops/biased_attention.py) on a CPU and in decoding too.
-CHANNEL = "sdpa_bias_channel"
-AttentionInterface.register(CHANNEL, sdpa_attention_forward)
-AttentionMaskInterface.register(CHANNEL, sdpa_mask)
+# The form in which a causal kernel reads a bias of keys (ops/biased_attention.py), by backend: "sdpa" for many slots on
+# a GPU, the other two are SDPA that does so on a CPU and in decoding too. Flash backends, which want queries, keys and
+# values of one width, have the channel form.
+CHANNEL, VALUE = "sdpa_bias_channel", "sdpa_bias_value"
+CAUSAL_FORMS: dict[str, type[KeyBias]] = {"sdpa": ChannelBias, CHANNEL: ChannelBias, VALUE: ValueBias}
+for name in (CHANNEL, VALUE):
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 # New slots from which a kernel pays on a GPU over a dense mask: one block of FlexAttention's queries.
 FLEX_FROM = 128
@@ -105,11 +119,11 @@ class SlotLayout:
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         plain = self.sees is None and documents is None
-        # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. As a
-        # channel it is part of the keys' gradient.
+        # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. The
+        # causal kernels' forms make it part of the keys' or the values' gradient.
         fused = large and backend == "sdpa" and queries == keys
-        if plain and (flash or fused or (backend == CHANNEL and queries in (1, keys))):
-            return KeyBias(hidden)
+        if plain and (flash or fused or (backend in (CHANNEL, VALUE) and queries in (1, keys))):
+            return CAUSAL_FORMS.get(backend, ChannelBias)(hidden)
         if flash:
             warnings.warn(
                 f"{backend} has no kernel for slots with packed documents or a visibility of their own; FlexAttention "
@@ -117,7 +131,7 @@ class SlotLayout:
                 stacklevel=2,
             )
         if flash or large or backend == "flex_attention":
-            return KeyBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
+            return FlexBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
         index = torch.arange(keys, device=slots.device)
         visible = sees(index[keys - queries :, None], index)[None]
         if self.valid is not None:

@@ -27,7 +27,7 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM
-from fathom.ops.biased_attention import KeyBias
+from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import FLOATS, has_kernel
 from fathom.ops.token_blocks import BLOCK, TokenRanges, sees, token_block_mask, token_ranges
 
@@ -591,9 +591,9 @@ class StepStack(Stack):
         key = torch.cat((*past, *keys), dim=1)
         if self.kernel(query.shape[1]):
             if first is None:
-                return KeyBias(None, token_block_mask(query.int(), key.int()))
+                return FlexBias(None, token_block_mask(query.int(), key.int()))
             # Two comparisons a score overfill the registers of larger tiles: 688 → 443 µs a call on an H200
-            return KeyBias(None, token_block_mask(query.int(), key.int(), first.int()), tile=64)
+            return FlexBias(None, token_block_mask(query.int(), key.int(), first.int()), tile=64)
         visible = sees(query, key, first)[:, None]
         if "sdpa" in self.decoder.config._attn_implementation:  # type: ignore[operator]
             return visible
