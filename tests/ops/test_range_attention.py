@@ -55,7 +55,7 @@ def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None)
     expected = dense(*exact, seen, 0.3)
     wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     given = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
-    assert serves(*given[:2])
+    assert serves(width, heads // groups, dtype)
     output = range_attention(*given, ranges, 0.3)
     found = [output, *torch.autograd.grad(output, given, grad.to(DEVICE))]
     for name, x, y in zip(("output", "query", "key", "value"), wanted, found):

@@ -28,7 +28,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM
 from fathom.ops.biased_attention import FlexBias
-from fathom.ops.kernels import FLOATS, has_kernel
+from fathom.ops.kernels import has_kernel
 from fathom.ops.token_blocks import BLOCK, TokenRanges, sees, token_block_mask, token_ranges
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
@@ -432,14 +432,11 @@ class StepStack(Stack):
     def ranges_served(self) -> bool:
         """Whether `range_attention` has kernels for this model and device."""
         config, table = self.decoder.config, self.decoder.embed_tokens.weight
-        sizes = (config.head_dim, config.num_attention_heads // config.num_key_value_heads)
-        return (
-            "sdpa" in config._attn_implementation  # type: ignore[operator]
-            and has_kernel(table.device.type)
-            and table.dtype in FLOATS
-            and all(size & (size - 1) == 0 for size in sizes)
-            and 16 <= config.head_dim <= 256
-        )
+        if "sdpa" not in config._attn_implementation or not has_kernel(table.device.type):  # type: ignore[operator]
+            return False
+        from fathom.ops.range_attention import serves
+
+        return serves(config.head_dim, config.num_attention_heads // config.num_key_value_heads, table.dtype)
 
     @torch.compiler.disable
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:

@@ -181,11 +181,10 @@ def _backward_keys(q, k, v, do, lse, delta, dk, dv, start, stop, readers, scale,
     tl.store(dv + to, sum_v.to(dv.dtype.element_ty), mask=real)
 
 
-def serves(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernels take these: one row, 16 or 32 bits, a power of two of channels and of heads a group."""
-    width, heads = query.shape[-1], query.shape[1] // key.shape[1]
+def serves(width: int, heads: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take heads of so many channels, so many of a key/value head, of this precision."""
     powers = width & (width - 1) == 0 and heads & (heads - 1) == 0
-    return query.dtype in FLOATS and query.shape[0] == 1 and powers and 16 <= width <= 256 and heads <= ROWS
+    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= ROWS // 4
 
 
 def _constants(query: Tensor, key: Tensor, segments: int) -> dict[str, Any]:
