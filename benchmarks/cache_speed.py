@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
     parser.add_argument("--methods", nargs="+", help="these only")
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first rows of the plan, done before")
+    parser.add_argument("--done", type=Path, nargs="+", default=[], help="earlier files: their rows are left out")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--gigabytes", type=float, default=75, help="never hold more: sets the batch at 131,072 tokens")
@@ -216,11 +216,14 @@ def main() -> None:
         floor = row["bytes_per_step"] / bandwidth
         return {**row, "floor_seconds": floor, "times_floor": row["seconds_per_step"] / floor}
 
+    earlier = [json.loads(path.read_text()) for path in args.done]
+    rows = [row for file in earlier for row in (*file["decode"], *file["first_token"]) if "failed" not in row]
+    done = {(row["mode"], row["method"], row["context"], row["batch"]) for row in rows}
     save()
     with tempfile.TemporaryDirectory() as folder:
         methods = make_methods(args.budget, args.tiny, random_codebooks(model, folder), device == "cuda")
-        for mode, name, context, batch in (TINY_PLAN if args.tiny else plan(most))[args.skip :]:
-            if args.methods and name not in args.methods:
+        for mode, name, context, batch in TINY_PLAN if args.tiny else plan(most):
+            if (args.methods and name not in args.methods) or (mode, name, context, batch) in done:
                 continue
             if time.perf_counter() - started > 60 * args.minutes:
                 print("time is up", flush=True)
