@@ -486,6 +486,7 @@ def test_the_router_starts_undecided():
         ({"prior": [0.5, 0.5, 0.5, 0.5]}, "with sum 1"),
         ({"penalty": "target", "target": 4.0}, r"target=4.0: must be .* at most 3"),
         ({"tolerance": 0.0}, r"tolerance=0.0: must be positive"),
+        ({"tolerance": 0.1, "sweeps": 0}, r"tolerance=0.1: sweeps=0 measures none; allow more"),
     ],
     ids=str,
 )

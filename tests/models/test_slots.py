@@ -18,6 +18,11 @@ from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias
 from tiny import assert_close, tiny_model, tokens
 
 PAUSE = {"name": "pause", "pauses": 2}
+several_slots = pytest.mark.parametrize(
+    "depth",
+    [PAUSE, {"name": "ponderlm2"}, {"name": "ponderlm3"}, {"name": "adaptive_latent_cot"}, {"name": "adaponderlm"}],
+    ids=lambda depth: depth["name"],
+)
 
 
 def layout_of(length, stages, batch=1, mask=None):
@@ -118,6 +123,20 @@ def test_caches_of_another_number_of_slots_are_refused():
         model(tokens(1, 2), past_key_values=plain)
 
 
+@several_slots
+@pytest.mark.parametrize("one", [{"name": "vanilla"}, {"name": "ponderlm2", "thoughts": 0}], ids=str)
+@torch.no_grad()
+def test_a_method_with_one_slot_a_token_refuses_the_slots_of_others(depth, one):
+    """It would take the cache's tokens for its slots; an emptied cache it may have."""
+    ids, cache, model = tokens(1, 3), DynamicCache(), tiny_model(depth=one)
+    tiny_model(depth=depth)(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"several slots a token, but depth=.* keeps 1 .* pass an empty DynamicCache"):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+    assert cache.get_seq_length() == cache.layers[0].keys.shape[-2] == 3
+
+
 @torch.no_grad()
 def test_a_static_cache_is_refused():
     model = tiny_model(depth=PAUSE)
@@ -128,6 +147,30 @@ def test_a_static_cache_is_refused():
 def test_a_four_dimensional_mask_is_refused():
     with pytest.raises(ValueError, match=r"attention_mask.*'pause'.*\[batch, tokens\]"):
         tiny_model(depth=PAUSE)(tokens(1, 2), attention_mask=torch.zeros(1, 1, 2, 2))
+
+
+@several_slots
+@pytest.mark.parametrize("shape", [(2, 2), (2, 6), (2, 9), (1, 8), (3, 8)], ids=str)
+@torch.no_grad()
+def test_a_mask_of_other_tokens_is_refused(depth, shape):
+    """Neither of the new tokens alone nor of more than there are."""
+    model, ids, cache = tiny_model(depth=depth), tokens(2, 8), DynamicCache()
+    model(ids[:, :6], past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"\[{shape[0]}, {shape[1]}\] .*: \[2, 8\] for 6 cached and 2 new"):
+        model(ids[:, 6:], past_key_values=cache, attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+@several_slots
+@torch.no_grad()
+def test_crops_beyond_either_end(depth):
+    model, ids, cache = tiny_model(depth=depth), tokens(1, 8), DynamicCache()
+    expected = model(ids, past_key_values=cache).logits
+    lengths = []
+    for change in (100, 0, -3, 5, -9, -1, -4, 3):
+        cache.crop(change)
+        lengths.append(cache.get_seq_length())
+    assert lengths == [8, 8, 5, 5, 0, 0, 0, 0]
+    assert_close(model(ids, past_key_values=cache).logits, expected)
 
 
 def test_caches_made_by_the_library_become_slot_caches():

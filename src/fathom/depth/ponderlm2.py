@@ -82,13 +82,7 @@ class PonderLM2(DepthMethod):
         passes: ClassVar[int] = 1
 
         def __post_init__(self):
-            check_range("ponderlm2", "thoughts", self.thoughts, 0)
-            check_range("ponderlm2", "sweeps", self.sweeps, 0)
-            check_choice("ponderlm2", "prefill", self.prefill, ("jacobi", "sequential"))
-            if self.gradient_passes is not None:
-                check_range("ponderlm2", "gradient_passes", self.gradient_passes, 1)
-            if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
-                raise ValueError(f"ponderlm2 option tolerance={self.tolerance!r}: must be positive and finite, or None")
+            check_thoughts("ponderlm2", self)
 
     def __init__(self, config, options):
         super().__init__(config, options)
@@ -207,6 +201,20 @@ class PonderLM2(DepthMethod):
             checkpointed=options.checkpoint_passes,
         )
         return counts(k, slots=k + 1, parallel=parallel)
+
+
+def check_thoughts(method: str, options: Any) -> None:
+    """Refuse what the options of thoughts and sweeps cannot be."""
+    check_range(method, "thoughts", options.thoughts, 0)
+    check_range(method, "sweeps", options.sweeps, 0)
+    check_choice(method, "prefill", options.prefill, ("jacobi", "sequential"))
+    if options.gradient_passes is not None:
+        check_range(method, "gradient_passes", options.gradient_passes, 1)
+    if options.tolerance is not None:
+        if not 0 < options.tolerance < float("inf"):
+            raise ValueError(f"{method} option tolerance={options.tolerance!r}: must be positive and finite, or None")
+        if not options.sweeps:
+            raise ValueError(f"{method} option tolerance={options.tolerance!r}: sweeps=0 measures none; allow more")
 
 
 def draw_sweeps(method: DepthMethod, device: torch.device) -> int:

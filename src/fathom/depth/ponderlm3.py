@@ -34,8 +34,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
-from fathom.depth.ponderlm2 import draw_sweeps, first_with_gradient, jacobi_forwards, run_pass, warn_of_change
+from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number
+from fathom.depth.ponderlm2 import (
+    check_thoughts,
+    draw_sweeps,
+    first_with_gradient,
+    jacobi_forwards,
+    run_pass,
+    warn_of_change,
+)
 from fathom.models.registry import register
 from fathom.models.slots import interleave
 from fathom.ops.biased_attention import MASKED
@@ -117,18 +124,12 @@ class PonderLM3(DepthMethod):
 
         def __post_init__(self):
             name = "ponderlm3"
-            check_range(name, "thoughts", self.thoughts, 0)
-            check_range(name, "sweeps", self.sweeps, 0)
+            check_thoughts(name, self)
             check_choice(name, "router", self.router, ("linear", "mlp"))
             check_choice(name, "penalty", self.penalty, ("steps", "target", "prior"))
-            check_choice(name, "prefill", self.prefill, ("jacobi", "sequential"))
-            if self.gradient_passes is not None:
-                check_range(name, "gradient_passes", self.gradient_passes, 1)
             check_number(name, "threshold", self.threshold, 0, 1)
             check_number(name, "penalty_weight", self.penalty_weight, 0)
             check_number(name, "target", self.target, 0, self.thoughts if self.penalty == "target" else math.inf)
-            if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
-                raise ValueError(f"{name} option tolerance={self.tolerance!r}: must be positive and finite, or None")
             if self.prior is not None:
                 numbers = isinstance(self.prior, list | tuple) and all(type(p) in (int, float) for p in self.prior)
                 if not (numbers and len(self.prior) == self.thoughts + 1 and min(self.prior) > 0) or not math.isclose(

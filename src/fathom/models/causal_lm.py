@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -24,7 +24,7 @@ from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.steps import StepStack, hold_steps
+from fathom.models.steps import StepLayer, StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 
@@ -90,7 +90,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers.
+                number of layers, or that another method filled with slots; where tokens have several slots, an
+                `attention_mask` that is not [batch, cached and new tokens].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -160,6 +161,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 hold_steps(cache, self.config, self.depth.segments, self.depth.name)
             elif slots > 1:
                 hold_slots(cache, self.config, slots, self.depth.name, layer)
+            else:
+                hold_tokens(cache, self.depth.name)
             seen = cache.get_seq_length()
         given = position_ids
         if position_ids is None:
@@ -168,10 +171,12 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             else:
                 position_ids = (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
         if slots > 1:
-            if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
+            shape = [len(embeddings), seen + length]
+            got = list(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
+            if attention_mask is not None and got != shape:
                 raise ValueError(
-                    f"attention_mask of type {type(attention_mask).__name__} with depth={self.depth.name!r}: a token "
-                    f"has {slots} slots, so the mask must say [batch, tokens] which tokens are real"
+                    f"attention_mask of shape {got} with depth={self.depth.name!r}: a token has {slots} slots, so the "
+                    f"mask must say [batch, tokens] which tokens are real: {shape} for {seen} cached and {length} new"
                 )
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
@@ -257,6 +262,18 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
         """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""
         checkpoints.save_stock(self, folder)
+
+
+def hold_tokens(cache: Cache, depth: str) -> None:
+    """Make layers of slots in an empty cache ordinary ones; refuse a cache with slots of another method in it."""
+    slotted = [layer for layer in cache.layers if isinstance(layer, SlotLayer | StepLayer)]
+    if any(layer.get_seq_length() for layer in slotted):
+        raise ValueError(
+            f"{hf_versions.CACHE_NAME} holds several slots a token, but depth={depth!r} keeps 1 with these options; "
+            "pass an empty DynamicCache()"
+        )
+    if slotted:
+        cache.layers[:] = [DynamicLayer() for _ in cache.layers]
 
 
 def _wanted(argument: bool | None, default: bool | None) -> bool:

@@ -190,7 +190,7 @@ class RaggedSlotLayer(SlotLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:  # older callers name the length to keep
             tokens_to_remove -= self.tokens
-        if tokens_to_remove >= 0 or self.steps is None:
+        if tokens_to_remove >= 0 or self.steps is None or not self.tokens:
             return
         self.tokens = max(self.tokens + tokens_to_remove, 0)
         keep = (self.steps == 0).nonzero()[self.tokens].item()
