@@ -162,7 +162,7 @@ def test_a_mask_of_other_tokens_is_refused(depth, shape):
 
 @several_slots
 @torch.no_grad()
-def test_crops_beyond_either_end(depth):
+def test_crops_beyond_either_end_and_resets(depth):
     model, ids, cache = tiny_model(depth=depth), tokens(1, 8), DynamicCache()
     expected = model(ids, past_key_values=cache).logits
     lengths = []
@@ -170,6 +170,9 @@ def test_crops_beyond_either_end(depth):
         cache.crop(change)
         lengths.append(cache.get_seq_length())
     assert lengths == [8, 8, 5, 5, 0, 0, 0, 0]
+    assert_close(model(ids, past_key_values=cache).logits, expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
     assert_close(model(ids, past_key_values=cache).logits, expected)
 
 

@@ -155,6 +155,11 @@ class SlotLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.slots // self.stages
 
+    def reset(self) -> None:
+        """Dropped: before 5.24, transformers zeroes the slots in place, and new ones would come after them."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:  # older callers name the length to keep
             tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
