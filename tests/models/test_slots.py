@@ -86,6 +86,22 @@ def test_trap_3_the_cache_counts_tokens():
     assert len(cache.layers) == model.config.num_hidden_layers
 
 
+@torch.no_grad()
+def test_traps_1_and_2_where_slots_are_left_out():
+    """The last pass of a pruned prefill: ids with gaps would be read as packed documents."""
+    model = tiny_model(depth={"name": "ponderlm3", "thoughts": 2, "threshold": 0.3, "sweeps": 20})
+    model.depth.router.weight.mul_(6)
+    ids, seen = tokens(1, 8), []
+    expected = model(ids, use_cache=False).logits
+    for shift in (0, 7):
+        model.model.layers[0].self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+        )
+        positions = shift + torch.arange(8)[None]
+        assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected)
+        assert 8 < seen[-1].shape[1] < 24 and not any(_is_packed_sequence(each, batch_size=1) for each in seen)
+
+
 def test_unpadded_layouts_build_no_mask():
     for mask in (None, torch.ones(1, 5, dtype=torch.long)):
         model, layout = layout_of(5, 3, mask=mask)
@@ -331,10 +347,15 @@ def test_the_bias_of_a_ragged_cache_follows_its_rows():
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("prefill", ["sequential", "jacobi"])
 @pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
-def test_documents_packed_by_position_ids_are_apart_slot_by_slot_too(name, rows):
+def test_documents_packed_by_position_ids_are_apart(name, prefill, rows):
     """Without a cache, position ids that restart start a document: its logits are those of the document alone."""
-    model = tiny_model(depth={"name": name, "thoughts": 2, "prefill": "sequential"})
+    model = tiny_model(depth={"name": name, "thoughts": 2, "prefill": prefill, "sweeps": 20})
+    if name == "ponderlm3":  # tokens that differ in how far they think
+        model = tiny_model(depth={**model.config.depth, "threshold": 0.3})
+        with torch.no_grad():
+            model.depth.router.weight.mul_(6)
     ids, positions = tokens(2, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(rows, -1)
     with torch.no_grad():
         packed = model(ids, position_ids=positions, use_cache=False).logits

@@ -76,13 +76,24 @@ class SlotLayout:
     tokens: int = 0
 
     @property
+    def restarts(self) -> Bool[Tensor, "B S"]:
+        """Where a document starts after another: at a token whose position does not follow that of the one before."""
+        positions = self.position_ids
+        return (self.step == 0) & (positions.diff(prepend=positions[:, :1] - 1) != 1)
+
+    @property
     def slot_ids(self) -> Int[Tensor, "B S"]:
-        """position·n + step: rises by one from slot to slot within a document and restarts with it.
+        """Rises by one from slot to slot within a document and restarts with it: position·n + step of whole tokens.
 
         transformers' mask builder and its flash-attention path read ids that do not rise by one as packed documents, so
         the repeated `position_ids` would cut every token off from its past; these are what they may be told.
         """
-        return self.position_ids * self.stages + self.step
+        ids = self.position_ids * self.stages + self.step
+        if len(self.step) in (1, self.tokens * self.stages):
+            return ids
+        index = torch.arange(len(self.step), device=ids.device)  # slots are left out: count from the first
+        start = torch.where(self.restarts, index, 0).cummax(-1).values
+        return ids.gather(1, start) + index - start
 
     def take(self, chosen: Int[Tensor, " chosen"]) -> SlotLayout:
         """The layout of some of the new slots, in ascending order."""
@@ -111,8 +122,7 @@ class SlotLayout:
         bias = slots.new_zeros(rows, keys, dtype=wide) if self.key_bias is None else self.key_bias
         documents = None
         if packed and cache is None and self.valid is None:
-            restarts = self.slot_ids.diff(prepend=self.slot_ids[:, :1] - 1) != 1
-            documents = restarts.cumsum(-1).expand(rows, -1)
+            documents = self.restarts.cumsum(-1).expand(rows, -1)
 
         backend: str = config._attn_implementation  # type: ignore[assignment]
         flash, sees = "flash" in backend, causal if self.sees is None else self.sees
