@@ -105,7 +105,7 @@ FREE = {
     "amax", "clamp", "maximum", "neg", "where",  # comparisons, sign changes
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "t", "slice", "split", "alias", "detach",
     "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select", "split_with_sizes", "flip", "scatter",
-    "zeros_like", "ones_like",
+    "zeros_like", "ones_like", "roll",
     "constant_pad_nd",
 }  # fmt: skip
 

@@ -233,9 +233,16 @@ class Mixer(Method):
         """Whether any later layer reads this one's state."""
         raise NotImplementedError  # abstract
 
+    def ask(
+        self, query: Float[Tensor, "B T H D"], sources: tuple[tuple[Tensor, ...], ...]
+    ) -> Float[Tensor, "B T n D"] | None:
+        """What `forward` wants to know of the queries before their rotation; it gets that rotated, as [B, n, T, D].
+        None: the queries themselves."""
+        return None
+
     def forward(
         self,
-        query: Float[Tensor, "B H T D"],
+        query: Float[Tensor, "B n T D"],
         key: Float[Tensor, "B G T D"],
         value: Float[Tensor, "B G T D"],
         sources: tuple[tuple[Tensor, ...], ...],

@@ -101,6 +101,7 @@ class DepthAttention(Mixer):
 
     def __init__(self, config, options):
         super().__init__(config, options)
+        self.groups = config.num_key_value_heads
         self.sources = source_table(options, config.num_hidden_layers, config.passes)
         self.read = frozenset(j for sources in self.sources for j in sources)
 
@@ -131,6 +132,13 @@ class DepthAttention(Mixer):
     def is_source(self, index):
         return index in self.read
 
+    def ask(self, query, sources):
+        """q̄. The mean commutes with the rotation; taken behind it, its gradient would be added to the queries' before
+        these are turned back, which goes through memory."""
+        if not sources or self.options.mix_rule == "uniform" or query.shape[2] == self.groups:
+            return None
+        return query.unflatten(2, (self.groups, -1)).mean(3)
+
     def forward(self, query, key, value, sources, layer):
         target = self.options.mix_target
         if not sources:
@@ -147,8 +155,9 @@ class DepthAttention(Mixer):
         """α_j: one [B, G, T, 1] a source, the layer itself last."""
         if self.options.mix_rule == "uniform":
             count = len(sources) + 1
-            return (query.new_full((1, 1, 1, 1), 1 / count),) * count
-        return depth_weights(query, [*(state[0] for state in sources), key], self.options.score_dtype == "float32")
+            return (key.new_full((1, 1, 1, 1), 1 / count),) * count
+        keys = [*(state[0] for state in sources), key]
+        return depth_weights(query.to(key.dtype), keys, self.options.score_dtype == "float32")
 
     @classmethod
     def counts(cls, config, options) -> Counts:
@@ -156,13 +165,14 @@ class DepthAttention(Mixer):
         mixing = [len(sources) + 1 for sources in table if sources]  # M_ℓ, layers without sources count 0
         candidates, targets = sum(mixing), len(options.mix_target)
         width = config.num_key_value_heads * config.head_dim
-        scored = options.mix_rule == "softmax"
+        scored, rotary = options.mix_rule == "softmax", config.positions == "rotary"
         work = targets * (2 * candidates - len(mixing)) * width
         if scored:
-            # scores: products and sums, 1/√D, softmax; before them the mean query of every key/value head
+            # scores: products and sums, 1/√D, softmax; before them the mean query of every key/value head, rotated
             work += 2 * candidates * width + 5 * candidates * config.num_key_value_heads
             if config.num_attention_heads > config.num_key_value_heads:
-                work += len(mixing) * (config.num_attention_heads * config.head_dim + width)
+                turned = int(width * config.rope_parameters["partial_rotary_factor"]) if rotary else 0
+                work += len(mixing) * (config.num_attention_heads * config.head_dim + width + 3 * turned)
         return Counts(
             elementwise=work,
             mixing=2 * (scored + targets) * width * candidates,

@@ -26,7 +26,7 @@ from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
 from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
-from fathom.ops.rotary import rotate
+from fathom.ops.rotary import signed, turn
 from fathom.ops.token_blocks import TokenRanges, ranged_attention
 
 
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         cache_layer: int | None = None,
-        mixer: nn.Module | None = None,
+        mixer: Any = None,
         sources: tuple[tuple[Tensor, ...], ...] = (),
         read: Callable[..., Any] | None = None,
         earlier: Any = None,
@@ -136,9 +136,13 @@ class Attention(nn.Module):
         if self.qk_norm:
             query = self.q_norm(query)
             key = key if self.k_norm_after_rotation else self.k_norm(key)
+        asked = None if mixer is None else mixer.ask(query, sources)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
+        asked = None if asked is None else asked.transpose(1, 2)
         if position_embeddings is not None:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+            cos, sin = position_embeddings[0], signed(position_embeddings[1])
+            query, key = turn(query, cos, sin, value.dtype), turn(key, cos, sin, value.dtype)
+            asked = None if asked is None else turn(asked, cos, sin, value.dtype)
         if self.k_norm_after_rotation:
             key = self.k_norm(key)
         # Under autocast norms and rotation leave fp32, which attention rounds anyway: kept wide, keys would double what
@@ -147,7 +151,8 @@ class Attention(nn.Module):
 
         state = None
         if mixer is not None:  # between the rotation and the cache write, so the cache holds what attention reads
-            key, value, state = mixer(query, key, value, sources, layer=self.layer_idx)
+            asked = query if asked is None else asked
+            key, value, state = mixer(asked, key, value, sources, layer=self.layer_idx)
 
         cache = past_key_values if cache is None else cache
         if cache is not None:

@@ -36,4 +36,8 @@ def depth_weights(
 
 def depth_mix(weights: Weights, states: Sequence[Float[Tensor, "B G T D"]]) -> Float[Tensor, "B G T D"]:
     """Σ_j α_j · state_j, one source after another, in the states' dtype."""
-    return reduce(torch.add, (w.to(state.dtype) * state for w, state in zip(weights, states, strict=True)))
+    # as [B, T, G, D]: compiled, the values' gradients then lie as their projection wants them, without a copy
+    pairs = (
+        (w.to(state.dtype).transpose(1, 2), state.transpose(1, 2)) for w, state in zip(weights, states, strict=True)
+    )
+    return reduce(torch.add, (w * state for w, state in pairs)).transpose(1, 2)
