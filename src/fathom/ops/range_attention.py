@@ -27,6 +27,7 @@ from fathom.ops.token_blocks import RUN, TokenRanges
 
 ROWS = 128  # queries times heads of a program
 KEYS = 64  # that it reads at a time
+LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
 
 
@@ -203,14 +204,15 @@ def _strides(*tensors: Tensor) -> list[int]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, readers: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every head and query."""
+    """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every head and query. `readers` is
+    kept for the backward pass."""
     _, heads, queries, width = query.shape
     constants = _constants(query, key, start.shape[0])
     output = query.new_empty(1, queries, heads, width).transpose(1, 2)
     lse = query.new_empty(heads, queries, dtype=torch.float32)
     grid = (triton.cdiv(queries, constants["ROWS"] // constants["HEADS"]), key.shape[1])
     wrap_triton(_forward)[grid](
-        query, key, value, output, lse, start, stop, scaling * 1.4426950408889634, queries, key.shape[2],
+        query, key, value, output, lse, start, stop, scaling * LOG2_E, queries, key.shape[2],
         *_strides(query, key, value, output), **constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     return output, lse
@@ -225,7 +227,7 @@ def _gradients(
     _, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     constants = _constants(query, key, start.shape[0])
-    scale = scaling * 1.4426950408889634
+    scale = scaling * LOG2_E
     delta = (grad.float() * output.float()).sum(-1)[0].contiguous()
     dq = query.new_empty(1, queries, heads, width).transpose(1, 2)
     dk, dv = (key.new_empty(1, groups, keys, width) for _ in range(2))
