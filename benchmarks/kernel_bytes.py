@@ -4,8 +4,8 @@
 
 PyTorch traces the step on a CPU, without data; its compiler then generates the Triton kernels for the GPU, which are
 read and not run. A kernel's bytes are the tensors that it reads and writes, once each. Matrix products and attention,
-which are kernels of libraries, are left out. Needs the package `triton` (no GPU). The first `--layers` layers' worth of
-a model: differences between contestants, not absolute times, are what this is for. Reaches into torch's internals:
+which are kernels of libraries, are left out. Needs the package `triton` (no GPU). Models have `--layers` layers of the
+shape: differences between contestants, not absolute times, are what this is for. Reaches into torch's internals:
 written for torch 2.13.
 """
 
