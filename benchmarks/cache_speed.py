@@ -153,8 +153,14 @@ def plan(most: int) -> list[Row]:
     late += [
         ("first token", name, 32768, 1) for name in ("h2o", "tova", "fourier_fft", "weightedkv", "kivi2", "vqkv_lut")
     ]
-    small = [("graph", name, 8192, batch) for batch in (8, 1) for name in (*both, *evicting, *coded, *others)]
-    return graph + eager + first + rest + late + small + [("graph", name, 32768, 1) for name in others]
+    everyone = (*both, *evicting, *coded, *others)
+    small = [("graph", name, 8192, batch) for batch in (8, 1) for name in everyone]
+    small += [("graph", name, 32768, 1) for name in others]
+    large = [("graph", name, 131072, batch) for batch in (1, 8) for name in everyone]  # the full cache fits at 1 only
+    prompts = ("full", *evicting, *others, "fourier_fft", "vqkv_lut")
+    late += [("first token", name, context, 1) for context in (32768, 131072) for name in prompts]
+    late += [("first token", name, context, 8) for context in (8192, 32768) for name in prompts]
+    return list(dict.fromkeys(graph + eager + first + rest + small + large + late))
 
 
 TINY_PLAN = [("eager", name, 300, 2) for name in ("full_buffer", "full_static", "full", "treekv", "weightedkv")]
