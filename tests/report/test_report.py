@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from fathom.report import plots
 from fathom.report.page import write_report
 from fathom.report.results import Results, tables
-from fathom.report.style import styles
+from fathom.report.style import MARKER_PATHS, styles
 from fathom.report.wording import overall, si, verdict
 
 CHROMIUM = next(
@@ -102,6 +102,56 @@ def test_the_quality_axis_does_not_zoom_into_noise(tmp_path, monkeypatch, seeds)
     assert not clear and share < 1 / 8
     clear, share = share_of_axis(-0.5)
     assert clear and share > 0.5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["vanilla", "loop"],
+        [f"depth_attention-first-onl{i}" for i in "0123456789a"],
+        ["depth_attention-and-a-long-option"],
+    ],
+)
+def test_names_of_a_plot_stand_inside_it_and_cover_no_curve(tmp_path, monkeypatch, names):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.touch()))
+    runs = [replace(run("vanilla"), method=name) for name in names]
+    plots.draw(tables(results(runs))[0], styles(names), 4.6, tmp_path)
+    assert len(figures) == 6  # three plots, light and dark
+    for figure in figures:
+        figure.draw_without_rendering()
+        (legend,), (axes,) = figure.legends, figure.axes
+        box = legend.get_window_extent()
+        assert [text.get_text() for text in legend.get_texts()] == names
+        assert box.y1 <= axes.get_tightbbox().y0
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+        assert axes.bbox.height > 0.4 * axes.bbox.width
+
+
+def test_28_methods_look_different_in_every_picture():
+    looks = list(styles([str(i) for i in range(28)]).values())
+    for theme in ("light", "dark"):
+        assert len({(getattr(look, theme), look.line) for look in looks}) == 28  # curves
+        assert len({(getattr(look, theme), look.path) for look in looks}) == 28  # points, and marks in the page
+    assert {look.marker for look in looks} == set(MARKER_PATHS)
+
+
+def test_speeds_of_differently_shared_devices_are_not_compared(tmp_path):
+    def speeds(device):
+        runs = [run("vanilla"), replace(run("loop"), device=device)]
+        page = write_report(results(runs), tmp_path).read_text()
+        return re.findall(r"<td[^>]*>21\.0 k<small>(.*?)</small>|<td[^>]*>10\.5 k<small>(.*?)</small>", page)
+
+    assert speeds("2 × CPU") == [("1×", ""), ("", "0.5×")]
+    assert speeds("2 × CPU, shared by 2 runs") == [("1×", ""), ("", "device differs")]
+
+
+def test_seed_noise_is_said_where_only_some_methods_have_seeds():
+    runs = [run(m, seed=seed) for m in ("vanilla", "loop") for seed in range(3)] + [run("pondering")]
+    (table,) = tables(results(runs))
+    assert table.seeds == [1, 3]
+    assert "3 seeds, paired" in verdict(table).details[-1]
+    assert "One seed in the rows without ±: the seed noise is unknown" in verdict(table).details[-1]
 
 
 def test_a_negative_result_is_the_headline_at_equal_training_flops():

@@ -57,6 +57,12 @@ def _quantity(name: str, heading: str, title: str, unit: str = "", compared: boo
     return Column(name, heading, title, cell)
 
 
+def _speed(row: Row, table: Table) -> Cell:
+    value, base = row.mean("tokens_per_second"), table.baseline.mean("tokens_per_second")
+    alike = len({run.device for run in (*row.runs, *table.baseline.runs)}) == 1
+    return Cell(si(value), value, ratio(value, base) if alike else "device differs")
+
+
 def _bits(row: Row, table: Table) -> Cell:
     mean, spread = row.mean("bits_per_byte"), row.spread("bits_per_byte")
     return Cell(f"{mean:.3f}", mean, f"± {spread:.3f}" if spread is not None else "")
@@ -77,7 +83,7 @@ COLUMNS = (
     _quantity("inference_flops_per_token", "FLOPs per token", "One generated token, averaged over the context"),
     _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
     _quantity("train_tokens", "training tokens", "Tokens read in training"),
-    _quantity("tokens_per_second", "tokens/s", "Measured in training on this device"),
+    Column("tokens_per_second", "tokens/s", "Measured in training; compared where the device was shared alike", _speed),
     _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
     _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
     Column(

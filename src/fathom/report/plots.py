@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fathom.report.results import UNCALLABLE_PERCENT, Row, Table
 from fathom.report.style import Style
@@ -65,6 +66,7 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
         axes.set_ylim(*_at_least(axes.get_ylim(), NOISES_SHOWN * noise(table)))
         axes.set_xlim(*_at_least(axes.get_xlim(), 0.2 * max(x for x, _, _ in points)))
         axes.set_xlabel("inference FLOPs per token")
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.set_ylabel("held-out bits per byte")
         axes.set_title(f"Unigram baseline: {unigram:.3f}", fontsize=9, color=THEMES[theme]["muted"], loc="right")
@@ -104,10 +106,10 @@ def loss_at(row: Row, flops: float) -> float | None:
 
 
 def _loss_limits(table: Table) -> tuple[float, float]:
-    """From below the lowest loss to the loss after a twentieth of training: the first steps would flatten the rest."""
+    """From below the lowest loss to the loss after a tenth of training: the first steps would flatten the rest."""
     curves = [curve(row, "tokens")[1] for row in table.rows]
     low = min(float(y.min()) for y in curves)
-    high = max(float(y[len(y) // 20 :].max()) for y in curves)
+    high = max(float(y[len(y) // 10 :].max()) for y in curves)
     return low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3
 
 
@@ -149,7 +151,11 @@ def _write(plot: Callable[[Axes, str], None], theme: str, path: Path) -> Path:
     axes.tick_params(colors=colours["muted"], labelsize=10)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set(color=colours["ink"], fontsize=11)
-    axes.legend(frameon=False, labelcolor=colours["ink"], fontsize=10.5)
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 2 if max(map(len, labels)) <= 26 else 1  # below the axes, where names cover no curve
+    figure.set_figheight(3.4 + 0.22 * math.ceil(len(labels) / columns))
+    look = {"frameon": False, "labelcolor": colours["ink"], "fontsize": 9.5, "handlelength": 1.7, "columnspacing": 1.2}
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
     partial = path.with_name(f"{path.name}.partial")
     figure.savefig(partial, format="png")
     os.replace(partial, path)

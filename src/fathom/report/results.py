@@ -174,8 +174,9 @@ class Table:
         return all(row is self.best or row.minus(self.best).clear for row in self.rows)
 
     @property
-    def seeds(self) -> int:
-        return min(len(row.runs) for row in self.rows)
+    def seeds(self) -> list[int]:
+        """How many seeds rows have, from the fewest; `[1, 3]` where only some have three."""
+        return sorted({len(row.runs) for row in self.rows})
 
 
 def tables(results: Results) -> list[Table]:

@@ -119,7 +119,7 @@ def _headline(best: Row, base: Row, table: Table) -> str:
         return f"At {where}, {best.method} ({bits}) cannot be told from {base.method}: {_signed(gap)}."
     gain = f"{bits}, {-gap.percent:.1f} % below {base.method}"
     close = [row.method for row in table.rows if row is not best and not row.minus(best).clear]
-    tied = f"; {' and '.join(close)} cannot be told from it" if close else ""
+    tied = f"; {_listed(close)} cannot be told from it" if close else ""
     if table.budget == "tokens":
         cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
         return f"At {where}, {best.method} is best: {gain}, for {cost} its training FLOPs{tied}."
@@ -142,6 +142,11 @@ def _sentence(row: Row, base: Row, budget: str) -> str:
     return f"{row.method} against {base.method}: {_signed(gap)}, for {costs}.{judged}"
 
 
+def _listed(names: list[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _signed(gap: Difference) -> str:
     margin = "" if gap.margin is None else f" ± {gap.margin:.3f}"
     return f"{gap.bits:+.3f}{margin} bits per byte ({gap.percent:+.1f} %)".replace("-", "−")
@@ -160,13 +165,16 @@ def _same_compute_on_curve(row: Row, base: Row) -> str | None:
 
 
 def _noise(table: Table) -> str:
-    if table.seeds == 1:
-        return (
-            f"One seed: the seed noise is unknown. Differences below {UNCALLABLE_PERCENT:g} % are not called; "
-            "larger ones are likely, not certain."
+    said = []
+    if table.seeds[-1] > 1:
+        spread = max(row.spread("bits_per_byte") or 0.0 for row in table.rows)
+        said.append(
+            f"{table.seeds[-1]} seeds, paired: ± is the 95 % interval of the difference over seeds. "
+            f"The largest standard deviation of one method over its seeds is {spread:.4f} bits per byte."
         )
-    spread = max(row.spread("bits_per_byte") or 0.0 for row in table.rows)
-    return (
-        f"{table.seeds} seeds, paired: ± is the 95 % interval of the difference over seeds. "
-        f"The largest standard deviation of one method over its seeds is {spread:.4f} bits per byte."
-    )
+    if table.seeds[0] == 1:
+        said.append(
+            f"One seed{' in the rows without ±' if said else ''}: the seed noise is unknown. Differences below "
+            f"{UNCALLABLE_PERCENT:g} % are not called; larger ones are likely, not certain."
+        )
+    return " ".join(said)
