@@ -23,7 +23,9 @@ def signed(sin: Float[Tensor, "#B T R"]) -> Float[Tensor, "#B T R"]:
 
 
 def _turn(x: Tensor, cos: Tensor, signed_sin: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(cos.shape[-1] // 2, dims=-1), signed_sin).to(dtype)
+    turned = torch.addcmul(x * cos, x.roll(cos.shape[-1] // 2, dims=-1), signed_sin)
+    # not .to() where it changes nothing: of that, torch 2.11's compiler gives `_Turn` a gradient of zeros
+    return turned if turned.dtype == dtype else turned.to(dtype)
 
 
 class _Turn(torch.autograd.Function):
