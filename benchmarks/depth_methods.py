@@ -133,56 +133,52 @@ def training(
     return rows
 
 
-def decoding(shape: str, sizes: dict, vocab: int, batches: tuple[int, ...], device: str, blocks: int, new: int):
+def decoding(
+    names: list[str], shape: str, sizes: dict, vocab: int, batch: int, device: str, blocks: int, new: int
+) -> list[dict[str, Any]]:
     """Seconds per token of generate() with a static cache: compiled, under CUDA graphs (transformers' own path).
 
     Two lengths are timed and subtracted, which takes the prompt out.
     """
-    rows = []
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    chosen = {name: CONTESTANTS[name] for name in ("vanilla", "depth_attention")}
-    for batch in batches:
-        models = {}
-        for name, sections in chosen.items():
-            torch.manual_seed(0)
-            models[name] = make_fathom(sizes, vocab, 2048, **sections).to(device, dtype).eval()
-            models[name].generation_config.eos_token_id = None
-        tokens = torch.randint(0, vocab, (batch, 128 if device == "cuda" else 8), device=device)
-        mask = torch.ones_like(tokens)
-        room = tokens.shape[1] + 3 * new
+    tokens = torch.randint(0, vocab, (batch, 128 if device == "cuda" else 8), device=device)
+    mask = torch.ones_like(tokens)
+    room = tokens.shape[1] + 3 * new
+    options = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static", "attention_mask": mask}
 
-        options = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static", "attention_mask": mask}
+    def run(model, count) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        model.generate(tokens, max_new_tokens=count, min_new_tokens=count, **options)
+        synchronize(device)
+        return time.perf_counter() - start
 
-        def run(model, count, tokens=tokens, options=options) -> float:
-            synchronize(device)
-            start = time.perf_counter()
-            model.generate(tokens, max_new_tokens=count, min_new_tokens=count, **options)
-            synchronize(device)
-            return time.perf_counter() - start
-
-        for name, model in models.items():
-            start = time.perf_counter()
-            for _ in range(2):  # the long one first: the short one then runs in its cache, without a new graph
-                run(model, 3 * new), run(model, new)
-            print(
-                f"  decode batch {batch} {name}: ready in {time.perf_counter() - start:.0f} s (room {room})", flush=True
-            )
-        timed = take_turns(
-            {name: lambda m=m: (run(m, 3 * new) - run(m, new)) / (2 * new) for name, m in models.items()}, blocks
+    models, rows = {}, []
+    for name in names:
+        torch.manual_seed(0)
+        model = make_fathom(sizes, vocab, 2048, **CONTESTANTS[name]).to(device, dtype).eval()
+        model.generation_config.eos_token_id = None
+        start = time.perf_counter()
+        for _ in range(2):  # the long one first: the short one then runs in its cache, without a new graph
+            run(model, 3 * new), run(model, new)
+        print(f"  decode batch {batch} {name}: ready in {time.perf_counter() - start:.0f} s (room {room})", flush=True)
+        models[name] = model
+    timed = take_turns(
+        {name: lambda m=m: (run(m, 3 * new) - run(m, new)) / (2 * new) for name, m in models.items()}, blocks
+    )
+    for name, figures in timed.items():
+        row = {
+            "kind": "decode", "shape": shape, "contestant": name, "batch": batch, "new": new, **figures,
+            "time_vs_vanilla": figures["median_s"] / timed["vanilla"]["median_s"],
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{shape:12} decode batch {batch:3} {name:20} {row['time_vs_vanilla']:.4f} x vanilla, "
+            f"{1e3 * figures['median_s']:.3f} ms a token",
+            flush=True,
         )
-        for name, figures in timed.items():
-            row = {
-                "kind": "decode", "shape": shape, "contestant": name, "batch": batch, "new": new, **figures,
-                "time_vs_vanilla": figures["median_s"] / timed["vanilla"]["median_s"],
-            }  # fmt: skip
-            rows.append(row)
-            print(
-                f"{shape:12} decode batch {batch:3} {name:20} {row['time_vs_vanilla']:.4f} x vanilla, "
-                f"{1e3 * figures['median_s']:.3f} ms a token",
-                flush=True,
-            )
-        models.clear()
-        free(device)
+    models.clear()
+    free(device)
     return rows
 
 
@@ -231,7 +227,8 @@ def main() -> None:
     if args.only != "training":
         blocks, new = (2, 4) if args.tiny else (7, 128)
         for size in (1, 32):
-            results["rows"] += decoding(name, sizes, vocab, (size,), device, blocks, new)
+            names = [contestant for contestant in args.contestants if contestant != TRITON]  # for training only
+            results["rows"] += decoding(names, name, sizes, vocab, size, device, blocks, new)
             write(args.out, results)
 
 
