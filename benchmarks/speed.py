@@ -104,14 +104,17 @@ class TrainingStep:
         return (time.perf_counter() - start) / steps
 
 
-def take_turns(contestants: dict[str, Callable[[], float]], blocks: int) -> dict[str, dict[str, float]]:
-    """Every contestant's time per block, in turn; median, minimum and maximum of each."""
+def take_turns(contestants: dict[str, Callable[[], float]], blocks: int) -> dict[str, dict[str, Any]]:
+    """Every contestant's time per block, in turn; median, minimum and maximum of each, and every block.
+
+    Contestants of one turn share the machine's state: the spread of their ratios, turn by turn, says how sure a ratio is.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(blocks):
         for name, run in contestants.items():
             times[name].append(run())
     return {
-        name: {"median_s": statistics.median(ts), "min_s": min(ts), "max_s": max(ts), "blocks": len(ts)}
+        name: {"median_s": statistics.median(ts), "min_s": min(ts), "max_s": max(ts), "blocks": len(ts), "turns_s": ts}
         for name, ts in times.items()
     }
 
