@@ -107,7 +107,7 @@ class TrainingStep:
 def take_turns(contestants: dict[str, Callable[[], float]], blocks: int) -> dict[str, dict[str, Any]]:
     """Every contestant's time per block, in turn; median, minimum and maximum of each, and every block.
 
-    Contestants of one turn share the machine's state: the spread of their ratios, turn by turn, says how sure a ratio is.
+    Contestants of one turn share the state of the machine: the spread of their ratios says how sure a ratio is.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(blocks):
