@@ -265,7 +265,7 @@ class DepthMap(Picture):
         return (
             f'<p class="note">{said}Tokens listed occur at least {self.least_count} '
             f"{'time' if self.least_count == 1 else 'times'}.</p>"
-            f"<h3>The beginning of the text, darker where a token draws more on shallow layers "
+            f"<h3>The beginning of the text, shaded more where a token draws more on shallow layers "
             f"({low:.2f} to {high:.2f})</h3>"
             f'<blockquote style="white-space:pre-wrap">{shaded}</blockquote>'
         )
