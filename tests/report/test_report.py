@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -54,6 +55,20 @@ def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
     assert "2.4× its training FLOPs" in said.headline
     assert any(text.startswith("One seed: the seed noise is unknown") for text in said.details)
     assert "needs the budgets train_flops and inference_flops" in overall([table], unigram=3.0).details[-1]
+
+
+def test_the_baselines_compute_is_read_off_all_dearer_curves_in_one_sentence():
+    """The example's losses are 3.6 + gain + 3.2 e^(−step/40): vanilla's 300 steps of compute are 150 of loop, 125 of
+    pondering. A cost that differs by seed is told by its mean."""
+    (table,) = tables(results())
+    [hint] = [text for text in verdict(table).details if "whole training compute" in text]
+    found = {name: float(loss) for name, loss in re.findall(r"(loop|pondering) (\d\.\d\d)", hint)}
+    expected = {"loop": 3.55 + 3.2 * math.exp(-150 / 40), "pondering": 3.51 + 3.2 * math.exp(-125 / 40)}
+    assert found == pytest.approx(expected, abs=0.06)  # the example's ripple
+    assert "vanilla ended at 3.60" in hint
+    dearer = replace(run("loop", seed=1), inference_flops_per_token=3 * run("loop").inference_flops_per_token)
+    (table,) = tables(results([run("vanilla"), run("vanilla", seed=1), run("loop"), dearer]))
+    assert any("4× the FLOPs" in text for text in verdict(table).details)
 
 
 def test_small_differences_of_one_seed_are_not_called():

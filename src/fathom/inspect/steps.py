@@ -162,7 +162,8 @@ class StepMap(Picture):
         means = [entry["steps"] for entry in self.classes]
         classes.barh(range(len(names)), means, color=colours["accent"], height=0.6)
         for i, entry in enumerate(self.classes):
-            classes.text(means[i], i, f" {entry['share']:.0%}", va="center", fontsize=8, color=colours["ink"])
+            share = classes.text(means[i], i, f" {entry['share']:.0%}", va="center", fontsize=8, color=colours["ink"])
+            share.set_bbox({"facecolor": colours["page"], "edgecolor": "none", "pad": 0.5})  # over the dashed line
         classes.set_yticks(range(len(names)), names)
         classes.invert_yaxis()
         classes.set_xlim(0, self.most * 1.12)

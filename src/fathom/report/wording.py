@@ -78,7 +78,7 @@ def verdict(table: Table) -> Verdict:
     others = sorted((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
     details = [_sentence(row, base, table.budget) for row in others]
     if table.budget == "tokens":
-        details += [text for row in others if (text := _same_compute_on_curve(row, base))]
+        details += _same_compute_on_curve(others, base)
     details.append(_noise(table))
     return Verdict(_headline(best, base, table), details)
 
@@ -128,10 +128,9 @@ def _headline(best: Row, base: Row, table: Table) -> str:
 
 def _sentence(row: Row, base: Row, budget: str) -> str:
     gap = row.minus(base)
-    first, reference = row.first, base.first
     train = ratio(row.mean("train_flops"), base.mean("train_flops"))
-    infer = ratio(first.inference_flops_per_token, reference.inference_flops_per_token)
-    memory = ratio(first.kv_bytes_per_token, reference.kv_bytes_per_token)
+    infer = ratio(row.mean("inference_flops_per_token"), base.mean("inference_flops_per_token"))
+    memory = ratio(row.mean("kv_bytes_per_token"), base.mean("kv_bytes_per_token"))
     generated = f"{infer} the FLOPs and {memory} the KV cache per generated token"
     costs = {
         "tokens": f"{train} the training FLOPs, {generated}",
@@ -152,16 +151,19 @@ def _signed(gap: Difference) -> str:
     return f"{gap.bits:+.3f}{margin} bits per byte ({gap.percent:+.1f} %)".replace("-", "−")
 
 
-def _same_compute_on_curve(row: Row, base: Row) -> str | None:
-    """A hint, not a verdict: the dearer method's training loss where the baseline's whole compute had been spent."""
+def _same_compute_on_curve(rows: list[Row], base: Row) -> list[str]:
+    """A hint, not a verdict: the dearer methods' training loss where the baseline's whole compute had been spent."""
     flops = base.mean("train_flops")
-    if row.mean("train_flops") < 1.05 * flops or (loss := loss_at(row, flops)) is None:
-        return None
-    return (
-        f"When {row.method} had spent {base.method}'s whole training compute ({si(flops, 'FLOPs')}), its training loss "
-        f"was {loss:.2f}; {base.method} ended at {base.mean('train_loss'):.2f}. The learning rate of {row.method} was "
-        "still high there: a run planned for that compute would do better."
-    )
+    dearer = [row for row in rows if row.mean("train_flops") >= 1.05 * flops]
+    losses = {row.method: loss for row in dearer if (loss := loss_at(row, flops)) is not None}
+    if not losses:
+        return []
+    found = _listed([f"{method} {losses[method]:.2f}" for method in sorted(losses, key=losses.__getitem__)])
+    return [
+        f"Training losses where {base.method}'s whole training compute ({si(flops, 'FLOPs')}) had been spent: {found}; "
+        f"{base.method} ended at {base.mean('train_loss'):.2f}. Learning rates were still high there: a run planned "
+        "for that compute would do better."
+    ]
 
 
 def _noise(table: Table) -> str:
