@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fathom.models.staggered import generate_staggered
@@ -258,6 +259,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
     parser.add_argument("--means", type=float, nargs="+", default=[1.5, 2.5, 3.5], help="S of prefill")
     parser.add_argument("--compile", choices=("model", "layers", "no"), default="model")
+    parser.add_argument(
+        "--launch", choices=("python", "cpp"), default="python", help="what compiled code launches from"
+    )
     parser.add_argument("--profile", help="write what prefill spends its time on to PROFILE-*.txt")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
     args = parser.parse_args()
@@ -273,7 +277,10 @@ def main() -> None:
     prompt, new, many = (16, 8, 3) if args.tiny else (512, 48, 32)
     some, middle = means[:2], means[len(means) // 2 :][:1]
     compiled = args.compile
-    rows = Rows(Path(args.out), args.minutes, {"environment": environment(device), "shape": args.shape})
+    torch._inductor.config.cpp_wrapper = args.launch == "cpp"
+    rows = Rows(
+        Path(args.out), args.minutes, {"environment": environment(device), "shape": args.shape, "launch": args.launch}
+    )
     step, shared = {**COT, "correctness_from": "step"}, (sizes, vocab, device, dtype)
     parts: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
         *(("prefill", prefill, (d, *shared, means, batch, length, blocks, compiled, args.profile)) for d in BOTH),
