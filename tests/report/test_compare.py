@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch):
     (folder / "tiny" / results.runs[0].folder / "measured.json").unlink()
     monkeypatch.setattr(measure, "provenance", lambda runs: {"versions": {}, "commit": "later", "device": "other"})
     assert compare(path, folder, say=lambda line: None) == results
+
+
+def test_a_run_that_starts_again_is_signed_again(finished, tmp_path, monkeypatch):
+    """Killed before its first checkpoint: metrics of the first attempt are there, nothing to go on from."""
+    folder, path, results, _ = finished
+    shutil.copytree(folder, tmp_path / "runs")
+    where = tmp_path / "runs" / "tiny" / results.runs[0].folder
+    for left in where.iterdir():
+        if left.name not in ("metrics.jsonl", "run.json", "provenance.json"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    signed = json.loads((where / "provenance.json").read_text())
+    monkeypatch.setattr(measure, "provenance", lambda runs: {**signed, "commit": "later"})
+    again = compare(path, tmp_path / "runs", say=lambda line: None)
+    assert {run.folder for run in again.runs if run.commit == "later"} == {results.runs[0].folder}
 
 
 def test_a_run_measured_before_there_were_pictures_is_measured_again(finished):

@@ -22,7 +22,8 @@ from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
-from fathom.train.trainer import has_trained
+from fathom.train.checkpoints import checkpoints
+from fathom.train.trainer import MODEL
 
 MEASURED = "measured.json"
 PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
@@ -42,7 +43,8 @@ def measure(
     """
     where = folder / planned.folder
     where.mkdir(parents=True, exist_ok=True)
-    if not ((where / PROVENANCE).exists() and has_trained(where)):  # a later resume or report must not sign for it
+    goes_on = checkpoints(where) or (where / MODEL).is_dir()  # else it trains from the first step on, whatever it wrote
+    if not ((where / PROVENANCE).exists() and goes_on):  # a later resume or report must not sign for it
         _write(where / PROVENANCE, provenance(side_by_side))
     result = train_run(recipe, planned.method, seed=planned.seed, folder=where, data=data, lr=lr, tokens=planned.tokens)
     try:
