@@ -72,7 +72,10 @@ def generating_cache_for(model: PreTrainedModel, passes: int) -> Iterator[None]:
 
 def new_cache(config: PreTrainedConfig, passes: int) -> Cache:
     """An empty dynamic cache with passes · layers cache layers."""
-    return DynamicCache(config=cache_config(config, passes))
+    cache = DynamicCache(config=config)  # not of `cache_config`: torch 2.11 cannot trace its copy
+    for _ in range(passes - 1):
+        cache.layers += DynamicCache(config=config).layers
+    return cache
 
 
 def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, depth: str) -> None:
