@@ -194,7 +194,8 @@ class PonderLM3(DepthMethod):
             s, bias, run = self.shares(h, None if real is None else real[:, token : token + 1])
             executed = torch.where(run, s, 0.0)
             mixed = executed[..., :1] * h
-            for k in range(1, int(run.sum(-1).max())):
+            most = int(run.sum(-1).max()) if self.options.threshold else self.slots  # waits for the device
+            for k in range(1, most):
                 h = stack.bind(h, stack.layout(self.slots, token, k, bias[..., k]))(h)
                 mixed = mixed + executed[..., k : k + 1] * h
             outputs.append(mixed.to(h.dtype))
