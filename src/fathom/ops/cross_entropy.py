@@ -108,8 +108,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor):  # type: ignore[override]
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = [None if g is None else g * grad_total.to(g.dtype) for g in (grad_hidden, grad_weight)]
+        if torch.is_grad_enabled():  # create_graph: second gradients would lack the part of these, which have no graph
+            raise RuntimeError(
+                "create_graph=True: the loss of training mode has no second derivatives; use eval mode, or take the "
+                "cross-entropy of the logits"
+            )
+        # grad_total, a wide number, leaves a gradient its dtype; rounded to that, 1/items would scale all of it wrongly
+        scaled = [None if g is None else g * grad_total for g in ctx.saved_tensors]
         return scaled[0], scaled[1], None, None, None
 
 
