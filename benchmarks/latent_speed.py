@@ -11,7 +11,7 @@ training   A step of PonderLM-2 (K = 1, J = 3), 1024 tokens, against 9 × vanill
            attention at the slot length. With every pass checkpointed: peak memory and step. Layers are compiled, one
            graph for all of them at one length; the 120 that PonderLM-2 runs would compile for minutes as one.
            `--compile model` compiles the whole model, as the Trainer does.
-attention  Forward and backward: the unbiased layout, the key bias by a channel, in the values and by FlexAttention,
+attention  Forward and backward: the unbiased layout, the key bias by a channel and by FlexAttention,
            against plain causal attention of the same length.
 decode     Seconds a token at K = 1 on a dynamic cache, uncompiled, against vanilla's times the ratio of bytes:
            weights and keys and values, once for each of the K + 1 passes. On a GPU a token at the same context is also
@@ -36,8 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fathom.cost import forward_flops_per_token
 from fathom.cost.sizes import kv_bytes_per_token
 from fathom.models.decoder import Block
-from fathom.models.slots import VALUE
-from fathom.ops.biased_attention import ChannelBias, FlexBias, ValueBias, biased_attention, block_mask, causal
+from fathom.ops.biased_attention import ChannelBias, FlexBias, biased_attention, block_mask, causal
 from speed import SHAPES, TINY, TrainingStep, environment, make_fathom, seconds_of, synchronize, take_turns
 
 STARTED = time.perf_counter()
@@ -50,11 +49,10 @@ TRAINING: dict[str, dict[str, Any]] = {
     "ponderlm2 checkpointed": {**PONDERLM2, "checkpoint_passes": True},
     "ponderlm2 two passes learn": {**PONDERLM2, "gradient_passes": 2},
     "ponderlm3 checkpointed": {**PONDERLM3, "checkpoint_passes": True},
-    "ponderlm3 checkpointed, value": {**PONDERLM3, "checkpoint_passes": True},
     "ponderlm3 checkpointed, flex": {**PONDERLM3, "checkpoint_passes": True},
     "pause": {"name": "pause"},
 }
-BACKENDS = {"ponderlm3 checkpointed, value": VALUE, "ponderlm3 checkpointed, flex": "flex_attention"}  # others: sdpa
+BACKENDS = {"ponderlm3 checkpointed, flex": "flex_attention"}  # others: sdpa
 DECODING = {"vanilla": TRAINING["vanilla"], "ponderlm2": PONDERLM2, "ponderlm3": {**PONDERLM3, "threshold": 0.0}}
 MAIN = ["vanilla", "ponderlm2", "ponderlm2 checkpointed"]
 
@@ -125,7 +123,6 @@ def attention(
         "unbiased layout": lambda: sdpa(layout),
         "key bias, flex": lambda: biased(FlexBias(bias, block_mask(causal, length, length, bias.device))),
         "key bias, channel": lambda: biased(ChannelBias(bias)),
-        "key bias, value": lambda: biased(ValueBias(bias)),
     }
 
     def both(form):
@@ -364,11 +361,11 @@ def main() -> None:
     def decode(name: str) -> None:
         run("decode", decoding, ["vanilla", name], sizes, vocab, contexts, batches, device, blocks, new, enough(15))
 
-    attend("unbiased layout", "key bias, channel", "key bias, value")  # two seconds; training needs the rate
+    attend("unbiased layout", "key bias, channel")  # two seconds; training needs the rate
     train(MAIN, 40)
     attend("key bias, flex")
     decode("ponderlm2")
-    train(["vanilla", "ponderlm3 checkpointed", "ponderlm3 checkpointed, value", "pause"], 30)
+    train(["vanilla", "ponderlm3 checkpointed", "pause"], 30)
     train(["vanilla", "ponderlm2 two passes learn", "ponderlm3 checkpointed, flex"], 30)
     decode("ponderlm3")
     say("done")

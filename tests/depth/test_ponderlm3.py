@@ -16,7 +16,7 @@ from fathom.cost import forward_flops_per_token, training_flops_per_token
 from fathom.cost.sizes import kv_bytes_per_token
 from fathom.depth import ponderlm2
 from fathom.depth.ponderlm3 import tail_sums
-from fathom.models.slots import CHANNEL, VALUE
+from fathom.models.slots import CHANNEL
 from tiny import assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "qwen3", "gpt_neox", "gpt2")
@@ -282,9 +282,9 @@ def test_only_the_last_passes_have_a_backward(passes):
         assert_close(actual, expected, 1e-12)
 
 
-def test_the_forms_of_causal_kernels_train_as_the_dense_mask():
+def test_the_channel_form_trains_as_the_dense_mask():
     ids, results = tokens(2, 6), []
-    for backend in ("eager", "sdpa", CHANNEL, VALUE):
+    for backend in ("eager", "sdpa", CHANNEL):
         model = make(thoughts=2).train()
         model.set_attn_implementation(backend)
         model(ids, labels=ids).loss.backward()
@@ -298,10 +298,10 @@ def test_the_forms_of_causal_kernels_train_as_the_dense_mask():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_kernels_train_as_the_dense_mask(compiled, packed):
-    """The channel and the value form where slots are plain causal, FlexAttention where documents are packed."""
+    """The channel form where slots are plain causal, FlexAttention where documents are packed."""
     ids, results = tokens(2, 60).cuda(), []
     positions = torch.arange(30, device="cuda").repeat(2, 2) if packed else None
-    for backend in ("eager", "sdpa") if packed else ("eager", CHANNEL, VALUE):
+    for backend in ("eager", "sdpa") if packed else ("eager", CHANNEL):
         model = make("qwen3", double=False, thoughts=2).cuda().train()  # kernels want 16 channels a head
         model.set_attn_implementation(backend)
         step = torch.compile(model) if compiled and backend != "eager" else model
@@ -312,15 +312,14 @@ def test_gpu_kernels_train_as_the_dense_mask(compiled, packed):
             assert_close(actual, expected, 1e-3)
 
 
-@pytest.mark.parametrize("backend", [CHANNEL, VALUE])
 @pytest.mark.parametrize("options", [{"prefill": "sequential"}, {"sweeps": 40}], ids=str)
 @torch.no_grad()
-def test_decoding_under_the_forms_of_causal_kernels(backend, options):
+def test_decoding_under_the_causal_kernel(options):
     """Both prefills and decoding on the cache, pruned, left-padded, against the dense mask without a cache."""
     ids, mask = left_padded((3, 8, 1, 5))
     expected = make(thoughts=3, threshold=0.3, prefill="sequential")(ids, attention_mask=mask, use_cache=False).logits
     model, cache = make(thoughts=3, threshold=0.3, **options), DynamicCache()
-    model.set_attn_implementation(backend)
+    model.set_attn_implementation(CHANNEL)
     pieces = [model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache).logits]
     for n in range(5, 9):
         pieces.append(model(ids[:, n - 1 : n], attention_mask=mask[:, :n], past_key_values=cache).logits)

@@ -13,7 +13,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from fathom.models import hf_versions
-from fathom.models.slots import CHANNEL, VALUE, RaggedSlotLayer, SlotLayer, interleave
+from fathom.models.slots import CHANNEL, RaggedSlotLayer, SlotLayer, interleave
 from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias
 from tiny import assert_close, tiny_model, tokens
 
@@ -224,14 +224,14 @@ def biased_layout(padded=False):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL, VALUE])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
 @torch.no_grad()
 def test_backends_add_the_key_bias(backend, padded):
     model, stack, layout, by_hand = biased_layout(padded)
     model.set_attn_implementation(backend)
     slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
     bound = stack.bind(slots, layout)
-    assert isinstance(bound.attention_mask, KeyBias) == (backend in ("flex_attention", CHANNEL, VALUE))
+    assert isinstance(bound.attention_mask, KeyBias) == (backend in ("flex_attention", CHANNEL))
     actual = bound(slots)
     model.set_attn_implementation("eager")
     bound.attention_mask = by_hand
@@ -249,7 +249,7 @@ class OwnStage:
         return (key <= query) & (key % self.stages == query % self.stages)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL, VALUE])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", CHANNEL])
 @torch.no_grad()
 def test_a_visibility_by_slot_indices(backend):
     """Stages that see only themselves are sequences of their own."""

@@ -27,22 +27,17 @@ from fathom.ops.biased_attention import (
     MASKED,
     ChannelBias,
     FlexBias,
-    KeyBias,
     Sees,
-    ValueBias,
     block_mask,
     causal,
     dense_mask,
 )
 
-# The form in which a causal kernel reads a bias of keys (ops/biased_attention.py), by backend: "sdpa" for many slots on
-# a GPU, the other two are SDPA that does so on a CPU and in decoding too. Flash backends, which want queries, keys and
-# values of one width, have the channel form.
-CHANNEL, VALUE = "sdpa_bias_channel", "sdpa_bias_value"
-CAUSAL_FORMS: dict[str, type[KeyBias]] = {"sdpa": ChannelBias, CHANNEL: ChannelBias, VALUE: ValueBias}
-for name in (CHANNEL, VALUE):
-    AttentionInterface.register(name, sdpa_attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+# SDPA that reads a bias of keys as a channel (ops/biased_attention.py) on a CPU and in decoding too; "sdpa" does so for
+# many slots on a GPU, flash backends always.
+CHANNEL = "sdpa_bias_channel"
+AttentionInterface.register(CHANNEL, sdpa_attention_forward)
+AttentionMaskInterface.register(CHANNEL, sdpa_mask)
 
 # New slots from which a kernel pays on a GPU over a dense mask: one block of FlexAttention's queries.
 FLEX_FROM = 128
@@ -130,10 +125,10 @@ class SlotLayout:
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         plain = self.sees is None and documents is None
         # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. The
-        # causal kernels' forms make it part of the keys' or the values' gradient.
+        # channels make it part of the keys' gradient.
         fused = large and backend == "sdpa" and queries == keys
-        if plain and (flash or fused or (backend in (CHANNEL, VALUE) and queries in (1, keys))):
-            return CAUSAL_FORMS.get(backend, ChannelBias)(hidden)
+        if plain and (flash or fused or (backend == CHANNEL and queries in (1, keys))):
+            return ChannelBias(hidden)
         if flash:
             warnings.warn(
                 f"{backend} has no kernel for slots with packed documents or a visibility of their own; FlexAttention "

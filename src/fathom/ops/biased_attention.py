@@ -2,16 +2,12 @@
 
     o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s + b_s)   over the keys s that query q sees
 
-Four equal forms:
+Three equal forms:
 
     dense    b where a key is seen, the lowest number elsewhere, as a tensor that any backend adds. The reference.
     flex     FlexAttention adds b score by score; a block mask says what is seen. Compiled on a GPU, where gradients
              reach b; uncompiled on a CPU, forward only.
     channel  [q, 1] · [k, b/scaling]: a plain causal kernel (flash) computes the bias as part of the product.
-    value    o_q = Σ_s p_qs w_s v_s / Σ_s p_qs w_s,  p the softmax without bias, w_s = exp(b_s − max b): the same kernel
-             on values [w v, w], queries and keys as they are. The sums are as exact as p·v while p does not underflow
-             where p·w counts: with b over less than 80 that is so whatever the scores. Not in fp16 (6e-8 is its least
-             number) nor with attention dropout (numerator and denominator would drop as one).
 """
 
 from __future__ import annotations
@@ -70,10 +66,6 @@ class KeyBias:
 
 class ChannelBias(KeyBias):
     """The channel form, plain causal."""
-
-
-class ValueBias(KeyBias):
-    """The value form, plain causal; in fp16 and with attention dropout the channel form, which is exact there too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,20 +144,6 @@ def append_bias_channels(
     )
 
 
-def weigh_values(
-    key: Float[Tensor, "B G keys D"], value: Float[Tensor, "B G keys D"], bias: Float[Tensor, "B keys"]
-) -> tuple[Float[Tensor, "B G keys D"], Float[Tensor, "B G keys wide"]]:
-    """Keys and values [w v, w, 0 …] of the value form, these a multiple of 8 wide.
-
-    The keys of hidden slots (w below the least normal number: 0) are zero, so that no score of theirs takes all of p.
-    """
-    w = (bias - bias.detach().amax(1, keepdim=True)).exp()[:, None, :, None]
-    seen = w >= torch.finfo(value.dtype).tiny
-    w = torch.where(seen, w, 0.0)
-    weighed = torch.cat((w * value, w.expand(*value.shape[:-1], 1)), dim=-1).to(value.dtype)
-    return torch.where(seen, key, 0.0), F.pad(weighed, (0, -weighed.shape[-1] % 8))
-
-
 def biased_attention(
     attend: Callable[..., tuple[Tensor, Any]],
     module: nn.Module,
@@ -177,18 +155,11 @@ def biased_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B S H D"], None]:
-    """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under the last two."""
+    """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under channels."""
     if isinstance(mask, FlexBias):
         return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
     assert mask.bias is not None
     width = value.shape[-1]
-    by_value = isinstance(mask, ValueBias) and value.dtype != torch.float16 and not dropout
-    if by_value:
-        key, value = weigh_values(key, value, mask.bias)
-    else:
-        query, key, value = append_bias_channels(query, key, value, mask.bias, scaling)
+    query, key, value = append_bias_channels(query, key, value, mask.bias, scaling)
     output, _ = attend(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
-    if by_value:  # of a query that sees hidden keys only both sums are 0: its output is 0 too, not NaN
-        output, total = output[..., :width], output[..., width : width + 1]
-        return output / torch.where(total == 0, 1.0, total), None
     return output[..., :width], None
