@@ -4,10 +4,11 @@
     python benchmarks/adaptive_speed.py --tiny --out /tmp/adaptive.json              (CPU: a dry run of the script)
 
 Every row has the measured mean S of executed slots of at most K + 1, the time relative to the fixed-K model, and that
-over S/(K+1): 1 where every slot saved is time saved; the aim is at most 1.10. `slots_run` is what the adaptive model
-computed, entries that fill up shapes among them, over the slots that were to run. Routers and gates have random
-weights and a threshold found by bisection for each S, so the real decisions are made and timed. Fixed-K and adaptive
-models share weights and take turns, block by block; medians with their spread.
+over S/(K+1): 1 where every slot saved is time saved; the aim is at most 1.10. Beside it for prefill and training: the
+matrix products that ran over the fixed model's (attention, and the head that every token has once, included).
+`slots_run` is what the adaptive model computed, entries that fill up shapes among them, over the slots that were to
+run. Routers and gates have random weights and a threshold found by bisection for each S, so the real decisions are
+made and timed. Fixed-K and adaptive models share weights and take turns, block by block; medians with their spread.
 
 Prefill and training are compiled, by default the whole model: a step is then one graph, whatever its size, and one of
 few tokens is not held up by the launching of its kernels. `--compile layers` compiles one layer for all, in a fraction
@@ -34,6 +35,7 @@ import torch
 import torch._inductor.config
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fathom.cost import forward_flops_per_token, training_flops_per_token
 from fathom.models.staggered import generate_staggered
 from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
@@ -78,6 +80,15 @@ class Watched:
     def slots_run(self) -> float:
         """Slots computed in the last forward over those that ran."""
         return self.computed / self.passes[-1].sum().item()
+
+    def flops(self, length: int, training: bool) -> float:
+        """Of a token, by what the last forward ran."""
+        config, passes = self.model.config, self.passes[-1]
+        ran = [(passes > step).double().mean().item() for step in range(STEPS + 1)]
+        if training:
+            return training_flops_per_token(config, length, ran=ran)
+        head = 2 * config.hidden_size * config.vocab_size  # logits_to_keep=1
+        return forward_flops_per_token(config, length, ran=ran).matmul - head
 
     def set_threshold(self, value: float) -> None:
         object.__setattr__(self.model.depth.options, "threshold", value)
@@ -170,6 +181,7 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
             adaptive.passes.clear()
             figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
             facts = {"batch": batch, "length": length, "compile": compiled, "slots_run": adaptive.slots_run()}
+            facts["flops_vs_fixed"] = adaptive.flops(length, False) / fixed.flops(length, False)
             rows.add("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts)
             for name in models if profile else ():
                 write_profile(lambda n=name: run(n), device, f"{profile}-{depth['name']}-{name}-{mean}.txt")
@@ -212,6 +224,8 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
                 "slots_run": models["adaptive"].slots_run(),
                 "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
             }  # fmt: skip
+            work = {name: watched.flops(length, True) for name, watched in models.items()}
+            facts["flops_vs_fixed"] = work["adaptive"] / work["fixed"]
             found = models["adaptive"].mean()
             rows.add("training", depth, found, figures["adaptive"], figures["fixed"], **facts)
         models["fixed"].passes.clear()
