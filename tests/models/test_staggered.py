@@ -35,6 +35,24 @@ def test_staggered_decoding_equals_generate(depth, family, padded, form):
     assert actual.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("depth", DEPTHS, ids=str)
+@torch.no_grad()
+def test_attention_implementations_write_the_same(depth):
+    model, ids = tiny_model(depth=depth).double(), tokens(3, 7)
+    expected = generate_staggered(model, ids, 12)
+    model.set_attn_implementation("eager")
+    assert generate_staggered(model, ids, 12).tolist() == expected.tolist()
+    model.generation_config.eos_token_id = None
+    assert model.generate(ids, max_new_tokens=12, do_sample=False)[:, 7:].tolist() == expected.tolist()
+
+
+def test_flash_attention_is_refused():
+    model = tiny_model(depth=DEPTHS[0])
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2'.*set_attn_implementation"):
+        generate_staggered(model, tokens(1, 3), 2)
+
+
 def test_methods_without_turns_are_refused():
     for depth in ({"name": "vanilla"}, {"name": "adaponderlm", "halting": "fixed"}):
         with pytest.raises(ValueError, match=rf"{depth['name']}.*use generate"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.decoder import Stack
-from fathom.models.steps import FOREVER, NOWHERE
+from fathom.models.steps import FOREVER, NOWHERE, mask_of
 from fathom.ops.token_blocks import sees
 
 LOOK_EVERY = 16  # turns after which the loop asks whether all rows have finished
@@ -38,9 +38,15 @@ def generate_staggered(
     """The `max_new_tokens` greedy tokens of every row (an end of text does not stop it): those of `generate()`.
 
     Prompts of different lengths are padded on the left. Raises ValueError for a depth method without turns of its own
-    (`adaptive_latent_cot` and `adaponderlm` with their routers and gates have them).
+    (`adaptive_latent_cot` and `adaponderlm` with their routers and gates have them), and under FlashAttention, which
+    reads no mask of slots.
     """
     depth, vocabulary = model.depth, model.vocabulary()
+    if "flash" in model.config._attn_implementation:  # type: ignore[operator]
+        raise ValueError(
+            f"attn_implementation={model.config._attn_implementation!r}: rows that take turns need a mask of slots, "
+            "which it does not read; call set_attn_implementation('sdpa')"
+        )
     if not getattr(depth, "takes_turns", False):
         raise ValueError(f"depth={depth.name!r} with these options takes no turns: use generate()")
     out = model(input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
@@ -71,7 +77,7 @@ def generate_staggered(
             model.model,
             positions,
             rotary(inputs, positions) if rotary else None,
-            visible[:, None],
+            mask_of(visible, model.config, inputs.dtype),
             read=write_column,
             earlier=[(*pair, column) for pair in buffers],
             slot_ids=torch.zeros_like(positions),

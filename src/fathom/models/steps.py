@@ -298,6 +298,14 @@ def replace(
     return *append(key, value, past)[:2], (key, value)
 
 
+def mask_of(visible: Bool[Tensor, "B n keys"], config: FathomConfig, dtype: torch.dtype) -> Tensor:
+    """[B, 1, n, keys] as the backend reads it: SDPA whether a key is seen, others what is added to its score."""
+    visible = visible[:, None]
+    if "sdpa" in config._attn_implementation:  # type: ignore[operator]
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
     """The first step of all rows, which later ones read as one row: [B, G, T, D] → [1, G, B·T, D]."""
     # contiguous as what later steps leave: compiled, another layout would be another graph
@@ -591,11 +599,7 @@ class StepStack(Stack):
                 return FlexBias(None, token_block_mask(query.int(), key.int()))
             # Two comparisons a score overfill the registers of larger tiles: 688 → 443 µs a call on an H200
             return FlexBias(None, token_block_mask(query.int(), key.int(), first.int()), tile=64)
-        visible = sees(query, key, first)[:, None]
-        if "sdpa" in self.decoder.config._attn_implementation:  # type: ignore[operator]
-            return visible
-        lowest = torch.finfo(inputs.dtype).min
-        return torch.where(visible, 0.0, lowest).to(inputs.dtype)
+        return mask_of(sees(query, key, first), self.decoder.config, inputs.dtype)
 
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
