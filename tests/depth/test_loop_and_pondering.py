@@ -249,6 +249,8 @@ def test_scale_embeds_sets_one_field_of_the_decoder():
         ({"name": "loop", "passes": 0}, "loop option passes=0: must be an integer of at least 1"),
         ({"name": "loop", "steps": 2}, "loop' has no option 'steps'"),
         ({"passes": 2}, 'depth needs a "name"'),
+        ({"name": None}, 'depth needs a "name", got'),
+        (5, 'depth needs a "name", got 5'),
     ],
     ids=str,
 )

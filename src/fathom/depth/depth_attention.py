@@ -53,7 +53,8 @@ class DepthAttention(Mixer):
         score_dtype: "model" takes the dot products in the model's dtype, "float32" in fp32; the softmax is fp32.
         k_norm_position: "pre_rope", or "post_rope" for the public checkpoints (QK-norm models).
         loop_sources: under a multi-pass depth method, "same_layer+stride" (the layer itself in earlier passes, and the
-            schedule within the pass), "same_layer", or "unrolled_stride" (the schedule over pass·L + ℓ).
+            schedule within the pass), "same_layer", or "unrolled_stride" (the schedule over pass·L + ℓ;
+            not with "explicit").
         """
 
         source_schedule: str = "absolute_stride"
@@ -85,7 +86,19 @@ class DepthAttention(Mixer):
                     f"only then (source_schedule={self.source_schedule!r})"
                 )
             if self.sources is not None:  # lists in JSON and YAML
+                kinds = list | tuple
+                lists = isinstance(self.sources, kinds) and all(isinstance(layer, kinds) for layer in self.sources)
+                if not lists or any(type(j) is not int for layer in self.sources for j in layer):
+                    raise ValueError(
+                        f"depth_attention option sources={self.sources!r}: give every layer a list of earlier layers' "
+                        "numbers, say [[], [0], [0, 1]]; () means none for every layer"
+                    )
                 object.__setattr__(self, "sources", tuple(tuple(layer) for layer in self.sources))
+            if self.source_schedule == "explicit" and self.loop_sources == "unrolled_stride":
+                raise ValueError(
+                    "depth_attention option loop_sources='unrolled_stride': a list of sources a layer has no stride to "
+                    "unroll over passes; use 'same_layer+stride' or 'same_layer', or another source_schedule"
+                )
 
         def layer_sources(self, layer: int, layers: int) -> tuple[int, ...]:
             """D(ℓ), ascending. `layers` sets the default stride, L//2."""
@@ -185,7 +198,7 @@ def source_table(options: DepthAttention.Options, layers: int, passes: int) -> l
     table = []
     for index in range(passes * layers):
         r, layer = divmod(index, layers)
-        if options.loop_sources == "unrolled_stride" and options.source_schedule != "explicit":
+        if options.loop_sources == "unrolled_stride":
             table.append(options.layer_sources(index, layers))
             continue
         earlier = tuple(p * layers + layer for p in range(r))

@@ -64,7 +64,7 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None, default
         section = {"name": default}
     if isinstance(section, str):
         section = {"name": section}
-    if "name" not in section:
+    if not isinstance(section, dict) or not isinstance(section.get("name"), str):
         raise ValueError(
             f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(REGISTRIES[registry]))}'
         )
