@@ -84,6 +84,19 @@ def test_which_method(monkeypatch, capsys, recipe_file, arguments, message) -> N
     assert capsys.readouterr().err == f"fathom: {message.format(file=recipe_file)}\n"
 
 
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_a_wrong_option_is_refused_before_the_text_is_read(monkeypatch, capsys, tmp_path, recipe_file, verb) -> None:
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe["methods"] = [{"name": "loop", "depth": {"name": "loop", "pases": 2}}]
+    recipe["data"]["train"] = str(tmp_path / "absent.txt")
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(sys, "argv", ["fathom", verb, str(recipe_file), "--output", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "'loop' has no option 'pases' (did you mean 'passes'?)" in capsys.readouterr().err
+
+
 def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path) -> None:
     assert run(monkeypatch, tmp_path / "absent.yaml") == 2
     assert capsys.readouterr().err == f"fathom: {tmp_path}/absent.yaml: No such file or directory\n"

@@ -52,12 +52,16 @@ def whole(recipe, data, tmp_path_factory) -> TrainResult:
 
 
 @pytest.mark.parametrize("step", [2, 5, 9])  # before the first checkpoint, between two, after the last
-def test_losses_after_an_interrupt(recipe, data, folder, whole, step) -> None:
+def test_losses_after_an_interrupt(recipe, data, folder, whole, step, capsys) -> None:
     arguments = {"seed": 1, "folder": folder, "data": data}
     with pytest.raises(KeyboardInterrupt):
         train_run(recipe(), VANILLA, **arguments, callbacks=[StopAt(step)])
     assert TrainResult.load(folder) is None
+    saved = [checkpoints.step_of(path) for path in checkpoints.checkpoints(folder)]
+    capsys.readouterr()
     resumed = train_run(recipe(), VANILLA, **arguments)
+    said = [line.split("goes on ")[1] for line in capsys.readouterr().out.splitlines() if "goes on" in line]
+    assert said == [f"after step {step}/10" for step in saved] and bool(said) == (step > 2)
     assert same_losses(resumed, whole) and len(losses(whole)) == 10
     assert resumed.validation_loss == pytest.approx(whole.validation_loss, abs=1e-6)
     assert resumed.tokens == whole.tokens == 640

@@ -30,7 +30,7 @@ def command(
       torchrun --nproc-per-node 8 -m fathom.cli train recipes/demo.yaml --method vanilla
     """
     from fathom.data import prepare
-    from fathom.train import load_recipe, sweep_lr, train_run
+    from fathom.train import load_recipe, model_config, sweep_lr, train_run
 
     loaded = load_recipe(recipe)
     if method is None and len(loaded.methods) > 1:
@@ -39,6 +39,7 @@ def command(
     chosen = loaded.methods[0] if method is None else loaded.method(method)
     seed = loaded.seeds[0] if seed is None else seed
     folder = output / loaded.name / f"{chosen.name}-seed{seed}"
+    model_config(loaded, chosen)  # a wrong option is found before the text is tokenised
     data = prepare(loaded.data, output / ".data")
     # One sweep a method, the one of `fathom compare`. More devices make larger steps, which is another sweep.
     devices = int(os.environ.get("WORLD_SIZE", "1"))

@@ -36,6 +36,7 @@ from fathom.train import (
     best_of,
     candidates,
     load_recipe,
+    model_config,
     try_lr,
 )
 
@@ -61,6 +62,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     devices = _devices(jobs)
     side_by_side = max(Counter(devices).values())
     disable_progress_bar()  # of transformers: a bar for every model read back
+    for method in recipe.methods:  # a wrong option is found before the text is tokenised
+        model_config(recipe, method)
     data = prepare(recipe.data, output / ".data")
     planned = plan(recipe, data.tokenizer)
     folder = output / recipe.name
