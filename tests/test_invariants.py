@@ -358,7 +358,10 @@ def test_activation_checkpointing_changes_nothing(case):
     assert len(calls) == 3 * eager_calls  # once, then once forward and once recomputed
     torch.testing.assert_close(again, loss, rtol=0, atol=0)
     for name, gradient in gradients.items():
-        assert_close(checkpointed[name], gradient, 1e-6)
+        if gradient.any():
+            assert_close(checkpointed[name], gradient, 1e-6)
+        else:  # the router of a step that no token of this random model reaches
+            assert not checkpointed[name].any()
 
 
 @every_case

@@ -189,7 +189,7 @@ def test_tail_sums_and_the_expected_number_of_thoughts():
     assert (s.sum(-1) - 1).abs().max() < 1e-12
     assert torch.equal(w[..., 0], torch.ones(2, 7, dtype=w.dtype)) and (w.diff(dim=-1) <= 0).all()
     assert_close(w[..., 1:].sum(-1), (s * torch.arange(4)).sum(-1), 1e-12)
-    assert torch.equal(seen[0].trace["passes"], torch.full((2, 7), 4))
+    assert torch.equal(seen[0].trace["passes"], (w >= model.depth.options.threshold).sum(-1))
 
 
 PENALTIES = {
@@ -385,13 +385,17 @@ def test_assisted_decoding_and_crops_on_ragged_tokens(options):
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 @torch.no_grad()
 def test_the_cache_holds_the_slots_that_ran_and_one_bias_each(prefill):
-    model, ids = make(prefill=prefill, sweeps=40, **PRUNED), tokens(2, 7, seed=4)
+    model = make(prefill=prefill, sweeps=40, **PRUNED)
+    for seed in range(4, 40):  # rows of which neither thinks the longer everywhere
+        ids = tokens(2, 7, seed=seed)
+        ran = slots_run(model, ids)
+        held = [max(rows) for rows in zip(*ran)]
+        if held not in ran and sum(held) < 4 * 7:
+            break
+    assert held not in ran and sum(held) < 4 * 7
     cache = DynamicCache()
     model(ids[:, :6], past_key_values=cache)
     model(ids[:, 6:], past_key_values=cache)
-    ran = slots_run(model, ids)
-    held = [max(rows) for rows in zip(*ran)]
-    assert held not in ran and sum(held) < 4 * 7
     assert {layer.keys.shape[-2] for layer in cache.layers} == {sum(held)}
     assert cache.get_seq_length() == 7
     assert cache.layers[0].steps.tolist() == [k for n in held for k in range(n)]
