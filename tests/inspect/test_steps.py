@@ -43,6 +43,7 @@ def test_steps_and_losses_are_those_of_the_forward(depth):
     torch.testing.assert_close(found.losses, losses)
     assert found.ran == pytest.approx([(passes > k).double().mean().item() for k in range(found.most)])
     picture = StepMap.measure(model, tiny_tokenizer(), ids, window=64)
+    assert picture.window == 39
     assert picture.mean == pytest.approx(passes.double().mean().item())
     assert picture.histogram == [(passes == n).sum().item() for n in range(1, found.most + 1)]
     for n, loss in enumerate(picture.losses, start=1):
@@ -65,6 +66,11 @@ def test_windows_give_every_token_once():
     torch.testing.assert_close(
         found.losses, torch.cat([loss[first:] for (_, loss), (_, first) in zip(parts, places, strict=True)])
     )
+
+
+def test_the_window_shown_is_cut_to_the_positions():
+    model = tiny_model(depth=DEPTHS[0], max_position_embeddings=16)
+    assert StepMap.measure(model, tiny_tokenizer(), tokens(1, 46)[0], window=1024).window == 16
 
 
 def test_classes_of_tokens():

@@ -25,11 +25,13 @@ class Steps:
         passes: steps that the token ran.
         losses: −log p of the next token, nats.
         most: steps that a token can run.
+        window: tokens that were read at once.
     """
 
     passes: Int[Tensor, " n"]
     losses: Float[Tensor, " n"]
     most: int
+    window: int
 
     @property
     def ran(self) -> tuple[float, ...]:
@@ -78,4 +80,4 @@ def steps_run(model: Any, token_ids: Int[Tensor, " n"], window: int, batch_size:
     finally:
         hook.remove()
         model.train(training)
-    return Steps(passes, losses, model.depth.most_steps(model.depth.options))
+    return Steps(passes, losses, model.depth.most_steps(model.depth.options), window)

@@ -88,7 +88,7 @@ class StepMap(Picture):
         by_steps = [losses[passes == n + 1] for n in range(steps.most)]
         return cls(
             tokens=len(texts),
-            window=min(window, len(texts)),
+            window=steps.window,
             most=steps.most,
             mean=steps.mean,
             histogram=[len(found) for found in by_steps],
