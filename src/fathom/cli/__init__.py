@@ -15,6 +15,8 @@ from typing import Any
 import typer
 import typer.core
 
+from fathom.models.registry import nearest
+
 VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "train": "fathom.cli.train:command",
     "compare": "fathom.cli.compare:command",
@@ -37,7 +39,7 @@ class Verbs(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
-            return None  # the parser says so, and names the nearest verb
+            ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, list(VERBS))}.")  # typer knows no lazy names
         module, attribute = VERBS[cmd_name].split(":")
         verb = getattr(importlib.import_module(module), attribute)
         if not isinstance(verb, typer.Typer):
