@@ -98,6 +98,14 @@ def test_a_model_that_was_not_recurrent_does_not_mix(tmp_path):
     assert not any(load_silently(tmp_path).model.mixer.sources)
 
 
+def test_a_config_that_says_no_does_not_mix(tmp_path):
+    write(tmp_path, {**PUBLISHED, "use_depth_attention": False})
+    assert not any(load_silently(tmp_path).model.mixer.sources)
+    write(tmp_path, {**TRAINING, "use_depth_attention": False})
+    with pytest.raises(ValueError, match=r"use_depth_attention=False: recurrent_model=True says the opposite"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+
+
 def test_without_qk_norm_the_backbone_is_llama(tmp_path):
     expected, ids = write(tmp_path, {**TRAINING, "use_qk_norm": False}, family="llama"), tokens(1, 6)
     model = load_silently(tmp_path)

@@ -6,6 +6,7 @@ latter *after* the rotation. What was trained stands in these fields:
 | field | meaning |
 |---|---|
 | recurrent_model | their code mixes only if it is true; published configs lack it, their training command sets it |
+| use_depth_attention | published configs say true; false: no mixing |
 | depth_softmax_stride, depth_attention_stride | stride; the first wins in their code, which falls back to 1 |
 | depth_recent_window, depth_attention_recent_window | recent window |
 | cross_layer_mode, cross_layer_pattern | "depth_softmax" is Depth-Attention |
@@ -71,7 +72,11 @@ def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrai
 
     if "mixer" in changes:
         return translated, changes
-    mixes = getattr(stock, "recurrent_model", None)
+    mixes, used = getattr(stock, "recurrent_model", None), getattr(stock, "use_depth_attention", None)
+    if used is False and mixes:
+        refuse("use_depth_attention", f"recurrent_model={mixes} says the opposite; pass mixer to decide")
+    if used is False:
+        mixes = False
     if mixes is None:
         _warn("recurrent_model", "the authors' code mixes only if it is true; taken as true")
     if mixes is False:
