@@ -87,6 +87,8 @@ def test_classes_of_tokens():
 def test_offered_where_tokens_stop_on_their_own():
     assert all(StepMap in offered(model_of(depth).config) for depth in DEPTHS)
     assert StepMap not in offered(tiny_model(depth={"name": "pondering"}).config)
+    for name in ("adaptive_latent_cot", "adaponderlm"):  # the ordinary decoder, a row of comparisons
+        assert StepMap not in offered(tiny_model(depth={"name": name, "steps": 0}).config)
     with pytest.raises(ValueError, match="'pondering': all tokens run the same steps"):
         steps_run(tiny_model(depth={"name": "pondering"}), tokens(1, 4)[0], 8)
     with pytest.raises(ValueError, match="has 1 tokens: at least 2"):

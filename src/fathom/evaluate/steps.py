@@ -44,9 +44,10 @@ class Steps:
 
 
 def is_adaptive(config: Any) -> bool:
-    """Whether tokens stop on their own under this config."""
+    """Whether tokens stop on their own under this config: not where a method with steps=0 is the ordinary decoder."""
     depth = getattr(config, "depth", None) or {}
-    return getattr(REGISTRIES["depth"].get(depth.get("name", "")), "adaptive", False)
+    adaptive = getattr(REGISTRIES["depth"].get(depth.get("name", "")), "adaptive", False)
+    return adaptive and config.most_steps > 1
 
 
 @torch.no_grad()
