@@ -179,6 +179,21 @@ def test_fathom_checkpoints_honour_placement_too(tmp_path):
     assert changed.config.passes == 3
 
 
+def test_fields_given_with_a_fathom_checkpoint_are_checked_like_any_config(tmp_path):
+    tiny_model("llama", depth={"name": "pondering", "steps": 2}).save_pretrained(tmp_path)
+    for depth in ({"name": "loop"}, "loop"):
+        for auto in (FathomForCausalLM, AutoModelForCausalLM):
+            changed = auto.from_pretrained(tmp_path, depth=depth)
+            assert changed.config.depth == FathomConfig(depth={"name": "loop"}).depth
+    for depth, message in (
+        ({"name": "loop", "pases": 2}, "'loop' has no option 'pases' .did you mean 'passes'"),
+        ({"nam": "loop"}, 'depth needs a "name"'),
+        ({"name": "adaponderlm", "steps": 3}, "with depth='adaponderlm': .*steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FathomForCausalLM.from_pretrained(tmp_path, depth=depth)
+
+
 # ---------------------------------------------------------------- refusals
 
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}

@@ -222,8 +222,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
-        For a stock checkpoint `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on
-        it; for a Fathom checkpoint, a `config` with them. Only such a method's parameters may be absent from the files.
+        `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
+        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
         Raises ValueError for any other tensor that is absent, another family, a config field of the family that the
         decoder lacks, and a damaged file.
         """
@@ -231,8 +231,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             return super().from_pretrained(None, *args, **kwargs)
         with checkpoints.damage_named(pretrained_model_name_or_path):
             given = isinstance(kwargs.get("config"), FathomConfig)
-            if given:
-                checkpoints.check_depth(pretrained_model_name_or_path, kwargs["config"])
             loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
             if loaded is None:
                 return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)
@@ -248,7 +246,9 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
-        added = checkpoints.new_parameters(model.config, FathomConfig.from_pretrained(path, **hub))
+        stored = FathomConfig.from_pretrained(path, **hub)
+        checkpoints.check_depth(path, model.config, stored)
+        added = checkpoints.new_parameters(model.config, stored)
         missing = set(report["missing_keys"])
         checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:

@@ -302,13 +302,12 @@ def refuse_missing(path: Any, names: Iterable[str]) -> None:
         raise ValueError(f"{path}: weights are missing from the checkpoint: {', '.join(missing[:8])}{more}")
 
 
-def check_depth(path: Any, config: FathomConfig) -> None:
+def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
     """Raise ValueError if the weights of a Fathom checkpoint cannot go on under another config's depth method."""
-    stored = FathomConfig.get_config_dict(path)[0].get("depth") or {"name": "vanilla"}
-    method: Any = lookup("depth", config.depth["name"])
-    reason = method.refuse_checkpoint(stored, build_options("depth", config.depth))
+    method: Any = lookup("depth", given.depth["name"])
+    reason = method.refuse_checkpoint(stored.depth, build_options("depth", given.depth))
     if reason:
-        raise ValueError(f"{path} with depth={config.depth['name']!r}: {reason}")
+        raise ValueError(f"{path} with depth={given.depth['name']!r}: {reason}")
 
 
 @contextlib.contextmanager

@@ -181,6 +181,12 @@ class FathomConfig(PreTrainedConfig):
         self._check()
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set."""
+        given = {name: kwargs.pop(name) for name in cls.types() if name in kwargs}
+        return super().from_dict({**config_dict, **given}, **kwargs)
+
+    @classmethod
     def types(cls) -> dict[str, Any]:
         """The annotated type of every field that Fathom declares."""
         return inspect.get_annotations(FathomConfig, eval_str=True)
