@@ -354,6 +354,14 @@ def test_the_small_recipe_compares_what_it_says():
     assert recipe.training.tokens >= 90e6 and recipe.data.block_size == 1024
 
 
+def test_uniform_weights_of_a_bf16_model_sum_to_one():
+    """As the picture shows them: 1/3 rounded to bf16 would sum to 1.002."""
+    mixer = tiny_model(num_hidden_layers=4, mixer={"name": "depth_attention", "mix_rule": "uniform"}).model.mixer
+    key = torch.randn(1, 2, 3, 8).bfloat16()
+    weights = mixer.weights(key, key, ((key,), (key,)))
+    assert sum(weights).item() == pytest.approx(1, abs=1e-6)
+
+
 def test_cost_counts_every_pass_once():
     """ΣM over all passes: with the layer itself in earlier passes as its sources, pass r has r + 1 candidates."""
     mixer = {"name": "depth_attention", "loop_sources": "same_layer"}

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from fathom.depth.base import Counts, Mixer, check_choice, check_range
 from fathom.models.registry import register
 from fathom.ops.depth_mix import depth_mix, depth_weights
@@ -168,7 +170,8 @@ class DepthAttention(Mixer):
         """α_j: one [B, G, T, 1] a source, the layer itself last."""
         if self.options.mix_rule == "uniform":
             count = len(sources) + 1
-            return (key.new_full((1, 1, 1, 1), 1 / count),) * count
+            wide = torch.promote_types(key.dtype, torch.float32)
+            return (key.new_full((1, 1, 1, 1), 1 / count, dtype=wide),) * count
         keys = [*(state[0] for state in sources), key]
         return depth_weights(query.to(key.dtype), keys, self.options.score_dtype == "float32")
 
