@@ -87,6 +87,7 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
         ("name: tiny\nname: large\ntraining: {tokens: 1}", "key 'name' is given twice.*line 2"),
         ("name: [", "not valid YAML"),
         (MINIMAL + "model: {checkpoint: x, hidden_size: 64}", "model.hidden_size cannot be given: model.checkpoint"),
+        (MINIMAL + "model: {checkpoint: x}\ndata: {tokenizer: {bpe: 300}}", "data.tokenizer={'bpe': 300}: must be"),
     ],
 )
 def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
@@ -116,7 +117,7 @@ def test_numbers_of_the_model_are_read_like_all_others(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
-    recipe = load(tmp_path, f"{MINIMAL}model: {{checkpoint: {tmp_path / 'absent'}}}\ndata: {{tokenizer: {{bpe: 300}}}}")
+    recipe = load(tmp_path, f"{MINIMAL}model: {{checkpoint: {tmp_path / 'absent'}}}")
     with pytest.raises(ValueError, match=r"model\.checkpoint='.*absent': no config.json could be read"):
         model_config(recipe, recipe.methods[0])
 

@@ -212,6 +212,10 @@ def load_recipe(path: str | Path) -> Recipe:
     try:
         raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
         recipe: Recipe = build(Recipe, raw)
+        if "checkpoint" in recipe.model and "tokenizer" in (raw.get("data") or {}):
+            bpe = isinstance(recipe.data.tokenizer, dict)
+            rule = "be the checkpoint's, whose token ids its embeddings know: leave it out, or name a folder"
+            _require(not bpe, "data.tokenizer", recipe.data.tokenizer, rule)
     except ValueError as error:  # UnicodeDecodeError too
         raise ValueError(f"{path}: {error}") from None
     if "checkpoint" in recipe.model and "tokenizer" not in (raw.get("data") or {}):
