@@ -24,7 +24,7 @@ def command(
     """
     from fathom.report.compare import compare
     from fathom.report.results import tables
-    from fathom.report.wording import TITLES, overall, verdict
+    from fathom.report.wording import TITLES, overall
 
     try:
         results = compare(recipe, output, jobs, say=typer.echo)
@@ -34,7 +34,7 @@ def command(
     found = tables(results)
     typer.echo(f"\nBits per byte of held-out text: window {results.block_size}, stride {results.block_size}")
     for table in found:
-        typer.echo(f"\n{TITLES[table.budget]}\n  {verdict(table).headline}")
+        typer.echo(f"\n{TITLES[table.budget]}")
         for row in table.rows:
             typer.echo(f"  {row.method:<20} {row.mean('bits_per_byte'):.3f} bits per byte")
         typer.echo(f"  {'unigram model':<20} {results.unigram_bits_per_byte:.3f} bits per byte")
