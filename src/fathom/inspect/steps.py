@@ -180,7 +180,7 @@ class StepMap(Picture):
         return (
             f'<p class="note">Mean over {self.tokens:,} tokens, read {self.window} at once. A token\'s steps are spent '
             "before the next one is predicted; the loss is the next token's.</p>"
-            "<h3>The beginning of the text, darker where a token runs more steps</h3>"
+            "<h3>The beginning of the text, shaded more where a token runs more steps</h3>"
             f'<blockquote style="white-space:pre-wrap">{shaded}</blockquote>'
         )
 
