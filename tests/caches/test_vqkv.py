@@ -257,20 +257,28 @@ def test_files(tmp_path):
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
     reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
 )
-@pytest.mark.parametrize("rows,groups,queries,tokens,sets", [(2, 2, 3, 300, 1), (1, 4, 4, 128, 4), (2, 1, 1, 5, 1)])
+@pytest.mark.parametrize(
+    "rows,groups,queries,tokens,sets,stages",
+    [(2, 2, 3, 300, 1, 3), (1, 4, 4, 128, 4, 8), (2, 1, 1, 5, 1, 4), (1, 1, 6, 70, 1, 6), (1, 2, 2, 70, 1, 12)],
+)
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_kernels_equal_the_rebuilt_vectors(rows, groups, queries, tokens, sets, dtype):
+def test_kernels_equal_the_rebuilt_vectors(monkeypatch, rows, groups, queries, tokens, sets, stages, shared, dtype):
+    """Words of 1, 2 and 4 codes, one and two at once; rows that do not fill a program; tables too large to share."""
+    from fathom.ops import code_attention
     from fathom.ops.code_attention import code_mix, code_scores
 
+    if not shared:
+        monkeypatch.setattr(code_attention, "SHARED_ENTRIES", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    books = torch.randn(sets, 3, 20, 16, generator=generator).to(device)
-    codes = torch.randint(20, (rows, groups, tokens, 3), generator=generator).to(device)
+    books = torch.randn(sets, stages, 20, 16, generator=generator).to(device)
+    codes = torch.randint(20, (rows, groups, tokens, stages), generator=generator).to(device)
     query = torch.randn(rows, groups, queries, 16, generator=generator).to(device)
     weights = torch.rand(rows, groups, queries, tokens, generator=generator).to(device)
     rebuilt = torch.zeros(rows, groups, tokens, 16, device=device)
     for group in range(groups):
-        for stage in range(3):
+        for stage in range(stages):
             rebuilt[:, group] += books[group % sets, stage][codes[:, group, :, stage]]
     held = (codes - 32768 if dtype == torch.int16 else codes).to(dtype)
     assert relative(code_scores(query, held, books), query @ rebuilt.transpose(2, 3)) < 1e-5

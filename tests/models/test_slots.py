@@ -14,7 +14,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from fathom.models import hf_versions
 from fathom.models.slots import CHANNEL, RaggedSlotLayer, SlotLayer, interleave
-from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias
+from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias, RangeBias
 from tiny import assert_close, tiny_model, tokens
 
 PAUSE = {"name": "pause", "pauses": 2}
@@ -302,6 +302,20 @@ def test_a_gpu_reads_a_bias_as_a_channel(monkeypatch, tokens, channel):
     assert isinstance(mask, ChannelBias) == channel
     own = dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, packed=False)
     assert isinstance(own, FlexBias) == channel
+
+
+def test_ranges_where_they_are_chosen(monkeypatch):
+    """For plain causal slots; not with a visibility of their own, packed documents or few slots."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("fathom.models.slots.KEY_BIAS_FORM", "range")
+    model, layout = layout_of(60, 3)
+    slots, bias = torch.zeros(2, 180, 32), torch.zeros(2, 180)
+    layout = dataclasses.replace(layout, key_bias=bias, valid=torch.arange(180).expand(2, -1) > 2)
+    mask = layout.mask(model.config, slots, None, packed=False)
+    assert isinstance(mask, RangeBias) and mask.bias[:, :3].eq(MASKED).all() and mask.bias[:, 3:].eq(0).all()
+    assert mask.ranges.start.tolist() == [[0] * 180 + [180] * 180] and mask.ranges.stop.tolist() == [[*range(1, 361)]]
+    assert isinstance(dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, False), FlexBias)
+    assert isinstance(dataclasses.replace(layout, valid=None).mask(model.config, slots, None, packed=True), FlexBias)
 
 
 def test_some_slots_of_a_layout():

@@ -7,8 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fathom.ops.token_blocks import sees, token_ranges
+from fathom.ops import biased_attention
+from fathom.ops.biased_attention import MASKED, ChannelBias, RangeBias, causal_ranges
+from fathom.ops.token_blocks import TokenRanges, readers_of, sees, token_ranges
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -33,13 +36,13 @@ def segments(rows, length, shares, seed=0):
     return query, keys, query // length * length
 
 
-def dense(query, key, value, seen, scaling):
+def dense(query, key, value, seen, scaling, bias=0):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    weights = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = (query @ key.mT * scaling + bias).masked_fill(~seen, -torch.inf).softmax(-1)
     return weights.nan_to_num(0) @ value  # of a query that sees nothing
 
 
-def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None):
+def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None):
     from fathom.ops.range_attention import range_attention, serves
 
     query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
@@ -47,19 +50,24 @@ def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None)
     seen = sees(query[None], key[None], first[None])[0].cpu()
     if hidden is not None:
         ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
+        ranges = TokenRanges(ranges.start, ranges.stop, readers_of(ranges.start, ranges.stop, len(key)))
         seen[hidden] = False
     torch.manual_seed(1)
     q, grad = (torch.randn(1, len(query), heads, width).to(dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, groups, len(key), width).to(dtype) for _ in range(2))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = dense(*exact, seen, 0.3)
+    if bias is not None:
+        exact.append(bias.double().requires_grad_())
+    expected = dense(*exact[:3], seen, 0.3, *exact[3:])
     wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     given = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
+    if bias is not None:
+        given.append(bias.to(DEVICE).requires_grad_())
     assert serves(width, heads // groups, dtype)
-    output = range_attention(*given, ranges, 0.3)
+    output = range_attention(*given[:3], ranges, 0.3, *given[3:])
     found = [output, *torch.autograd.grad(output, given, grad.to(DEVICE))]
-    for name, x, y in zip(("output", "query", "key", "value"), wanted, found):
-        assert y.dtype == dtype and y.shape == x.shape
+    for name, x, y in zip(("output", "query", "key", "value", "bias"), wanted, found):
+        assert y.dtype == (torch.float32 if name == "bias" else dtype) and y.shape == x.shape
         error = (y.detach().double().cpu() - x.detach()).abs().max() / x.detach().abs().max()
         assert error < limit, (name, error.item())
 
@@ -85,14 +93,108 @@ def test_rows_of_one_token_and_of_none():
     compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6)
 
 
+def biased(keys, seed=0):
+    """Of every size, the hidden (ops/biased_attention.py) and the large among them."""
+    bias = -10 * torch.rand(keys, generator=torch.Generator().manual_seed(seed)).square()
+    bias[::5], bias[1::11], bias[3::7] = 0, MASKED, 4
+    return bias
+
+
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (2, 2, 32), (8, 1, 16), (4, 1, 128)])
+@pytest.mark.parametrize("shares", [(), (0.6, 0.5)], ids=["all", "third"])
+def test_a_bias_of_the_keys_and_its_gradient(shares, heads, groups, width):
+    query, keys, first = segments(*((3, 70) if width < 100 else (2, 35)), shares)
+    compare(query, keys, first, heads, groups, width, torch.float32, 5e-6, bias=biased(sum(map(len, keys))))
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_a_bias_in_16_bits(dtype, limit):
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
+    query, keys, first = segments(2, 150, (0.6,))
+    compare(query, keys, first, 4, 1, 64, dtype, limit, bias=biased(sum(map(len, keys))))
+
+
 def test_queries_that_see_nothing_give_zero_and_no_gradient():
     query, keys, first = segments(1, 60, (0.8,))
     compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6, hidden=slice(0, 5))
 
 
+def rows_of_slots(rows, slots, heads, groups, width, dtype):
+    """query, key, value and the output's gradient, as the decoder lays them out; the bias."""
+    torch.manual_seed(2)
+    counts = heads, groups, groups, heads
+    tensors = (torch.randn(rows, slots, n, width).to(dtype).transpose(1, 2) for n in counts)
+    return *tensors, torch.stack([biased(slots, row) for row in range(rows)])
+
+
+@pytest.mark.parametrize("rows, slots", [(1, 1), (1, 37), (3, 1), (2, 64), (3, 45), (2, 130)])
+@pytest.mark.parametrize("heads, groups", [(4, 2), (3, 3), (4, 1)])
+def test_plain_causal_rows_with_a_bias(rows, slots, heads, groups):
+    *given, grad, bias = rows_of_slots(rows, slots, heads, groups, 16, torch.float32)
+    exact = [x.double().requires_grad_() for x in (*given, bias)]
+    seen = torch.ones(slots, slots, dtype=torch.bool).tril()
+    expected = dense(*exact[:3], seen, 0.3, exact[3][:, None, None])
+    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    tensors = [x.to(DEVICE).requires_grad_() for x in (*given, bias)]
+    mask = RangeBias(tensors[3], causal_ranges(rows, slots, torch.device(DEVICE)))
+    output = biased_attention.range_biased_attention(*tensors[:3], mask, 0.3)
+    assert output.transpose(1, 2).is_contiguous()  # as the projection behind it wants it
+    for name, x, y in zip(("output", "query", "key", "value", "bias"), wanted,
+                          [output, *torch.autograd.grad(output, tensors, grad.to(DEVICE))]):  # fmt: skip
+        assert y.shape == x.shape
+        error = (y.double().cpu() - x).abs().max() / x.abs().max().clamp(min=1)  # of one slot, zeros
+        assert error < 5e-6, (name, error.item())
+
+
+def test_nothing_is_copied_on_the_way_to_the_kernels(monkeypatch):
+    from fathom.ops import range_attention
+
+    *given, _, bias = rows_of_slots(2, 20, 4, 2, 16, torch.float16)
+    met = []
+    monkeypatch.setattr(range_attention, "range_attention", lambda *tensors: met.extend(tensors) or tensors[0])
+    mask = RangeBias(bias, causal_ranges(2, 20, torch.device("cpu")))
+    biased_attention.range_biased_attention(*given, mask, 0.3)
+    assert [x.data_ptr() for x in met[:3]] == [x.data_ptr() for x in given]
+
+
+@pytest.mark.parametrize("dtype, heads, form", [
+    (torch.float16, 4, "range"), (torch.float32, 4, "channel"), (torch.float16, 6, "channel"),
+])  # fmt: skip
+def test_channels_serve_what_the_kernels_do_not(monkeypatch, dtype, heads, form):
+    """They do not take three heads of a key/value head; in 32 bits they are slower."""
+    *given, _, bias = (x.to(DEVICE) for x in rows_of_slots(2, 50, heads, 2, 16, dtype))
+    called = []
+    range_form = biased_attention.range_biased_attention
+    monkeypatch.setattr(biased_attention, "range_biased_attention", lambda *a: called.append(1) or range_form(*a))
+
+    class Module(torch.nn.Module):
+        num_key_value_groups, is_causal = heads // 2, True
+
+    mask = RangeBias(bias, causal_ranges(2, 50, torch.device(DEVICE)))
+    found, wanted = (
+        biased_attention.biased_attention(sdpa_attention_forward, Module(), *given, mask, 0.3)[0]
+        for mask in (mask, ChannelBias(bias))
+    )
+    assert bool(called) == (form == "range")
+    torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-3)
+
+
+def test_ranges_made_without_gradients_serve_training():
+    biased_attention._causal_ranges.cache_clear()
+    *given, grad, bias = (x.to(DEVICE) for x in rows_of_slots(2, 20, 2, 1, 16, torch.float32))
+    with torch.inference_mode():
+        causal_ranges(2, 20, torch.device(DEVICE))
+    given[0].requires_grad_()
+    mask = RangeBias(bias, causal_ranges(2, 20, torch.device(DEVICE)))
+    biased_attention.range_biased_attention(*given, mask, 0.3).backward(grad)
+    assert given[0].grad.isfinite().all()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiled on a GPU only")
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_with_what_is_around(dynamic):
+def test_compiled_with_what_is_around(dynamic, with_bias):
     from fathom.ops.range_attention import range_attention
 
     torch._dynamo.reset()
@@ -101,14 +203,34 @@ def test_compiled_with_what_is_around(dynamic):
     torch.manual_seed(0)
     q = torch.randn(1, len(query), 4, 64, device=DEVICE)
     k, v = (torch.randn(1, 2, sum(map(len, keys)), 64, device=DEVICE) for _ in range(2))
+    bias = [biased(k.shape[2]).to(DEVICE)] if with_bias else []
 
-    def around(q, k, v):
-        return range_attention((2 * q).transpose(1, 2), k + 1, v, ranges, 0.2).transpose(1, 2).sin()
+    def around(q, k, v, *bias):
+        bias = [3 * x.sin() for x in bias]
+        return range_attention((2 * q).transpose(1, 2), k + 1, v, ranges, 0.2, *bias).transpose(1, 2).sin()
 
     found = []
     for function in (around, torch.compile(around, dynamic=dynamic, fullgraph=True)):
-        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        tensors = [x.clone().requires_grad_() for x in (q, k, v, *bias)]
         output = function(*tensors)
         found.append([output.detach(), *torch.autograd.grad(output.square().sum(), tensors)])
     for x, y in zip(*found):
         torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled on a GPU only")
+def test_compiled_rows_with_a_bias():
+    torch._dynamo.reset()
+    *given, _, bias = (x.to(DEVICE) for x in rows_of_slots(2, 200, 4, 2, 64, torch.bfloat16))
+
+    def around(q, k, v, bias):
+        mask = RangeBias(3 * bias.sin(), causal_ranges(2, 200, bias.device))
+        return biased_attention.biased_attention(None, None, 2 * q, k + 1, v, mask, 0.2)[0].sin()
+
+    found = []
+    for function in (around, torch.compile(around, fullgraph=True)):
+        tensors = [x.clone().requires_grad_() for x in (*given, bias)]
+        output = function(*tensors)
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), tensors)])
+    for x, y in zip(*found):
+        assert (x - y).abs().max() < 2e-2 * x.abs().max()

@@ -27,9 +27,11 @@ from fathom.ops.biased_attention import (
     MASKED,
     ChannelBias,
     FlexBias,
+    RangeBias,
     Sees,
     block_mask,
     causal,
+    causal_ranges,
     dense_mask,
 )
 
@@ -38,6 +40,9 @@ from fathom.ops.biased_attention import (
 CHANNEL = "sdpa_bias_channel"
 AttentionInterface.register(CHANNEL, sdpa_attention_forward)
 AttentionMaskInterface.register(CHANNEL, sdpa_mask)
+
+# What adds the bias of plain causal slots under "sdpa" on a GPU: "channel", or "range" where its kernels serve.
+KEY_BIAS_FORM = "channel"
 
 # New slots from which a kernel pays on a GPU over a dense mask: one block of FlexAttention's queries.
 FLEX_FROM = 128
@@ -127,6 +132,8 @@ class SlotLayout:
         # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. The
         # channels make it part of the keys' gradient.
         fused = large and backend == "sdpa" and queries == keys
+        if plain and fused and KEY_BIAS_FORM == "range":
+            return RangeBias(hidden, causal_ranges(rows, queries, slots.device))
         if plain and (flash or fused or (backend == CHANNEL and queries in (1, keys))):
             return ChannelBias(hidden)
         if flash:

@@ -2,12 +2,14 @@
 
     o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s + b_s)   over the keys s that query q sees
 
-Three equal forms:
+Four equal forms:
 
     dense    b where a key is seen, the lowest number elsewhere, as a tensor that any backend adds. The reference.
     flex     FlexAttention adds b score by score; a block mask says what is seen. Compiled on a GPU, where gradients
              reach b; uncompiled on a CPU, forward only.
     channel  [q, 1] · [k, b/scaling]: a plain causal kernel (flash) computes the bias as part of the product.
+    range    Kernels of our own (ops/range_attention.py) over the rows of a batch end to end, plain causal: what a slot
+             sees is a range of them. On a GPU, in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from fathom.ops.kernels import has_kernel
+from fathom.ops.token_blocks import TokenRanges, readers_of
 
 # A bias that hides a key: exp(−4000) is 0 in every precision, and 4000/scaling is finite in fp16 up to 256 channels.
 MASKED = -4000.0
@@ -57,6 +62,21 @@ def _block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> Bl
     return create_block_mask(mask_mod, None, None, queries, keys, device=device)  # type: ignore[arg-type]
 
 
+def causal_ranges(rows: int, slots: int, device: torch.device) -> TokenRanges:
+    """Plain causal, the rows end to end: slot s of row r sees [r·S, r·S + s]. Made once per shape."""
+    if torch.compiler.is_compiling():
+        return _causal_ranges.__wrapped__(rows, slots, device)
+    return _causal_ranges(rows, slots, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_ranges(rows: int, slots: int, device: torch.device) -> TokenRanges:
+    with torch.inference_mode(False):  # training may be the next to ask
+        index = torch.arange(rows * slots, dtype=torch.int32, device=device)[None]
+        start, stop = index // slots * slots, index + 1
+        return TokenRanges(start, stop, readers_of(start, stop, rows * slots))
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyBias:
     """The bias b of every key, fp32 or wider; which subclass says the form that adds it."""
@@ -66,6 +86,17 @@ class KeyBias:
 
 class ChannelBias(KeyBias):
     """The channel form, plain causal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeBias(KeyBias):
+    """The range form; the channel form where its kernels do not serve.
+
+    Attributes:
+        ranges: `causal_ranges`.
+    """
+
+    ranges: TokenRanges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +149,32 @@ def flex_biased_attention(
     return attend(query, key, value, change, mask.blocks, scaling, grouped, kernel_options=options)
 
 
+def range_biased_attention(
+    query: Float[Tensor, "B H S D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    mask: RangeBias,
+    scaling: float,
+) -> Float[Tensor, "B H S D"]:
+    """The range form. The rows lie end to end, without a copy, where slots come before heads in memory."""
+    from fathom.ops.range_attention import range_attention  # needs triton
+
+    assert mask.bias is not None
+    rows = len(query)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value))
+    output = range_attention(query, key, value, mask.ranges, scaling, mask.bias.flatten())
+    return output[0].transpose(0, 1).unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+def ranges_serve(query: Tensor, key: Tensor) -> bool:
+    """Whether the range form does: in 32 bits, products without tensor cores cost more than channels."""
+    if not has_kernel(query.device.type) or query.element_size() != 2:
+        return False
+    from fathom.ops.range_attention import serves
+
+    return serves(query.shape[3], query.shape[1] // key.shape[1], query.dtype)
+
+
 def append_bias_channels(
     query: Float[Tensor, "B H S D"],
     key: Float[Tensor, "B G keys D"],
@@ -158,6 +215,8 @@ def biased_attention(
     """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under channels."""
     if isinstance(mask, FlexBias):
         return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
+    if isinstance(mask, RangeBias) and ranges_serve(query, key) and not dropout:
+        return range_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
     assert mask.bias is not None
     width = value.shape[-1]
     query, key, value = append_bias_channels(query, key, value, mask.bias, scaling)

@@ -1,6 +1,10 @@
 """Attention in which every query sees one range of keys in each of a few segments: Triton kernels, both ways.
 
-    o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s)   over   s ∈ ∪_i [start_iq, stop_iq)
+    o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s + b_s)   over   s ∈ ∪_i [start_iq, stop_iq)
+
+The bias b of the keys is one for all heads, and may be left out. Its gradient, with those that flash attention knows:
+
+    δ_q = do_q·o_q,   ds_qs = p_qs (do_q·v_s − δ_q),   db_s = Σ_q ds_qs   over the queries and all heads
 
 Both ends of segment i's range must not fall from one query to the next, as with queries and each segment's keys in the
 order of their tokens. Then the keys that some queries in a row may see are again a range, and so are the queries that
@@ -13,7 +17,7 @@ package `triton`; 16 or 32 bits, heads of 16 to 256 channels, a power of two.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,27 +29,54 @@ from torch.library import triton_op, wrap_triton
 from fathom.ops.kernels import FLOATS
 from fathom.ops.token_blocks import RUN, TokenRanges
 
-ROWS = 128  # queries times heads of a program
-KEYS = 64  # that it reads at a time
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
 
 
+class Tile(NamedTuple):
+    """What a program of a kernel takes: queries times heads, keys; and how many warps and stages of loads it has."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# In 16 bits and up to 64 channels; wider ones take half the rows, and from 256 channels half the keys. Rows are 64 or
+# more, for as many as 32 heads in a half; keys of "keys" are 64 or more, for a run of them in a half.
+TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(128, 64, 4, 2), "keys": Tile(64, 64, 4, 2)}
+
+
 @triton.jit
-def _sweep(acc, top, total, q, k, v, begin, end, low, high, scale, k_n, v_n, last, at,
-           MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def _places(tensor, j, stride, last, MASKED: tl.constexpr, KEYS: tl.constexpr):
+    """Where the keys from `j` on lie; masked, some may be behind the last, which is read in their place."""
+    step = tl.arange(0, KEYS)
+    if MASKED:
+        places = tensor + tl.minimum(j + step, last).to(tl.int64) * stride
+    else:  # all but one term stay the same from block to block
+        places = tensor + tl.cast(j, tl.int64) * stride + step * stride
+    return places
+
+
+@triton.jit
+def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_n, last, at,
+           HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Online softmax over the keys `begin` to `end`; masked, over those of them in [low, high)."""
     for j in range(begin, end, KEYS):
-        key = j + tl.arange(0, KEYS)
-        place = tl.minimum(key, last).to(tl.int64)
-        s = tl.dot(q, tl.load(k + place[None, :] * k_n + at[:, None]), input_precision="ieee") * scale
+        if HAS_BIAS:
+            shift = tl.load(_places(bias, j, 1, last, MASKED, KEYS))
+        columns = tl.load(_places(k, j, k_n, last, MASKED, KEYS)[None, :] + at[:, None])
+        s = tl.dot(q, columns, input_precision="ieee") * scale
+        if HAS_BIAS:
+            s += shift[None, :]
         if MASKED:
+            key = j + tl.arange(0, KEYS)
             s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new[:, None])
         keep = tl.exp2(top - new)
         total = total * keep + tl.sum(p, 1)
-        values = tl.load(v + place[:, None] * v_n + at[None, :])
+        values = tl.load(_places(v, j, v_n, last, MASKED, KEYS)[:, None] + at[None, :])
         acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
         top = new
     return acc, top, total
@@ -61,9 +92,9 @@ def _ends(low, high, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _forward(q, k, v, o, lse, start, stop, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
-             HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-             KEYS: tl.constexpr):  # fmt: skip
+def _forward(q, k, v, bias, o, lse, start, stop, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
+             HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+             ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -80,41 +111,47 @@ def _forward(q, k, v, o, lse, start, stop, scale, queries, keys, q_h, q_n, k_g, 
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
         begin, full, full_end, end = _ends(low, high, KEYS)
-        acc, top, total = _sweep(acc, top, total, query, k, v, begin, tl.minimum(full, end), low, high, scale, k_n, v_n,
-                                 keys - 1, at, True, KEYS)  # fmt: skip
-        acc, top, total = _sweep(acc, top, total, query, k, v, full, full_end, low, high, scale, k_n, v_n,
-                                 keys - 1, at, False, KEYS)  # fmt: skip
-        acc, top, total = _sweep(acc, top, total, query, k, v, full_end, end, low, high, scale, k_n, v_n,
-                                 keys - 1, at, True, KEYS)  # fmt: skip
+        acc, top, total = _sweep(acc, top, total, query, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
+                                 k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
+        acc, top, total = _sweep(acc, top, total, query, k, v, bias, full, full_end, low, high, scale,
+                                 k_n, v_n, keys - 1, at, HAS_BIAS, False, KEYS)  # fmt: skip
+        acc, top, total = _sweep(acc, top, total, query, k, v, bias, full_end, end, low, high, scale,
+                                 k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
     total = tl.where(total > 0, total, 1.0)
     real = given < queries
     tl.store(o + (head * o_h + far * o_n)[:, None] + at[None, :], (acc / total[:, None]).to(o.dtype.element_ty),
              mask=real[:, None])  # fmt: skip
-    tl.store(lse + head * queries + token, top + tl.log2(total), mask=real)
+    tl.store(lse + far * (tl.num_programs(1) * HEADS) + head, top + tl.log2(total), mask=real)
 
 
 @triton.jit
-def _sweep_back(dq, q, do, lse, delta, k, v, begin, end, low, high, scale, k_n, v_n, last, at,
-                MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Σ_s p_s (do·v_s − δ) k_s over the keys `begin` to `end`."""
+def _sweep_keys(dq, q, do, lse, delta, k, v, bias, begin, end, low, high, scale, k_n, v_n, last, at,
+                HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Σ_s ds_s k_s over the keys `begin` to `end`."""
     for j in range(begin, end, KEYS):
-        key = j + tl.arange(0, KEYS)
-        place = tl.minimum(key, last).to(tl.int64)
-        columns = tl.load(k + place[None, :] * k_n + at[:, None])
-        p = tl.exp2(tl.dot(q, columns, input_precision="ieee") * scale - lse[:, None])
+        if HAS_BIAS:
+            shift = tl.load(_places(bias, j, 1, last, MASKED, KEYS))
+        columns = tl.load(_places(k, j, k_n, last, MASKED, KEYS)[None, :] + at[:, None])
+        s = tl.dot(q, columns, input_precision="ieee") * scale
+        if HAS_BIAS:
+            s += shift[None, :]
+        p = tl.exp2(s - lse[:, None])
         if MASKED:
+            key = j + tl.arange(0, KEYS)
             p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
-        dp = tl.dot(do, tl.load(v + place[None, :] * v_n + at[:, None]), input_precision="ieee")
+        values = tl.load(_places(v, j, v_n, last, MASKED, KEYS)[None, :] + at[:, None])
+        dp = tl.dot(do, values, input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(columns.dtype)
         dq = tl.dot(ds, tl.trans(columns), dq, input_precision="ieee")
     return dq
 
 
 @triton.jit
-def _backward_queries(q, k, v, do, lse, delta, dq, start, stop, scale, scaling, queries, keys,
-                      q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, d_h, d_n,
-                      HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                      KEYS: tl.constexpr):  # fmt: skip
+def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, scale, scaling, queries, keys,
+                      q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, do_h, do_n, dq_h, dq_n,
+                      HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+                      ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """dq, and δ for `_backward_keys`."""
     scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -123,125 +160,189 @@ def _backward_queries(q, k, v, do, lse, delta, dq, start, stop, scale, scaling, 
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
     far = token.to(tl.int64)
+    real = given < queries
     query = tl.load(q + (head * q_h + far * q_n)[:, None] + at[None, :])
-    grad = tl.load(do + (head * o_h + far * o_n)[:, None] + at[None, :])
-    mass, drift = tl.load(lse + head * queries + token), tl.load(delta + head * queries + token)
+    grad = tl.load(do + (head * do_h + far * do_n)[:, None] + at[None, :])
+    output = tl.load(o + (head * o_h + far * o_n)[:, None] + at[None, :])
+    drift = tl.sum(output.to(tl.float32) * grad.to(tl.float32), 1)
+    entry = far * (tl.num_programs(1) * HEADS) + head
+    tl.store(delta + entry, drift, mask=real)
+    mass = tl.load(lse + entry)
     k += group.to(tl.int64) * k_g
     v += group.to(tl.int64) * v_g
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
         begin, full, full_end, end = _ends(low, high, KEYS)
-        acc = _sweep_back(acc, query, grad, mass, drift, k, v, begin, tl.minimum(full, end), low, high, scale, k_n, v_n,
-                          keys - 1, at, True, KEYS)  # fmt: skip
-        acc = _sweep_back(acc, query, grad, mass, drift, k, v, full, full_end, low, high, scale, k_n, v_n,
-                          keys - 1, at, False, KEYS)  # fmt: skip
-        acc = _sweep_back(acc, query, grad, mass, drift, k, v, full_end, end, low, high, scale, k_n, v_n,
-                          keys - 1, at, True, KEYS)  # fmt: skip
-    tl.store(dq + (head * d_h + far * d_n)[:, None] + at[None, :], (acc * scaling).to(dq.dtype.element_ty),
-             mask=(given < queries)[:, None])  # fmt: skip
+        acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
+                          k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
+        acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, full, full_end, low, high, scale,
+                          k_n, v_n, keys - 1, at, HAS_BIAS, False, KEYS)  # fmt: skip
+        acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, full_end, end, low, high, scale,
+                          k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
+    tl.store(dq + (head * dq_h + far * dq_n)[:, None] + at[None, :], (acc * scaling).to(dq.dtype.element_ty),
+             mask=real[:, None])  # fmt: skip
 
 
 @triton.jit
-def _backward_keys(q, k, v, do, lse, delta, dk, dv, start, stop, readers, scale, scaling, queries, keys,
-                   q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, d_g, d_n,
-                   HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                   KEYS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+def _sweep_queries(sum_k, sum_v, sum_b, columns, values, shift, q, do, lse, delta, start, stop, begin, end, key, scale,
+                   queries, q_n, do_n, at, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, HEADS: tl.constexpr,
+                   ROWS: tl.constexpr):  # fmt: skip
+    """Σ_q ds_q q, Σ_q p_q do_q, Σ_q ds_q over the queries `begin` to `end`; not masked, all see all of the keys. The
+    pointers `q`, `do`, `lse` and `delta` are those of query 0, head by head."""
+    TOKENS: tl.constexpr = ROWS // HEADS
+    step = tl.arange(0, ROWS) // HEADS
+    for first in range(begin, end, TOKENS):
+        far = tl.cast(first, tl.int64)
+        if MASKED:
+            token = tl.minimum(first + step, queries - 1)
+            far = token.to(tl.int64)
+        else:
+            far = far + step
+        query = tl.load((q + far * q_n)[:, None] + at[None, :])
+        grad = tl.load((do + far * do_n)[:, None] + at[None, :])
+        entry = far * (tl.num_programs(1) * HEADS)
+        mass, drift = tl.load(lse + entry), tl.load(delta + entry)
+        s = tl.dot(columns, tl.trans(query), input_precision="ieee") * scale
+        if HAS_BIAS:
+            s += shift[:, None]
+        p = tl.exp2(s - mass[None, :])
+        if MASKED:
+            low, high = tl.load(start + token), tl.load(stop + token)
+            seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]) & (first + step < end)[None, :]
+            p = tl.where(seen, p, 0.0)
+        sum_v = tl.dot(p.to(grad.dtype), grad, sum_v, input_precision="ieee")
+        dp = tl.dot(values, tl.trans(grad), input_precision="ieee")
+        ds = p * (dp - drift[None, :])
+        if HAS_BIAS:
+            sum_b += tl.sum(ds, 1)
+        sum_k = tl.dot(ds.to(query.dtype), query, sum_k, input_precision="ieee")
+    return sum_k, sum_v, sum_b
+
+
+@triton.jit
+def _backward_keys(q, k, v, bias, do, lse, delta, dk, dv, db, start, stop, readers, scale, scaling, queries, keys,
+                   q_h, q_n, k_g, k_n, v_g, v_n, do_h, do_n, dk_g, dk_n, dv_g, dv_n,
+                   HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+                   ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
     scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
-    row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = tl.arange(0, WIDTH)
     block, group = tl.program_id(0), tl.program_id(1)
     key = block * KEYS + tl.arange(0, KEYS)
     place = tl.minimum(key, keys - 1).to(tl.int64)
     columns = tl.load(k + group.to(tl.int64) * k_g + place[:, None] * k_n + at[None, :])
     values = tl.load(v + group.to(tl.int64) * v_g + place[:, None] * v_n + at[None, :])
-    head = (group * HEADS + row % HEADS).to(tl.int64)
+    shift = place  # not read
+    if HAS_BIAS:
+        shift = tl.load(bias + place)
+    head = (group * HEADS + tl.arange(0, ROWS) % HEADS).to(tl.int64)
+    q, do, lse, delta = q + head * q_h, do + head * do_h, lse + head, delta + head
     sum_k, sum_v = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
+    sum_b = tl.zeros([KEYS], tl.float32)
     runs = tl.cdiv(keys, RUN)
     here = block * (KEYS // RUN)
+    there = tl.minimum(here + KEYS // RUN, runs) - 1
     for i in range(SEGMENTS):
-        begin = tl.load(readers + i * runs + here)
-        end = tl.load(readers + (SEGMENTS + i) * runs + tl.minimum(here + KEYS // RUN, runs) - 1)
-        for first in range(begin, end, TOKENS):
-            given = first + row // HEADS
-            token = tl.minimum(given, queries - 1)
-            far = token.to(tl.int64)
-            query = tl.load(q + (head * q_h + far * q_n)[:, None] + at[None, :])
-            grad = tl.load(do + (head * o_h + far * o_n)[:, None] + at[None, :])
-            low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
-            mass, drift = tl.load(lse + head * queries + token), tl.load(delta + head * queries + token)
-            s = tl.dot(columns, tl.trans(query), input_precision="ieee") * scale
-            seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]) & (given < end)[None, :]
-            p = tl.where(seen, tl.exp2(s - mass[None, :]), 0.0)
-            sum_v = tl.dot(p.to(grad.dtype), grad, sum_v, input_precision="ieee")
-            dp = tl.dot(values, tl.trans(grad), input_precision="ieee")
-            sum_k = tl.dot((p * (dp - drift[None, :])).to(query.dtype), query, sum_k, input_precision="ieee")
-    to = (group.to(tl.int64) * d_g + place * d_n)[:, None] + at[None, :]
-    real = (key < keys)[:, None]
-    tl.store(dk + to, (sum_k * scaling).to(dk.dtype.element_ty), mask=real)
-    tl.store(dv + to, sum_v.to(dv.dtype.element_ty), mask=real)
+        begin, full = tl.load(readers + i * runs + here), tl.load(readers + (SEGMENTS + i) * runs + there)
+        full_end = tl.load(readers + (2 * SEGMENTS + i) * runs + here)
+        end = tl.load(readers + (3 * SEGMENTS + i) * runs + there)
+        full = begin + tl.cdiv(full - begin, TOKENS) * TOKENS  # in whole steps from the first
+        full_end = full + tl.maximum(full_end - full, 0) // TOKENS * TOKENS
+        sum_k, sum_v, sum_b = _sweep_queries(
+            sum_k, sum_v, sum_b, columns, values, shift, q, do, lse, delta, start + i * queries, stop + i * queries,
+            begin, tl.minimum(full, end), key, scale, queries, q_n, do_n, at, HAS_BIAS, True, HEADS, ROWS)  # fmt: skip
+        sum_k, sum_v, sum_b = _sweep_queries(
+            sum_k, sum_v, sum_b, columns, values, shift, q, do, lse, delta, start + i * queries, stop + i * queries,
+            full, full_end, key, scale, queries, q_n, do_n, at, HAS_BIAS, False, HEADS, ROWS)  # fmt: skip
+        sum_k, sum_v, sum_b = _sweep_queries(
+            sum_k, sum_v, sum_b, columns, values, shift, q, do, lse, delta, start + i * queries, stop + i * queries,
+            full_end, end, key, scale, queries, q_n, do_n, at, HAS_BIAS, True, HEADS, ROWS)  # fmt: skip
+    real = key < keys
+    tl.store(dk + group.to(tl.int64) * dk_g + place[:, None] * dk_n + at[None, :],
+             (sum_k * scaling).to(dk.dtype.element_ty), mask=real[:, None])  # fmt: skip
+    tl.store(dv + group.to(tl.int64) * dv_g + place[:, None] * dv_n + at[None, :],
+             sum_v.to(dv.dtype.element_ty), mask=real[:, None])  # fmt: skip
+    if HAS_BIAS:
+        tl.store(db + group.to(tl.int64) * keys + place, sum_b, mask=real)
 
 
 def serves(width: int, heads: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take heads of so many channels, so many of a key/value head, of this precision."""
     powers = width & (width - 1) == 0 and heads & (heads - 1) == 0
-    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= ROWS // 4
+    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= 32
 
 
-def _constants(query: Tensor, key: Tensor, segments: int) -> dict[str, Any]:
-    return {
-        "HEADS": query.shape[1] // key.shape[1], "SEGMENTS": segments, "WIDTH": query.shape[3],
-        "ROWS": ROWS if query.shape[3] <= 64 and query.element_size() == 2 else ROWS // 2,
-        "KEYS": KEYS if query.shape[3] <= 128 and query.element_size() == 2 else KEYS // 2,
-    }  # fmt: skip
+def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
+    """A kernel over its tiles of all queries, or by "keys" of all of those."""
+    tile, (groups, keys) = TILES[by], key.shape[1:3]
+    heads, width, narrow = query.shape[1] // groups, query.shape[3], query.element_size() == 2
+    tile = tile._replace(
+        rows=tile.rows if width <= 64 and narrow else tile.rows // 2,
+        keys=tile.keys if width <= 128 and narrow else tile.keys // 2,
+    )
+    programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)
+    wrap_triton(kernel)[(programs, groups)](
+        *arguments, **constants, HEADS=heads, WIDTH=width, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[1:3]]
 
 
+def _in_base_2(bias: Tensor | None, other: Tensor) -> Tensor:
+    """The bias as kernels add it; without one `other`, which they do not read."""
+    return other if bias is None else bias * LOG2_E
+
+
 @triton_op("fathom::range_attention", mutates_args={})
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, readers: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every head and query. `readers` is
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor,
+    readers: Tensor | None, scaling: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every query and head. `readers` is
     kept for the backward pass."""
     _, heads, queries, width = query.shape
-    constants = _constants(query, key, start.shape[0])
     output = query.new_empty(1, queries, heads, width).transpose(1, 2)
-    lse = query.new_empty(heads, queries, dtype=torch.float32)
-    grid = (triton.cdiv(queries, constants["ROWS"] // constants["HEADS"]), key.shape[1])
-    wrap_triton(_forward)[grid](
-        query, key, value, output, lse, start, stop, scaling * LOG2_E, queries, key.shape[2],
-        *_strides(query, key, value, output), **constants, num_warps=4, num_stages=3,
+    lse = query.new_empty(queries, heads, dtype=torch.float32)
+    arguments = (
+        query, key, value, _in_base_2(bias, start), output, lse, start, stop, scaling * LOG2_E,
+        queries, key.shape[2], *_strides(query, key, value, output),
     )  # fmt: skip
+    _launch(_forward, "forward", query, key, arguments, HAS_BIAS=bias is not None, SEGMENTS=start.shape[0])
     return output, lse
 
 
 @triton_op("fathom::range_attention_backward", mutates_args={})
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, readers: Tensor, output: Tensor,
-    lse: Tensor, grad: Tensor, scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value."""
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, readers: Tensor,
+    output: Tensor, lse: Tensor, grad: Tensor, scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, and the bias's of every key/value head, [G, keys] (not
+    written without one)."""
     _, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
-    constants = _constants(query, key, start.shape[0])
-    scale = scaling * LOG2_E
-    delta = (grad.float() * output.float()).sum(-1)[0].contiguous()
+    shift = _in_base_2(bias, start)
+    delta = torch.empty_like(lse)
+    # in the order in which projections have them
     dq = query.new_empty(1, queries, heads, width).transpose(1, 2)
-    dk, dv = (key.new_empty(1, groups, keys, width) for _ in range(2))
-    grid = (triton.cdiv(queries, constants["ROWS"] // constants["HEADS"]), groups)
-    wrap_triton(_backward_queries)[grid](
-        query, key, value, grad, lse, delta, dq, start, stop, scale, scaling, queries, keys,
-        *_strides(query, key, value, grad, dq), **constants, num_warps=4, num_stages=2,
+    dk, dv = (key.new_empty(1, keys, groups, width).transpose(1, 2) for _ in range(2))
+    db = lse.new_empty(groups, keys)
+    numbers = scaling * LOG2_E, scaling, queries, keys
+    arguments: tuple[Any, ...] = (
+        query, key, value, shift, output, grad, lse, delta, dq, start, stop, *numbers,
+        *_strides(query, key, value, output, grad, dq),
     )  # fmt: skip
-    constants |= {"ROWS": constants["ROWS"] // 2, "RUN": RUN}
-    wrap_triton(_backward_keys)[(triton.cdiv(keys, constants["KEYS"]), groups)](
-        query, key, value, grad, lse, delta, dk, dv, start, stop, readers, scale, scaling, queries, keys,
-        *_strides(query, key, value, grad, dk), **constants, num_warps=4, num_stages=2,
+    constants = {"HAS_BIAS": bias is not None, "SEGMENTS": start.shape[0]}
+    _launch(_backward_queries, "queries", query, key, arguments, **constants)
+    arguments = (
+        query, key, value, shift, grad, lse, delta, dk, dv, db, start, stop, readers, *numbers,
+        *_strides(query, key, value, grad, dk, dv),
     )  # fmt: skip
-    return dq, dk, dv
+    _launch(_backward_keys, "keys", query, key, arguments, **constants, RUN=RUN)
+    return dq, dk, dv, db
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -250,11 +351,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, start, stop, readers, output, lse = ctx.saved_tensors
+    query, key, value, bias, start, stop, readers, output, lse = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    gradients = _gradients(query, key, value, start, stop, readers, output, lse, grad, ctx.scaling)
-    return *gradients, None, None, None, None
+    *gradients, db = _gradients(query, key, value, bias, start, stop, readers, output, lse, grad, ctx.scaling)
+    return *gradients, None if bias is None else db.sum(0), None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -266,8 +367,10 @@ def range_attention(
     value: Float[Tensor, "1 G keys D"],
     ranges: TokenRanges,
     scaling: float,
+    bias: Float[Tensor, " keys"] | None = None,
 ) -> Float[Tensor, "1 H N D"]:
     """o. The ends of the ranges are places among all keys and do not fall along N in any segment; gradients need
-    `ranges.readers`."""
+    `ranges.readers`. `bias`: of every key, fp32."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return _attend(query, key, value, ranges.start, ranges.stop, ranges.readers, scaling)[0]
+    bias = None if bias is None else bias.float()
+    return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, scaling)[0]

@@ -83,13 +83,14 @@ class TokenRanges:
 
     Attributes:
         start, stop: what each query sees of each segment.
-        readers: first and one after the last query that see anything of each run of `RUN` keys, by segment; None where
-            no gradient is wanted.
+        readers: of each run of `RUN` keys, by segment: the first query that sees its first key, the first that sees its
+            last or a later one, and one after the last that sees its first and its last. None where no gradient is
+            wanted.
     """
 
     start: Int[Tensor, "segments N"]
     stop: Int[Tensor, "segments N"]
-    readers: Int[Tensor, "2 segments runs"] | None
+    readers: Int[Tensor, "4 segments runs"] | None
 
 
 def token_ranges(
@@ -106,10 +107,17 @@ def token_ranges(
     start, stop = bounds
     if not torch.is_grad_enabled():
         return TokenRanges(start, stop, None)
-    run = torch.arange(0, before, RUN, dtype=torch.int32, device=query.device).expand(most, -1).contiguous()
-    begin = torch.searchsorted(stop, run, right=True)  # the first range that ends behind the run's first key
-    end = torch.searchsorted(start, run + (RUN - 1), right=True)  # the first that starts behind its last
-    return TokenRanges(start, stop, torch.stack((begin, end)).int())
+    return TokenRanges(start, stop, readers_of(start, stop, before))
+
+
+def readers_of(
+    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], keys: int
+) -> Int[Tensor, "4 segments runs"]:
+    """`TokenRanges.readers`."""
+    run = torch.arange(0, keys, RUN, dtype=torch.int32, device=start.device).expand(len(start), -1).contiguous()
+    last = run + (RUN - 1)
+    ends = [torch.searchsorted(ends, key, right=True) for ends in (stop, start) for key in (run, last)]
+    return torch.stack(ends).int()
 
 
 def ranged_attention(
