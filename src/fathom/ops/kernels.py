@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from importlib.util import find_spec
 
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what they read and write; fp64 stays with the reference
+# Found here, as what is asked inside a compiled graph must not look for packages.
+_TRITON, _INTERPRETED = find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
 def has_kernel(device: str) -> bool:
     """Whether Triton's kernels run on this type of device; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
-    return find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return _TRITON and (device == "cuda" or _INTERPRETED)
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
