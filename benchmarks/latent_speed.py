@@ -11,8 +11,8 @@ training   A step of PonderLM-2 (K = 1, J = 3), 1024 tokens, against 9 × vanill
            attention at the slot length. With every pass checkpointed: peak memory and step. Layers are compiled, one
            graph for all of them at one length; the 120 that PonderLM-2 runs would compile for minutes as one.
            `--compile model` compiles the whole model, as the Trainer does.
-attention  Forward and backward: the unbiased layout, the key bias by a channel and by FlexAttention,
-           against plain causal attention of the same length.
+attention  Forward and backward: the unbiased layout, the key bias by range kernels, by a channel and by
+           FlexAttention, against plain causal attention of the same length. Tensors lie as projections leave them.
 decode     Seconds a token at K = 1 on a dynamic cache, uncompiled, against vanilla's times the ratio of bytes:
            weights and keys and values, once for each of the K + 1 passes. On a GPU a token at the same context is also
            replayed as a CUDA graph, so that launches cost nothing: its bytes hold the dynamic cache's copy of itself
@@ -36,7 +36,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fathom.cost import forward_flops_per_token
 from fathom.cost.sizes import kv_bytes_per_token
 from fathom.models.decoder import Block
-from fathom.ops.biased_attention import ChannelBias, FlexBias, biased_attention, block_mask, causal
+from fathom.ops.biased_attention import (
+    ChannelBias,
+    FlexBias,
+    RangeBias,
+    biased_attention,
+    block_mask,
+    causal,
+    causal_ranges,
+)
 from speed import SHAPES, TINY, TrainingStep, environment, make_fathom, seconds_of, synchronize, take_turns
 
 STARTED = time.perf_counter()
@@ -96,9 +104,11 @@ def attention(
     width = sizes["hidden_size"] // heads
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tensors = [
-        torch.randn(batch, n, length, width, device=device, dtype=dtype, requires_grad=device == "cuda")
+        torch.randn(batch, length, n, width, device=device, dtype=dtype).transpose(1, 2)
         for n in (heads, groups, groups)
     ]
+    for tensor in tensors:
+        tensor.requires_grad_(device == "cuda")
     bias = -torch.rand(batch, length, device=device, requires_grad=device == "cuda")
     config = make_fathom(sizes, 97, length, depth={"name": "pause"}).config
     module = make_fathom(sizes, 97, length).model.layers[0].self_attn.to(device)
@@ -123,6 +133,7 @@ def attention(
         "unbiased layout": lambda: sdpa(layout),
         "key bias, flex": lambda: biased(FlexBias(bias, block_mask(causal, length, length, bias.device))),
         "key bias, channel": lambda: biased(ChannelBias(bias)),
+        "key bias, ranges": lambda: biased(RangeBias(bias, causal_ranges(batch, length, bias.device))),
     }
 
     def both(form):
@@ -361,7 +372,7 @@ def main() -> None:
     def decode(name: str) -> None:
         run("decode", decoding, ["vanilla", name], sizes, vocab, contexts, batches, device, blocks, new, enough(15))
 
-    attend("unbiased layout", "key bias, channel")  # two seconds; training needs the rate
+    attend("unbiased layout", "key bias, channel", "key bias, ranges")  # two seconds; training needs the rate
     train(MAIN, 40)
     attend("key bias, flex")
     decode("ponderlm2")

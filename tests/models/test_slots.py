@@ -292,22 +292,9 @@ def test_flash_serves_what_it_can_express_and_says_who_serves_the_rest():
         assert isinstance(own.mask(config, slots, None, packed=False), FlexBias)
 
 
-@pytest.mark.parametrize(("tokens", "channel"), [(60, True), (40, False)])
-def test_a_gpu_reads_a_bias_as_a_channel(monkeypatch, tokens, channel):
-    """FlexAttention would add up its gradient score by score; it serves what the causal kernel cannot."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    model, layout = layout_of(tokens, 3)
-    slots, bias = torch.zeros(1, 3 * tokens, 32), torch.zeros(1, 3 * tokens)
-    mask = dataclasses.replace(layout, key_bias=bias).mask(model.config, slots, None, packed=False)
-    assert isinstance(mask, ChannelBias) == channel
-    own = dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, packed=False)
-    assert isinstance(own, FlexBias) == channel
-
-
 def test_ranges_where_they_are_chosen(monkeypatch):
     """For plain causal slots; not with a visibility of their own, packed documents or few slots."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("fathom.models.slots.KEY_BIAS_FORM", "range")
     model, layout = layout_of(60, 3)
     slots, bias = torch.zeros(2, 180, 32), torch.zeros(2, 180)
     layout = dataclasses.replace(layout, key_bias=bias, valid=torch.arange(180).expand(2, -1) > 2)
@@ -316,6 +303,9 @@ def test_ranges_where_they_are_chosen(monkeypatch):
     assert mask.ranges.start.tolist() == [[0] * 180 + [180] * 180] and mask.ranges.stop.tolist() == [[*range(1, 361)]]
     assert isinstance(dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, False), FlexBias)
     assert isinstance(dataclasses.replace(layout, valid=None).mask(model.config, slots, None, packed=True), FlexBias)
+    model, few = layout_of(40, 3)
+    few = dataclasses.replace(few, key_bias=bias[:, :120])
+    assert isinstance(few.mask(model.config, slots[:, :120], None, packed=False), torch.Tensor)
 
 
 def test_some_slots_of_a_layout():

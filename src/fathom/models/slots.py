@@ -35,14 +35,11 @@ from fathom.ops.biased_attention import (
     dense_mask,
 )
 
-# SDPA that reads a bias of keys as a channel (ops/biased_attention.py) on a CPU and in decoding too; "sdpa" does so for
-# many slots on a GPU, flash backends always.
+# SDPA that reads a bias of keys as a channel (ops/biased_attention.py) everywhere, as flash backends do; "sdpa" itself
+# only where the range kernels do not serve.
 CHANNEL = "sdpa_bias_channel"
 AttentionInterface.register(CHANNEL, sdpa_attention_forward)
 AttentionMaskInterface.register(CHANNEL, sdpa_mask)
-
-# What adds the bias of plain causal slots under "sdpa" on a GPU: "channel", or "range" where its kernels serve.
-KEY_BIAS_FORM = "channel"
 
 # New slots from which a kernel pays on a GPU over a dense mask: one block of FlexAttention's queries.
 FLEX_FROM = 128
@@ -129,12 +126,10 @@ class SlotLayout:
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
         plain = self.sees is None and documents is None
-        # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order. The
-        # channels make it part of the keys' gradient.
-        fused = large and backend == "sdpa" and queries == keys
-        if plain and fused and KEY_BIAS_FORM == "range":
+        # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order.
+        if plain and large and backend == "sdpa" and queries == keys:
             return RangeBias(hidden, causal_ranges(rows, queries, slots.device))
-        if plain and (flash or fused or (backend == CHANNEL and queries in (1, keys))):
+        if plain and (flash or (backend == CHANNEL and queries in (1, keys))):
             return ChannelBias(hidden)
         if flash:
             warnings.warn(
