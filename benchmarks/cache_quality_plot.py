@@ -111,9 +111,9 @@ def main() -> None:
         print_row(["method", *map(as_fraction, fractions)])
         print_row(["---"] * (1 + len(fractions)))
         for name in names:
-            row = [(cells.get(("perplexity", length, name, f)), reference(cells, length, f)) for f in fractions]
-            if any(cell for cell, _ in row):
-                print_row([name, *(show(*pair) for pair in row)])
+            row = [show(cells.get(("perplexity", length, name, f)), reference(cells, length, f)) for f in fractions]
+            if set(row) != {"not run"}:
+                print_row([name, *row])
 
     for fraction in fractions:
         asked = [grid for grid in grids if any((*grid, name, fraction) in cells for name in names)]
