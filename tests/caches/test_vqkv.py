@@ -283,6 +283,8 @@ def test_kernels_equal_the_rebuilt_vectors(monkeypatch, rows, groups, queries, t
     held = (codes - 32768 if dtype == torch.int16 else codes).to(dtype)
     assert relative(code_scores(query, held, books), query @ rebuilt.transpose(2, 3)) < 1e-5
     assert relative(code_mix(weights, held, books), weights @ rebuilt) < 1e-5
+    inside = torch.cat((held.flatten()[:1], held.flatten()))[1:].view(held.shape)  # not at the start of a word
+    assert torch.equal(code_scores(query, inside, books), code_scores(query, held, books))
 
 
 def test_triton_without_a_gpu_says_what_to_use(llama):

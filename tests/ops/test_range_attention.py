@@ -180,15 +180,25 @@ def test_channels_serve_what_the_kernels_do_not(monkeypatch, dtype, heads, form)
     torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-3)
 
 
-def test_ranges_made_without_gradients_serve_training():
-    biased_attention._causal_ranges.cache_clear()
-    *given, grad, bias = (x.to(DEVICE) for x in rows_of_slots(2, 20, 2, 1, 16, torch.float32))
-    with torch.inference_mode():
-        causal_ranges(2, 20, torch.device(DEVICE))
-    given[0].requires_grad_()
-    mask = RangeBias(bias, causal_ranges(2, 20, torch.device(DEVICE)))
-    biased_attention.range_biased_attention(*given, mask, 0.3).backward(grad)
-    assert given[0].grad.isfinite().all()
+def test_tensors_of_one_width_and_dtype_are_asked_for():
+    from fathom.ops.range_attention import range_attention
+
+    *given, _, bias = (x.to(DEVICE) for x in rows_of_slots(1, 20, 2, 1, 32, torch.float32))
+    query, key, value = given
+    ranges = causal_ranges(1, 20, query.device)
+    with pytest.raises(ValueError, match="32, 32 and 16 channels"):
+        range_attention(query, key, value[..., :16], ranges, 0.3, bias.flatten())
+    with pytest.raises(ValueError, match=r"torch\.float32, torch\.float16"):
+        range_attention(query, key.half(), value, ranges, 0.3, bias.flatten())
+
+
+@pytest.mark.parametrize(("memory", "widths"), [(65536, ()), (101376, (64, 128)), (166912, (64, 128, 256))])
+def test_programs_that_do_not_fit_are_left_to_others(monkeypatch, memory, widths):
+    """Turing, consumer Ampere and Ada, and an A100."""
+    from fathom.ops import range_attention
+
+    monkeypatch.setattr(range_attention, "SHARED_MEMORY", memory)
+    assert tuple(w for w in (64, 128, 256) if range_attention.serves(w, 4, torch.float16)) == widths
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled on a GPU only")

@@ -14,7 +14,7 @@ from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, con
 from fathom.caches.codebooks import Codebooks, load_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
-from fathom.ops.kernels import has_kernel
+from fathom.ops.kernels import has_kernel, wants_gradient
 from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
 
 TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
@@ -163,7 +163,7 @@ class VQState(State):
         groups = keys.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * m, width)
         scores, mix, as_stored = lookup_scores, histogram_mix, False
-        if self.method.attention == "triton":
+        if self.method.attention == "triton" and not wants_gradient(query, keys, values):
             from fathom.ops import code_attention
 
             scores, mix = code_attention.code_scores, code_attention.code_mix

@@ -63,18 +63,10 @@ def _block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> Bl
 
 
 def causal_ranges(rows: int, slots: int, device: torch.device) -> TokenRanges:
-    """Plain causal, the rows end to end: slot s of row r sees [r·S, r·S + s]. Made once per shape."""
-    if torch.compiler.is_compiling():
-        return _causal_ranges.__wrapped__(rows, slots, device)
-    return _causal_ranges(rows, slots, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _causal_ranges(rows: int, slots: int, device: torch.device) -> TokenRanges:
-    with torch.inference_mode(False):  # training may be the next to ask
-        index = torch.arange(rows * slots, dtype=torch.int32, device=device)[None]
-        start, stop = index // slots * slots, index + 1
-        return TokenRanges(start, stop, readers_of(start, stop, rows * slots))
+    """Plain causal, the rows end to end: slot s of row r sees [r·S, r·S + s]."""
+    index = torch.arange(rows * slots, dtype=torch.int32, device=device)[None]
+    start, stop = index // slots * slots, index + 1
+    return TokenRanges(start, stop, readers_of(start, stop, rows * slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +158,10 @@ def range_biased_attention(
     return output[0].transpose(0, 1).unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def ranges_serve(query: Tensor, key: Tensor) -> bool:
+def ranges_serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the range form does: in 32 bits, products without tensor cores cost more than channels."""
-    if not has_kernel(query.device.type) or query.element_size() != 2:
+    one_kind = query.dtype == key.dtype == value.dtype and query.shape[3] == value.shape[3]
+    if not has_kernel(query.device.type) or query.element_size() != 2 or not one_kind:
         return False
     from fathom.ops.range_attention import serves
 
@@ -215,7 +208,7 @@ def biased_attention(
     """The mask's form; `attend`, of transformers' `AttentionInterface`, is the causal kernel under channels."""
     if isinstance(mask, FlexBias):
         return flex_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
-    if isinstance(mask, RangeBias) and ranges_serve(query, key) and not dropout:
+    if isinstance(mask, RangeBias) and ranges_serve(query, key, value) and not dropout:
         return range_biased_attention(query, key, value, mask, scaling).transpose(1, 2), None
     assert mask.bias is not None
     width = value.shape[-1]

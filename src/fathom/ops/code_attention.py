@@ -190,6 +190,8 @@ def _products(query: Float[Tensor, "B G R D"], books: Float[Tensor, "#G N S D"])
 def _in_words(codes: Int[Tensor, "B G t N"]) -> tuple[Tensor, dict[str, int]]:
     """Codes in the largest integers that a token's codes fill, and how they lie there."""
     codes = codes.contiguous()
+    if codes.storage_offset() * codes.itemsize % 8:  # a view from the middle of a word
+        codes = codes.clone()
     held = codes.view(WORDS[math.gcd(codes.shape[3] * codes.itemsize, 8)])
     wide = 2 if held.shape[3] % 2 == 0 else 1
     return held, {"PER": held.itemsize // codes.itemsize, "WIDE": wide, "BITS": 8 * codes.itemsize}

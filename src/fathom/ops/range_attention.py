@@ -47,6 +47,18 @@ class Tile(NamedTuple):
 TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(128, 64, 4, 2), "keys": Tile(64, 64, 4, 2)}
 
 
+# Bytes of a program, as compiled for 128 channels and fewer, and for 256: Turing GPUs have too few for either, Ada and
+# consumer Ampere ones for the second. Asked for here, as a compiled graph must not ask.
+NEEDED, NEEDED_BY_WIDE = 98304, 102656
+SHARED_MEMORY = min(
+    (
+        getattr(torch.cuda.get_device_properties(n), "shared_memory_per_block_optin", NEEDED_BY_WIDE)
+        for n in range(torch.cuda.device_count())
+    ),
+    default=NEEDED_BY_WIDE,
+)
+
+
 @triton.jit
 def _places(tensor, j, stride, last, MASKED: tl.constexpr, KEYS: tl.constexpr):
     """Where the keys from `j` on lie; masked, some may be behind the last, which is read in their place."""
@@ -268,9 +280,10 @@ def _backward_keys(q, k, v, bias, do, lse, delta, dk, dv, db, start, stop, reade
 
 
 def serves(width: int, heads: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels take heads of so many channels, so many of a key/value head, of this precision."""
+    """Whether the kernels take heads of so many channels, so many of a key/value head, of this precision, and fit."""
     powers = width & (width - 1) == 0 and heads & (heads - 1) == 0
-    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= 32
+    fit = (NEEDED if width <= 128 else NEEDED_BY_WIDE) <= SHARED_MEMORY
+    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= 32 and fit
 
 
 def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
@@ -370,7 +383,12 @@ def range_attention(
     bias: Float[Tensor, " keys"] | None = None,
 ) -> Float[Tensor, "1 H N D"]:
     """o. The ends of the ranges are places among all keys and do not fall along N in any segment; gradients need
-    `ranges.readers`. `bias`: of every key, fp32."""
+    `ranges.readers`. `bias`: of every key, fp32. Raises ValueError for tensors of different widths or dtypes."""
+    if not query.shape[3] == key.shape[3] == value.shape[3] or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value have {query.shape[3]}, {key.shape[3]} and {value.shape[3]} channels in "
+            f"{query.dtype}, {key.dtype} and {value.dtype}; the kernels read one width and one dtype"
+        )
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     bias = None if bias is None else bias.float()
     return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, scaling)[0]
