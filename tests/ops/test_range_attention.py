@@ -42,7 +42,7 @@ def dense(query, key, value, seen, scaling, bias=0):
     return weights.nan_to_num(0) @ value  # of a query that sees nothing
 
 
-def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None):
+def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None):
     from fathom.ops.range_attention import range_attention, serves
 
     query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
@@ -76,7 +76,7 @@ def compare(query, keys, first, heads, groups, width, dtype, limit, hidden=None,
 @pytest.mark.parametrize("shares", [(), (0.7,), (0.6, 0.5)], ids=["all", "second", "third"])
 def test_output_and_gradients_are_those_of_a_dense_mask(shares, heads, groups, width):
     rows, length = (3, 50) if width < 100 else (2, 35)
-    compare(*segments(rows, length, shares), heads, groups, width, torch.float32, 5e-6)
+    assert_near_dense(*segments(rows, length, shares), heads, groups, width, torch.float32, 5e-6)
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
@@ -84,13 +84,13 @@ def test_output_and_gradients_are_those_of_a_dense_mask(shares, heads, groups, w
 def test_16_bits(dtype, limit, heads, groups, width):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
-    compare(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit)
+    assert_near_dense(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit)
 
 
 def test_rows_of_one_token_and_of_none():
     """Rows whose tokens have all stopped, and rows of a single token."""
     query, keys, first = segments(40, 1, (0.4, 0.5))
-    compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6)
+    assert_near_dense(query, keys, first, 2, 1, 16, torch.float32, 5e-6)
 
 
 def biased(keys, seed=0):
@@ -104,7 +104,7 @@ def biased(keys, seed=0):
 @pytest.mark.parametrize("shares", [(), (0.6, 0.5)], ids=["all", "third"])
 def test_a_bias_of_the_keys_and_its_gradient(shares, heads, groups, width):
     query, keys, first = segments(*((3, 70) if width < 100 else (2, 35)), shares)
-    compare(query, keys, first, heads, groups, width, torch.float32, 5e-6, bias=biased(sum(map(len, keys))))
+    assert_near_dense(query, keys, first, heads, groups, width, torch.float32, 5e-6, bias=biased(sum(map(len, keys))))
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
@@ -112,12 +112,12 @@ def test_a_bias_in_16_bits(dtype, limit):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
     query, keys, first = segments(2, 150, (0.6,))
-    compare(query, keys, first, 4, 1, 64, dtype, limit, bias=biased(sum(map(len, keys))))
+    assert_near_dense(query, keys, first, 4, 1, 64, dtype, limit, bias=biased(sum(map(len, keys))))
 
 
 def test_queries_that_see_nothing_give_zero_and_no_gradient():
     query, keys, first = segments(1, 60, (0.8,))
-    compare(query, keys, first, 2, 1, 16, torch.float32, 5e-6, hidden=slice(0, 5))
+    assert_near_dense(query, keys, first, 2, 1, 16, torch.float32, 5e-6, hidden=slice(0, 5))
 
 
 def rows_of_slots(rows, slots, heads, groups, width, dtype):

@@ -46,7 +46,6 @@ class Tile(NamedTuple):
 # more, for as many as 32 heads in a half; keys of "keys" are 64 or more, for a run of them in a half.
 TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(128, 64, 4, 2), "keys": Tile(64, 64, 4, 2)}
 
-
 # Bytes of a program, as compiled for 128 channels and fewer, and for 256: Turing GPUs have too few for either, Ada and
 # consumer Ampere ones for the second. Asked for here, as a compiled graph must not ask.
 NEEDED, NEEDED_BY_WIDE = 98304, 102656
