@@ -70,16 +70,23 @@ def _places(tensor, j, stride, last, MASKED: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _scores(q, k, bias, j, scale, k_n, last, at, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):
+    """The keys from `j` on, as columns, and their scores in base 2."""
+    if HAS_BIAS:
+        shift = tl.load(_places(bias, j, 1, last, MASKED, KEYS))
+    columns = tl.load(_places(k, j, k_n, last, MASKED, KEYS)[None, :] + at[:, None])
+    s = tl.dot(q, columns, input_precision="ieee") * scale
+    if HAS_BIAS:
+        s += shift[None, :]
+    return columns, s
+
+
+@triton.jit
 def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_n, last, at,
            HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Online softmax over the keys `begin` to `end`; masked, over those of them in [low, high)."""
     for j in range(begin, end, KEYS):
-        if HAS_BIAS:
-            shift = tl.load(_places(bias, j, 1, last, MASKED, KEYS))
-        columns = tl.load(_places(k, j, k_n, last, MASKED, KEYS)[None, :] + at[:, None])
-        s = tl.dot(q, columns, input_precision="ieee") * scale
-        if HAS_BIAS:
-            s += shift[None, :]
+        columns, s = _scores(q, k, bias, j, scale, k_n, last, at, HAS_BIAS, MASKED, KEYS)
         if MASKED:
             key = j + tl.arange(0, KEYS)
             s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
@@ -140,12 +147,7 @@ def _sweep_keys(dq, q, do, lse, delta, k, v, bias, begin, end, low, high, scale,
                 HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Σ_s ds_s k_s over the keys `begin` to `end`."""
     for j in range(begin, end, KEYS):
-        if HAS_BIAS:
-            shift = tl.load(_places(bias, j, 1, last, MASKED, KEYS))
-        columns = tl.load(_places(k, j, k_n, last, MASKED, KEYS)[None, :] + at[:, None])
-        s = tl.dot(q, columns, input_precision="ieee") * scale
-        if HAS_BIAS:
-            s += shift[None, :]
+        columns, s = _scores(q, k, bias, j, scale, k_n, last, at, HAS_BIAS, MASKED, KEYS)
         p = tl.exp2(s - lse[:, None])
         if MASKED:
             key = j + tl.arange(0, KEYS)
