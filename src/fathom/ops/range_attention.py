@@ -86,7 +86,7 @@ def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_
            HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Online softmax over the keys `begin` to `end`; masked, over those of them in [low, high)."""
     for j in range(begin, end, KEYS):
-        columns, s = _scores(q, k, bias, j, scale, k_n, last, at, HAS_BIAS, MASKED, KEYS)
+        _, s = _scores(q, k, bias, j, scale, k_n, last, at, HAS_BIAS, MASKED, KEYS)
         if MASKED:
             key = j + tl.arange(0, KEYS)
             s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
