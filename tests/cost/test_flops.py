@@ -57,6 +57,19 @@ def test_training_matmuls_equal_torchs_counter(family, sections, checkpointing):
     assert counter.get_total_flops() == BATCH * TOKENS * closed_form
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+@pytest.mark.parametrize("halting", ["exit_gate", "router"])
+def test_training_counts_the_heads_that_the_penalty_needs(halting, penalty):
+    """The exit gate trains on every step's head; a router without a penalty needs to know how right no step is."""
+    depth = {"name": "adaptive_latent_cot", "steps": 3, "halting": halting, "threshold": 0.0, "penalty": penalty}
+    config = tiny_config("llama", depth=depth)
+    inputs = tokens_on_meta()
+    model = on_meta(config).train()
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert counter.get_total_flops() == BATCH * TOKENS * training_flops_per_token(config, TOKENS, causal=False)
+
+
 @pytest.mark.parametrize("depth", [{"name": "pause", "pauses": 2}, {"name": "ponderlm2", "sweeps": 2}], ids=str)
 def test_a_mixer_works_in_every_slot(depth):
     config = tiny_config("llama", depth=depth, mixer={"name": "depth_attention"})

@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import forward_flops_per_token, kv_bytes_per_token
 from fathom.depth.adaponderlm import mean_of_smallest
 from fathom.depth.halting import COLLAPSED_AFTER
+from fathom.train import Phases
 from tiny import SIZES, assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "qwen3", "gpt_neox", "gpt2")
@@ -235,6 +236,15 @@ def test_packed_documents_do_not_see_each_other(form):
         assert_close(packed[:, part], model(ids[:, part]).logits, 1e-9)
 
 
+@torch.no_grad()
+def test_a_schedule_of_one_pass_is_no_collapse():
+    model, ids = make(halting="uniform", mean_passes=1.0), tokens(1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(COLLAPSED_AFTER + 1):
+            model(ids)
+
+
 def test_mean_of_smallest():
     values = torch.tensor([3.0, -1.0, 2.0, 0.5, 7.0], requires_grad=True)
     assert mean_of_smallest(values, 0.0) == 0
@@ -296,6 +306,20 @@ def test_before_the_second_phase_the_loss_is_the_cross_entropy_bit_by_bit():
         model.depth.progress = progress
         shares.append(model.depth.pruned_share)
     assert shares == pytest.approx([0, 0, 0.025, 0.05, 0.1, 0.1])
+
+
+def test_training_that_never_says_how_far_it_is_warns_once(tmp_path):
+    data = [{"input_ids": tokens(1, 9, seed=n)[0], "labels": tokens(1, 9, seed=n)[0]} for n in range(8)]
+    options = TrainingArguments(str(tmp_path), max_steps=4, report_to=[], use_cpu=True, disable_tqdm=True)
+    for callbacks, expected in (([], 0.0), ([Phases()], 3 / 4)):
+        model = make(double=False, gate_only=1.0).train()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            start = model.model.norm.weight.clone()
+            Trainer(model, options, train_dataset=data, callbacks=callbacks).train()
+        assert sum("add fathom.train.Phases()" in str(entry.message) for entry in seen) == (not callbacks)
+        assert model.depth.progress == expected
+        assert torch.equal(model.model.norm.weight, start) == bool(callbacks)
 
 
 def test_padding_has_no_gate_in_the_penalty():
@@ -402,8 +426,9 @@ def test_a_threshold_that_halts_everything_is_refused():
 
 
 @torch.no_grad()
-def test_a_collapsed_gate_is_reported_once():
-    model, ids = make(), tokens(1, 4)
+@pytest.mark.parametrize("freeze_readout", [True, False])
+def test_a_collapsed_gate_is_reported_once(freeze_readout):
+    model, ids = make(freeze_readout=freeze_readout), tokens(1, 4)
     force_gates(model, -50.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -245,6 +245,22 @@ def test_the_penalty_is_its_formula(beta, penalty_on, on, form):
     assert not traced(model, ids, labels=labels)[1].losses  # held-out loss is the cross-entropy alone
 
 
+@pytest.mark.parametrize("on", ["step", "mixture"])
+@torch.no_grad()
+def test_padding_has_no_part_in_the_penalty(on, form):
+    """Not even the last one before a row's text, whose target is a real token."""
+    model, ids, labels = make(penalty=1.0, correctness_from=on).train(), tokens(2, 7), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    _, found = traced(model, ids, attention_mask=mask, labels=labels.masked_fill(mask == 0, -100))
+    alone = [
+        traced(model, ids[row : row + 1, start:], labels=labels[row : row + 1, start:])[1]
+        for row, start in ((0, 0), (1, 3))
+    ]
+    expected = (6 * alone[0].losses["penalty"] + 3 * alone[1].losses["penalty"]) / 9
+    assert found.losses["penalty"].item() == pytest.approx(expected.item(), rel=1e-9)
+
+
 @torch.no_grad()
 def test_with_beta_0_the_penalty_is_the_expected_number_of_latent_steps(form):
     model, ids = make(penalty=1.0, beta=0.0, threshold=0.0), tokens(2, 9)
@@ -462,6 +478,20 @@ def test_starts_as_documented_and_counts_its_parameters():
 def test_a_threshold_that_prunes_everything_is_refused(option):
     with pytest.raises(ValueError, match=rf"{option}=1.0: .*below 1; .*prunes every latent step.*steps=0"):
         FathomConfig(depth={"name": "adaptive_latent_cot", option: 1.0})
+
+
+@pytest.mark.parametrize("halting", ["act", "fixed", "exit_gate"])
+def test_exploring_is_for_routers(halting):
+    with pytest.raises(ValueError, match=rf'explore=0.5: has a meaning with halting="router" only, not {halting!r}'):
+        FathomConfig(depth={"name": "adaptive_latent_cot", "explore": 0.5, "halting": halting})
+
+
+def test_training_with_a_threshold_above_the_routers_start_is_reported():
+    model, ids = make(threshold=0.9, router_bias=0.0).train(), tokens(1, 4)
+    force_router(model, 0.0)
+    with pytest.warns(UserWarning, match=r"latent_cot: every token stopped.*penalty or threshold.*router_bias"):
+        for _ in range(COLLAPSED_AFTER):
+            model(ids, labels=ids)
 
 
 @torch.no_grad()

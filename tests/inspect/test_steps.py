@@ -8,6 +8,7 @@ from matplotlib.image import imread
 
 from fathom.evaluate import steps_run
 from fathom.inspect import StepMap, offered
+from fathom.inspect.base import token_texts
 from fathom.inspect.steps import classify
 from tiny import tiny_model, tokens
 from tiny_checkpoint import TEXT, run_cli, save_fathom, tiny_tokenizer
@@ -82,6 +83,16 @@ def test_classes_of_tokens():
         ("function words", first), ("function words", later), ("punctuation",), other, other, ("punctuation",),
         function,
     ]  # fmt: skip
+
+
+def test_characters_of_several_tokens_and_control_characters():
+    tokenizer, text = tiny_tokenizer(), "q\u0237xz \u2014 \u65e5\u672c \x1b[2Jsea \U0001f30a \u0237"
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) and "".join(texts) == text.replace("\x1b", "\u241b")
+    split = texts.index("")  # the first byte of a letter, which is in its word
+    assert texts[split + 1].startswith("\u0237") and classify(texts)[split][0] == "rare words"
+    assert token_texts(tokenizer, ids[: split + 1])[-1] == "\ufffd"  # a text that ends within a character
 
 
 def test_offered_where_tokens_stop_on_their_own():

@@ -46,6 +46,18 @@ def test_attention_implementations_write_the_same(depth):
     assert model.generate(ids, max_new_tokens=12, do_sample=False)[:, 7:].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("depth", DEPTHS[:1] + DEPTHS[3:4], ids=str)
+@torch.no_grad()
+def test_rows_that_are_done_stay_within_the_positions(depth):
+    """Up to the last position there is, while others still think."""
+    model = tiny_model("gpt2", depth=depth, max_position_embeddings=24).double()
+    model.generation_config.eos_token_id = None
+    for seed in range(3):
+        ids = tokens(3, 8, seed=seed)
+        expected = model.generate(ids, max_new_tokens=16, do_sample=False)[:, 8:]
+        assert generate_staggered(model, ids, 16).tolist() == expected.tolist()
+
+
 def test_flash_attention_is_refused():
     model = tiny_model(depth=DEPTHS[0])
     model.config._attn_implementation_internal = "flash_attention_2"

@@ -60,6 +60,39 @@ def test_segments_show_what_each_rule_shows():
     ]
 
 
+@pytest.mark.parametrize(
+    "depth", [{**COT, "steps": 1, "threshold": 0.5}, {**ADA, "steps": 1, "threshold": 0.5}], ids=str
+)
+@torch.no_grad()
+def test_what_a_crop_took_from_some_rows_only_is_not_seen(depth):
+    """Rows that run equally many tokens a step have no gaps, but may lose different columns."""
+    model, new = tiny_model(depth=depth).double(), tokens(2, 1, seed=9)
+    left_gaps = 0
+    for seed in range(40):
+        ids = tokens(2, 6, seed=seed)
+        for keep in range(1, 6):
+            cache = DynamicCache()
+            model(ids, past_key_values=cache)
+            before = cache.layers[0].gaps
+            cache.crop(keep - 6)
+            left_gaps += cache.layers[0].gaps and not before
+            expected = model(torch.cat((ids[:, :keep], new), 1)).logits[:, -1]
+            assert_close(model(new, past_key_values=cache).logits[:, -1], expected, 1e-12)
+    assert left_gaps
+
+
+@pytest.mark.parametrize("depth", [{"name": "vanilla"}, COT, ADA, {**COT, "threshold": 0.0}], ids=str)
+@torch.no_grad()
+def test_with_a_cache_restarting_positions_are_positions_only(depth, form):
+    """As in transformers, where they mean packed documents in a forward without a cache alone."""
+    model, ids, positions = tiny_model(depth=depth).double(), tokens(1, 8), torch.tensor([[0, 1, 2, 3] * 2])
+    cache = DynamicCache()
+    pieces = [
+        model(ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache).logits for i in range(8)
+    ]
+    assert_close(model(ids, position_ids=positions, use_cache=True).logits, torch.cat(pieces, dim=1), 1e-12)
+
+
 @both
 @torch.no_grad()
 def test_cropping_to_any_length_leaves_what_was_there(depth, form):

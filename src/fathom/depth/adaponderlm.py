@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,8 @@ def mean_of_smallest(values: Float[Tensor, " N"], share: float) -> Float[Tensor,
     """Mean of the smallest max(1, ⌊share·N⌋) values; 0 for share = 0."""
     if share == 0:
         return values.new_zeros(())
-    return values.topk(max(1, int(share * len(values))), largest=False).values.mean()
+    count = math.floor(share * len(values) * (1 + 1e-12))  # 0.2·20, as the schedule makes it, is a little under 4
+    return values.topk(max(1, count), largest=False).values.mean()
 
 
 @register("depth", "adaponderlm")
@@ -173,13 +175,13 @@ class AdaPonderLM(DepthMethod):
     @property
     def pruned_share(self) -> float:
         """k at this progress."""
-        start, full = self.options.prune_from, self.options.prune_full
-        if self.progress < start:
+        start, full, progress = self.options.prune_from, self.options.prune_full, self.progress or 0.0
+        if progress < start:
             return 0.0
-        return self.options.prune * (min(1.0, (self.progress - start) / (full - start)) if full > start else 1.0)
+        return self.options.prune * (min(1.0, (progress - start) / (full - start)) if full > start else 1.0)
 
     def trains_alone(self) -> bool:
-        return self.progress < self.options.gate_only
+        return (self.progress or 0.0) < self.options.gate_only
 
     def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
         if not self.options.steps:
@@ -189,6 +191,13 @@ class AdaPonderLM(DepthMethod):
     @torch.compiler.disable(recursive=False)  # how many tokens run next is known when a pass has run
     def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput:
         options = self.options
+        if self.training and options.gates and self.progress is None:
+            self.progress = 0.0
+            warnings.warn(
+                "adaponderlm: nobody says how far training is, so the penalty stays off and gate_only freezes nothing; "
+                "add fathom.train.Phases() to the Trainer's callbacks, or set model.depth.progress before every step",
+                stacklevel=2,
+            )
         dense = self.training or not options.freeze_readout
         stack.flat = stack.flat and not dense
         inputs = first = embeddings * options.steps if options.premultiply_steps else embeddings
@@ -220,8 +229,8 @@ class AdaPonderLM(DepthMethod):
 
         if stack.cache is not None:
             stack.store_replaced(passes)
-        if not self.training:
-            self.watch(len(stack.ran), passes.shape[1])
+        if options.gates and not self.training:
+            self.watch(len(stack.ran) if not dense else int(passes.max()), passes.shape[1])
         losses = {}
         if self.training and options.gates and self.pruned_share:
             losses["penalty"] = options.penalty * self.penalty(torch.stack(logits), stack)

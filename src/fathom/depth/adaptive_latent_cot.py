@@ -28,7 +28,7 @@ from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, ch
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
 from fathom.models.steps import Chosen, appended_segments
-from fathom.ops.cross_entropy import mean_over_targets
+from fathom.ops.cross_entropy import IGNORE, mean_over_targets
 
 
 @register("depth", "adaptive_latent_cot")
@@ -61,7 +61,7 @@ class AdaptiveLatentCoT(DepthMethod):
         router_bias: initial b. Weights start at 0.
         detach_router: the router's gradient stops at its input.
         detach_between_steps: gradients do not flow from a step's input into the step before.
-        explore: in training, the share of slots below τ that run all the same.
+        explore: in training, the share of slots below τ that run all the same; of "router" only.
         halting: "router"; or baselines on the same slots. "act" (Graves 2016): exit_k = σ(w·z_k + b),
             τ is its ε, penalty λ·(K_t + reach_{K_t}). "exit_gate" (Ouro, arXiv 2510.25741): trained on
             Σ_k exit_k·CE_k − λ·H(exit) with all steps; at inference the last state predicts, and 1 − τ is its q.
@@ -103,6 +103,11 @@ class AdaptiveLatentCoT(DepthMethod):
             check_choice(name, "correctness_from", self.correctness_from, ("step", "mixture"))
             check_choice(name, "halting", self.halting, ("router", "act", "exit_gate", "fixed", "random", "uniform"))
             check_mean_passes(name, self.halting, self.mean_passes, self.steps + 1)
+            if self.explore and self.halting != "router":
+                raise ValueError(
+                    f'{name} option explore={self.explore!r}: has a meaning with halting="router" only, not '
+                    f"{self.halting!r}; set explore=0"
+                )
 
         @property
         def routers(self) -> int:
@@ -176,7 +181,7 @@ class AdaptiveLatentCoT(DepthMethod):
 
         if stack.cache is not None:
             stack.store_appended(passes)
-        if not self.training:
+        if options.routers:
             self.watch(len(exits), passes.shape[1])
         trace = {"passes": passes, "exit": torch.stack(exits, dim=-1).detach()}
         hidden_states = mixed.to(z.dtype)
@@ -190,7 +195,7 @@ class AdaptiveLatentCoT(DepthMethod):
             charge = passes + remainder
         elif options.correctness_from == "mixture":
             charge = charge * self.correctness(hidden_states, stack.targets, vocabulary)
-        penalty = options.penalty * mean_over_targets(charge, stack.targets)
+        penalty = options.penalty * mean_over_targets(charge, self.predicted(stack))
         # where no token got to a router's step it has no gradient, which DDP does not allow
         penalty = penalty + 0.0 * sum(parameter.sum() for parameter in self.routers.parameters())
         return DepthOutput(hidden_states, {"penalty": penalty}, trace)
@@ -212,6 +217,10 @@ class AdaptiveLatentCoT(DepthMethod):
         leaving = torch.where(goes_on, reach - onward, reach)
         mixed = mixed + leaving[..., None] * z
         return goes_on[:, 0], z, (onward, mixed), mixed.to(z.dtype)
+
+    def predicted(self, stack) -> Tensor:
+        """The targets of real tokens: what a padding predicts costs no steps."""
+        return torch.where(stack.real, stack.targets, IGNORE)
 
     def planned(self, stack) -> Tensor | None:
         """The number of slots of every token, where a schedule decides."""
@@ -252,7 +261,7 @@ class AdaptiveLatentCoT(DepthMethod):
 
     def correctness(self, states, targets, vocabulary) -> Tensor | float:
         """sg(p^β) of the true next token."""
-        if not self.options.beta:
+        if not self.options.beta or not self.options.penalty:
             return 1.0
         with torch.no_grad():
             return (-self.options.beta * vocabulary.losses(states, targets)).exp()
@@ -275,8 +284,10 @@ class AdaptiveLatentCoT(DepthMethod):
         routing = routed * (2 * d + 4)
         mixing = slots * 2 * d if options.halting in ("router", "act") else 0
         scored: float = 0  # heads whose logits only say how right a state is; they have no backward pass
-        if options.halting == "router" and options.beta:
+        if options.halting == "router" and options.beta and options.penalty:
             scored = routed if options.correctness_from == "step" else 1
+        if options.halting == "exit_gate":  # trains on every step's head, of which the last is counted; logits again
+            scored = 3 * options.steps + options.steps + 1
         return Counts(
             slots=slots,
             sweeps={1: slots},

@@ -178,7 +178,7 @@ class DepthMethod(Method):
     # `ran`, and the trace has `passes`, the steps that every token ran.
     adaptive: ClassVar[bool] = False
     segments: tuple[tuple[int, int], ...] = ()  # of the cache, for adaptive methods
-    progress: float = 0.0  # share of the training steps that are done; the trainer sets it before every step
+    progress: float | None = None  # share of the training steps that are done; `train.Phases` sets it before each
 
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:

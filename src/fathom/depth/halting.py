@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import initialization as init
 
-COLLAPSED_AFTER = 20  # evaluation forwards in a row
+COLLAPSED_AFTER = 20  # forwards in a row
 
 
 def check_mean_passes(method: str, halting: str, mean: float | None, most: int) -> None:
@@ -76,19 +76,19 @@ class Score(nn.Module):
 
 
 class CollapseWatch:
-    """Warns once when no token has gone past its first step in `COLLAPSED_AFTER` evaluation forwards in a row."""
+    """Warns once when no token has gone past its first step in `COLLAPSED_AFTER` forwards in a row."""
 
     def __init__(self, method: str, remedy: str):
         self.method, self.remedy, self.forwards = method, remedy, 0
 
     def __call__(self, steps: int, tokens: int) -> None:
-        """Note an evaluation forward of `tokens` new tokens a row that took `steps` steps."""
+        """Note a forward of `tokens` new tokens a row that took `steps` steps."""
         if tokens == 1:  # decoding: one token may well be easy
             return
         self.forwards = self.forwards + 1 if steps == 1 else 0
         if self.forwards == COLLAPSED_AFTER:
             warnings.warn(
-                f"{self.method}: every token stopped after its first step in {COLLAPSED_AFTER} evaluations in a row: "
+                f"{self.method}: every token stopped after its first step in {COLLAPSED_AFTER} forwards in a row: "
                 f"the router has collapsed; {self.remedy}",
                 stacklevel=3,
             )

@@ -10,6 +10,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
+LONGEST_CHARACTER = 4  # bytes in UTF-8, so tokens at most
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(
+    range(127, 160), "\u2421"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
@@ -59,6 +65,14 @@ class Picture:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Int[Tensor, " n"]) -> list[str]:
-    """The text of every token."""
-    texts = {int(i): str(tokenizer.decode([int(i)])) for i in token_ids.unique()}
-    return [texts[i] for i in token_ids.tolist()]
+    """What every token adds to the text of those before it. A character of several tokens is the last one's, the others
+    are empty; control characters, which could change a terminal or a page, are shown as the symbols of Unicode."""
+    ids, texts, start, read = token_ids.tolist(), [], 0, 0
+    for end in range(1, len(ids) + 1):
+        known, text = (str(tokenizer.decode(ids[start:n], clean_up_tokenization_spaces=False)) for n in (read, end))
+        if text.endswith(UNFINISHED) and end - read < LONGEST_CHARACTER and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(known) :].translate(CONTROLS))
+        start, read = read, end
+    return texts

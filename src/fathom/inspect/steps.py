@@ -187,22 +187,26 @@ class StepMap(Picture):
 
 def classify(texts: list[str]) -> list[tuple[str, ...]]:
     """The class of every token, and which piece of a split word it is, if it is one."""
-    starts = np.cumsum([0, *(len(text) for text in texts)])
-    words = [(m.start(), m.end(), m.group().lower()) for m in _WORD.finditer("".join(texts))]
+    joined, starts = "".join(texts), np.cumsum([0, *(len(text) for text in texts)])
+    stops = starts[1:].copy()  # a token of a character's first bytes is classed with its last
+    for token in reversed(range(len(texts) - 1)):
+        if not texts[token]:
+            stops[token] = stops[token + 1]
+    words = [(m.start(), m.end(), m.group().lower()) for m in _WORD.finditer(joined)]
     counts = collections.Counter(word for _, _, word in words)
     pieces: dict[int, list[int]] = collections.defaultdict(list)  # tokens of every word
     owner: dict[int, int] = {}
     at = 0
-    for token, text in enumerate(texts):
+    for token, stop in enumerate(stops):
         while at < len(words) and words[at][1] <= starts[token]:
             at += 1
-        if at < len(words) and words[at][0] < starts[token] + len(text):  # of several words, the first
+        if at < len(words) and words[at][0] < stop:  # of several words, the first
             pieces[at].append(token)
             owner[token] = at
     named: list[tuple[str, ...]] = []
-    for token, text in enumerate(texts):
+    for token, stop in enumerate(stops):
         word = words[owner[token]][2] if token in owner else ""
-        if any(letter.isdigit() for letter in text):
+        if any(letter.isdigit() for letter in joined[starts[token] : stop]):
             kind = "numbers"
         elif not word:
             kind = "punctuation"

@@ -88,7 +88,8 @@ def generate_staggered(
         current = model.lm_head(hidden_states).argmax(-1)
         ended = ~goes_on
         new.scatter_(1, torch.where(ended, done.clamp(max=max_new_tokens), max_new_tokens)[:, None], current)
-        done, number = done + ended, number + ended
+        done = done + ended
+        number = torch.where(done < max_new_tokens, number + ended, number)  # a row that is done stays at its last
         k = torch.where(ended, 0, k + 1)
         started, fresh = depth.first_turn(model.model.embed(current))
         inputs = torch.where(ended[:, None, None], started, following)

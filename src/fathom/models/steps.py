@@ -247,6 +247,7 @@ class StepLayer(DynamicLayer):
         self.sizes = [int(part.sum()) for part in columns.split(self.sizes)]
         self.keys, self.values = self.keys[..., columns, :], self.values[..., columns, :]  # type: ignore[index]
         self.token = torch.where(stay, self.token, NOWHERE)[:, columns]
+        self.gaps |= bool((self.token == NOWHERE).any())  # rows as long as each other lose different columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -573,7 +574,7 @@ class StepStack(Stack):
     @torch.compiler.disable
     def plain_mask(self, inputs: Tensor) -> Any:
         """All tokens read one slot of each: the ordinary causal mask."""
-        config, given = self.decoder.config, self.position_ids if self.packed else None
+        config, given = self.decoder.config, self.position_ids if self.packed and self.cache is None else None
         return hf_versions.causal_mask(config, inputs, self.attention_mask, None, given)
 
     @torch.compiler.disable

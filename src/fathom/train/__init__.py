@@ -1,5 +1,6 @@
 """Recipe to Trainer to checkpoint."""
 
+from fathom.train.phases import Phases
 from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, load_recipe, model_config
 from fathom.train.sweep import LearningRateSweep, best_of, candidates, sweep_lr, try_lr
 from fathom.train.trainer import TrainResult, train_run
@@ -8,6 +9,7 @@ __all__ = [
     "Budget",
     "LearningRateSweep",
     "MethodConfig",
+    "Phases",
     "Recipe",
     "TrainResult",
     "Training",
