@@ -192,13 +192,23 @@ def test_tensors_of_one_width_and_dtype_are_asked_for():
         range_attention(query, key.half(), value, ranges, 0.3, bias.flatten())
 
 
-@pytest.mark.parametrize(("memory", "widths"), [(65536, ()), (101376, (64, 128)), (166912, (64, 128, 256))])
-def test_programs_that_do_not_fit_are_left_to_others(monkeypatch, memory, widths):
-    """Turing, consumer Ampere and Ada, and an A100."""
+@pytest.mark.parametrize(
+    ("memory", "dtype", "widths"),
+    [
+        (65536, torch.float16, ()),
+        (101376, torch.float16, (64, 128)),
+        (101376, torch.float32, (64,)),
+        (166912, torch.float16, (64, 128, 256)),
+        (166912, torch.float32, (64, 128)),
+        (232448, torch.float32, (64, 128, 256)),
+    ],
+)
+def test_programs_that_do_not_fit_are_left_to_others(monkeypatch, memory, dtype, widths):
+    """Turing, consumer Ampere and Ada, an A100 and an H200."""
     from fathom.ops import range_attention
 
     monkeypatch.setattr(range_attention, "SHARED_MEMORY", memory)
-    assert tuple(w for w in (64, 128, 256) if range_attention.serves(w, 4, torch.float16)) == widths
+    assert tuple(w for w in (64, 128, 256) if range_attention.serves(w, 4, dtype)) == widths
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled on a GPU only")

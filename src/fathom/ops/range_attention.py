@@ -42,19 +42,21 @@ class Tile(NamedTuple):
     stages: int
 
 
-# In 16 bits and up to 64 channels; wider ones take half the rows, and from 256 channels half the keys. Rows are 64 or
-# more, for as many as 32 heads in a half; keys of "keys" are 64 or more, for a run of them in a half.
-TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(128, 64, 4, 2), "keys": Tile(64, 64, 4, 2)}
+# In 16 bits and up to 64 channels, the best of a dozen each on an H200; wider ones, of which those of 256 channels and
+# of 32 bits take half the keys. Rows are 32 or more, for 32 heads; half the keys of "keys" are a run or more.
+TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(64, 32, 4, 3), "keys": Tile(128, 64, 4, 2)}
+WIDE_TILES = {"forward": Tile(64, 64, 4, 3), "queries": Tile(64, 64, 4, 2), "keys": Tile(32, 64, 4, 2)}
 
-# Bytes of a program, as compiled for 128 channels and fewer, and for 256: Turing GPUs have too few for either, Ada and
-# consumer Ampere ones for the second. Asked for here, as a compiled graph must not ask.
-NEEDED, NEEDED_BY_WIDE = 98304, 102656
+# Bytes of shared memory of a program, as compiled for up to 64, 128 and 256 channels, by bytes of a number: Turing GPUs
+# have too few for any, Ada and consumer Ampere ones for the larger, an A100 for the largest.
+NEEDED = {2: (98304, 98304, 102656), 4: (98304, 107008, 205312)}
+# Asked for here, as a compiled graph must not ask.
 SHARED_MEMORY = min(
     (
-        getattr(torch.cuda.get_device_properties(n), "shared_memory_per_block_optin", NEEDED_BY_WIDE)
+        getattr(torch.cuda.get_device_properties(n), "shared_memory_per_block_optin", 101376)
         for n in range(torch.cuda.device_count())
     ),
-    default=NEEDED_BY_WIDE,
+    default=232448,
 )
 
 
@@ -283,18 +285,18 @@ def _backward_keys(q, k, v, bias, do, lse, delta, dk, dv, db, start, stop, reade
 def serves(width: int, heads: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take heads of so many channels, so many of a key/value head, of this precision, and fit."""
     powers = width & (width - 1) == 0 and heads & (heads - 1) == 0
-    fit = (NEEDED if width <= 128 else NEEDED_BY_WIDE) <= SHARED_MEMORY
-    return dtype in FLOATS and powers and 16 <= width <= 256 and heads <= 32 and fit
+    if dtype not in FLOATS or not powers or not 16 <= width <= 256 or heads > 32:
+        return False
+    return NEEDED[dtype.itemsize][0 if width <= 64 else 1 if width == 128 else 2] <= SHARED_MEMORY
 
 
 def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
     """A kernel over its tiles of all queries, or by "keys" of all of those."""
-    tile, (groups, keys) = TILES[by], key.shape[1:3]
-    heads, width, narrow = query.shape[1] // groups, query.shape[3], query.element_size() == 2
-    tile = tile._replace(
-        rows=tile.rows if width <= 64 and narrow else tile.rows // 2,
-        keys=tile.keys if width <= 128 and narrow else tile.keys // 2,
-    )
+    groups, keys = key.shape[1:3]
+    heads, width, short = query.shape[1] // groups, query.shape[3], query.element_size() == 2
+    tile = (TILES if width <= 64 and short else WIDE_TILES)[by]
+    if width > 128 or not short:
+        tile = tile._replace(keys=tile.keys // 2)
     programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)
     wrap_triton(kernel)[(programs, groups)](
         *arguments, **constants, HEADS=heads, WIDTH=width, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps,
