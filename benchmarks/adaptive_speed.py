@@ -188,7 +188,7 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
         fixed.passes.clear()
 
 
-def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, blocks, compiled) -> None:
+def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, blocks, compiled, profile) -> None:
     tokens = torch.randint(0, vocab, (batch, length), device=device)
     models, steps = {}, {}
     for name, options in {"fixed": without_router(depth), "adaptive": depth}.items():
@@ -228,6 +228,8 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
             facts["flops_vs_fixed"] = work["adaptive"] / work["fixed"]
             found = models["adaptive"].mean()
             rows.add("training", depth, found, figures["adaptive"], figures["fixed"], **facts)
+            for name in models if profile else ():
+                write_profile(steps[name], device, f"{profile}-training-{depth['correctness_from']}-{name}-{mean}.txt")
         models["fixed"].passes.clear()
 
 
@@ -276,14 +278,15 @@ def main() -> None:
     parser.add_argument(
         "--launch", choices=("python", "cpp"), default="python", help="what compiled code launches from"
     )
-    parser.add_argument("--profile", help="write what prefill spends its time on to PROFILE-*.txt")
+    parser.add_argument("--profile", help="write what prefill and training spend their time on to PROFILE-*.txt")
+    parser.add_argument("--gigabytes", type=float, default=75, help="never hold more")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 75e9 / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * args.gigabytes / total))
     torch.set_float32_matmul_precision("high")
     sizes = TINY["32x2"] if args.tiny else SHAPES[args.shape]
     vocab, batch, length = (97, 2, 96) if args.tiny else (50304, args.batch, args.length)
@@ -299,9 +302,9 @@ def main() -> None:
     parts: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [
         *(("prefill", prefill, (d, *shared, means, batch, length, blocks, compiled, args.profile)) for d in BOTH),
         *(("decode", decoding, (d, sizes, vocab, device, dtype, some, 1, prompt, new, 3)) for d in BOTH),
-        ("training", training, (COT, sizes, vocab, device, some, batch, length, blocks, compiled)),
+        ("training", training, (COT, sizes, vocab, device, some, batch, length, blocks, compiled, args.profile)),
         *(("decode", decoding, (d, sizes, vocab, device, dtype, middle, many, prompt, new, 3)) for d in BOTH),
-        ("training", training, (step, sizes, vocab, device, middle, batch, length, blocks, compiled)),
+        ("training", training, (step, sizes, vocab, device, middle, batch, length, blocks, compiled, args.profile)),
     ]
     for kind, part, arguments in parts:
         if args.only in (None, kind) and rows.time_left():
