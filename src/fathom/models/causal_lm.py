@@ -28,6 +28,9 @@ from fathom.models.steps import StepLayer, StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 
+# What data collators tell flash kernels of packed documents, in tokens.
+TOKEN_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
 
 class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model of the GPT-2, GPT-NeoX, Llama or Qwen3 family, with the methods its config names.
@@ -91,7 +94,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
                 number of layers, or that another method filled with slots; where tokens have several slots, an
-                `attention_mask` that is not [batch, cached and new tokens].
+                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -178,6 +181,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                     f"attention_mask of shape {got} with depth={self.depth.name!r}: a token has {slots} slots, so the "
                     f"mask must say [batch, tokens] which tokens are real: {shape} for {seen} cached and {length} new"
                 )
+            layer_kwargs = self.without_boundaries(layer_kwargs, given, len(embeddings))
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
                 most = self.depth.most_steps(self.depth.options)
@@ -195,6 +199,24 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         return Stack(
             self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs
         )
+
+    def without_boundaries(
+        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, rows: int
+    ) -> dict[str, Any]:
+        """Without the boundaries of packed documents in tokens: a pass runs over other numbers of slots, whose ids say
+        where documents start. Raises ValueError where these cannot say it."""
+        if layer_kwargs.get("cu_seq_lens_q") is not None:
+            needs = None
+            if position_ids is None:
+                needs = "position_ids, which say where a document starts: pass them"
+            elif rows > 1 and "flash" in str(self.config._attn_implementation):
+                needs = f"one row of all documents, not {rows} rows"
+            if needs:
+                raise ValueError(
+                    f"cu_seq_lens_q with depth={self.depth.name!r}: a token has {self.depth.slots} slots, and packed "
+                    f"documents need {needs}, as DataCollatorWithFlattening does"
+                )
+        return {name: value for name, value in layer_kwargs.items() if name not in TOKEN_BOUNDARIES}
 
     def vocabulary(self) -> Vocabulary:
         """Head and input table as depth methods see them."""

@@ -293,13 +293,14 @@ class SlotStack(Stack):
 
     def with_cache(self, rows: int) -> SlotStack:
         """With an empty cache where the caller wants none, for methods that run slot by slot over `rows` rows."""
-        if self.cache is not None:
+        cache, documents = self.cache, None
+        if cache is not None and (self.position_ids.shape[1] == 1 or cache.get_seq_length()):
             return self
-        documents = None
-        if self.packed and self.attention_mask is None:  # as where no cache is used, restarts are documents
+        if self.packed and self.attention_mask is None:  # restarts are documents, as where all slots run at once
             positions = self.position_ids.expand(rows, -1)
             documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        cache = Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers])
+        if cache is None:
+            cache = Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers])
         return dataclasses.replace(self, cache=cache, documents=documents)
 
     def cached_steps(self) -> Int[Tensor, " slots"]:
