@@ -222,6 +222,32 @@ def test_penalties_of_micro_batches_add_up_to_the_batchs():
 
 
 @pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
+def test_a_micro_batch_of_padding_adds_nothing(penalty):
+    """Its labels are all ignored; the other micro-batches of the step bring the items."""
+    model, ids = make(thoughts=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
+    padding, ignored = torch.zeros_like(ids), torch.full_like(ids, -100)
+    loss = model(ids, attention_mask=padding, labels=ignored, num_items_in_batch=8).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
+def test_a_share_that_underflows_to_zero_has_gradients(penalty, double):
+    model, ids = make(double=double, thoughts=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
+    shares = []
+    model.depth.register_forward_hook(lambda module, args, out: shares.append(out.trace["shares"]))
+    with torch.no_grad():
+        model.depth.router.weight.zero_()
+        model.depth.router.bias.copy_(torch.tensor([0.0, 0.0, -1000.0]))
+    model(ids, labels=ids).loss.backward()
+    assert not shares[0][..., 2].any()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert model.depth.router.bias.grad[:2].all()
+
+
+@pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
 def test_gradients_with_a_penalty_equal_finite_differences(penalty):
     model, ids = make(thoughts=2, sweeps=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
     model(ids, labels=ids).loss.backward()

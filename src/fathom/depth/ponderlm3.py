@@ -254,11 +254,12 @@ class PonderLM3(DepthMethod):
         return DepthOutput(hidden_states, losses, {"shares": s, "passes": run.sum(-1)})
 
     def penalty(self, s: Float[Tensor, "B T n"], real: Bool[Tensor, "B T"] | None) -> Tensor:
-        """Of the mean shares over the batch's tokens; linear in s, so E[k] of the mean is the mean of E[k]."""
-        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum()
+        """Of the mean shares over the batch's tokens (0 if it is all padding); linear in s, so E[k] of the mean is the
+        mean of E[k]."""
+        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum().clamp(min=1)
         if self.options.penalty == "prior":
             prior = mean.new_tensor(self.options.prior or (1 / self.slots,) * self.slots)
-            return (torch.xlogy(mean, mean) - mean * prior.log()).sum()
+            return (mean * (mean.clamp_min(SMALLEST).log() - prior.log())).sum()  # a share may have underflowed to 0
         expected = tail_sums(mean)[1:].sum()
         return expected if self.options.penalty == "steps" else (expected - self.options.target) ** 2
 
