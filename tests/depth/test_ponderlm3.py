@@ -505,6 +505,31 @@ def test_the_router_starts_undecided():
     assert model.depth.router.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("router", ["linear", "mlp"])
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_the_router_scores_in_fp32_whatever_runs_around_it(router, autocast):
+    """Of bf16 states, its scores are those of the same numbers in float64."""
+    model = make(double=False, router=router)
+    if not autocast:
+        model.bfloat16()
+    given = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    seen = []
+    if router == "mlp":
+        model.depth.router.hidden.register_forward_hook(lambda module, args, out: seen.append(F.gelu(out)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        scores = model.depth.router(given)
+    h = seen[0] if seen else given
+    expected = h.double() @ model.depth.router.weight.double().T + model.depth.router.bias.double()
+    assert scores.dtype == torch.float32 and h.dtype == torch.bfloat16
+    assert_close(scores.double(), expected, 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"penalty": "target"}, {"penalty": "target", "target": 2.0}], ids=str)
+def test_without_thoughts_a_target_is_no_matter(options):
+    assert FathomConfig(depth={"name": "ponderlm3", "thoughts": 0, **options}).depth["thoughts"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
