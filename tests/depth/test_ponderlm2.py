@@ -159,6 +159,22 @@ def test_tolerance_stops_early_and_warns_where_it_is_not_met():
 
 
 @torch.no_grad()
+def test_thoughts_of_zero_have_converged_and_nan_has_not():
+    """0/0 once made the change NaN, which no comparison stops or warns of."""
+    ids = tokens(2, 12)
+    model = make(sweeps=6, tolerance=1e-3, learned_scale=True)
+    calls = count_calls(model)
+    model.depth.scale.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    assert len(calls) == 1 + 1 + 1  # one sweep, of zeros again
+    model.depth.scale.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="sweeps=6 a thought still changes by nan"):
+        model(ids)
+
+
+@torch.no_grad()
 def test_padding_does_not_count_in_the_tolerance():
     model = make(sweeps=11, tolerance=1e-3)
     ids, mask = tokens(1, 8), torch.tensor([[0] * 4 + [1] * 4])

@@ -164,7 +164,7 @@ class PonderLM2(DepthMethod):
                 change = stack.largest_change(before[1:], states[1:])
                 if change <= tolerance:
                     break
-        if tolerance is not None and change > tolerance and sweeps < exact:
+        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
             warn_of_change(self, sweeps, change)
         if stack.cache is not None:
             bound = stack.bind(slots, layout)

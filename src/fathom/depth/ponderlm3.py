@@ -239,7 +239,7 @@ class PonderLM3(DepthMethod):
                 change = max(of_thoughts, (s - last).abs().max().item())
                 if change <= tolerance:
                     break
-        if tolerance is not None and change > tolerance and sweeps < exact:
+        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
             warn_of_change(self, sweeps, change)
 
         slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)

@@ -360,11 +360,14 @@ class SlotStack(Stack):
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
     ) -> float:
-        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given."""
+        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given.
+
+        0 where both are zero. States that are not counted may be anything.
+        """
         old, new = torch.stack(before), torch.stack(after)
-        change = (new - old).norm(dim=-1) / new.norm(dim=-1)
+        change = (new - old).norm(dim=-1) / new.norm(dim=-1).clamp_min(torch.finfo(new.dtype).tiny)
         if self.attention_mask is not None:
-            change = change * self.attention_mask[:, -change.shape[-1] :]
+            change = change.where(self.attention_mask[:, -change.shape[-1] :].bool(), 0.0)
         if run is not None:
-            change = change * run.movedim(-1, 0)
+            change = change.where(run.movedim(-1, 0), 0.0)
         return change.max().item()
