@@ -274,7 +274,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         missing = set(report["missing_keys"])
         checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
-            model.depth.adapt(model.model)
+            model.depth.adapt(model.model, stored.depth)
         return loaded if output_loading_info else model
 
     def get_decoder(self) -> Decoder:
