@@ -243,6 +243,28 @@ def test_checkpointed_passes_change_nothing_and_run_twice(name):
         assert_close(actual, expected, 1e-12)
 
 
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+def test_checkpointed_passes_may_write_a_cache(name, past):
+    """The pass that writes it runs once; those before it read the past alone when they run again."""
+    ids, results = tokens(2, 9), []
+    for checkpointed in (False, True):
+        depth = {"name": name, "thoughts": 2, "sweeps": 2, "random_sweeps": False, "checkpoint_passes": checkpointed}
+        model, cache = tiny_model(depth=depth).double().train(), DynamicCache()
+        if past:
+            with torch.no_grad():
+                model(ids[:, :past], past_key_values=cache, use_cache=True)
+        calls = count_calls(model)
+        loss = model(ids[:, past:], labels=ids[:, past:], past_key_values=cache, use_cache=True).loss
+        loss.backward()
+        assert len(calls) == (9 if checkpointed else 5)
+        held = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        assert cache.get_seq_length() == 9 and {part.shape[-2] for part in held} == {27}
+        results.append([loss, *held, *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*results):
+        assert_close(actual, expected, 1e-12)
+
+
 def test_the_loss_has_one_target_fewer_than_tokens_and_reads_the_last_thought():
     ids = tokens(2, 6)
     model = make(sweeps=5).train()

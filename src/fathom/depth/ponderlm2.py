@@ -30,7 +30,7 @@ from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
-from fathom.models.slots import interleave
+from fathom.models.slots import SlotView, interleave
 
 if TYPE_CHECKING:
     from fathom.models.decoder import Stack
@@ -66,7 +66,8 @@ class PonderLM2(DepthMethod):
         learned_scale: thoughts are multiplied by a learned a: for training a checkpoint on, where it starts at
             RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch, with interpolation and on
             a checkpoint that has thoughts already at 1.
-        checkpoint_passes: in training every forward keeps its inputs only; the backward pass runs it again.
+        checkpoint_passes: in training every forward keeps its inputs only, but for one that writes a cache; the
+            backward pass runs it again.
         gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper. At
             least 2 with learned_scale: the last forward makes no thought.
         """
@@ -241,8 +242,10 @@ def first_with_gradient(method: DepthMethod, forwards: int) -> int:
 
 
 def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -> Float[Tensor, "B S d"]:
-    """One forward of the stack, checkpointed as a whole if the method says so."""
-    if method.training and method.options.checkpoint_passes and torch.is_grad_enabled():
+    """One forward of the stack, checkpointed as a whole if the method says so; not the one that writes a cache, which
+    running again would write once more."""
+    writes = stack.cache is not None and not isinstance(stack.cache, SlotView)
+    if method.training and method.options.checkpoint_passes and torch.is_grad_enabled() and not writes:
         return checkpoint(stack, slots, use_reentrant=False)
     return stack(slots)
 

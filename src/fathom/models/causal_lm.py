@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers, or that another method filled with slots; where tokens have several slots, an
+                number of layers, that another method filled with slots, or that holds tokens where gradient
+                checkpointing keeps layers from reading it; where tokens have several slots, an
                 `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -101,6 +103,14 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
+            if cache is not None and cache.get_seq_length():
+                raise ValueError(
+                    f"{hf_versions.CACHE_NAME} holds {cache.get_seq_length()} tokens, which layers under gradient "
+                    "checkpointing do not read in training; call eval() or gradient_checkpointing_disable() first"
+                )
+            warnings.warn("no cache under gradient checkpointing in training: use_cache=False instead", stacklevel=2)
+            cache, use_cache = None, False
         if cache is None and use_cache:
             cache = hf_versions.new_cache(self.config, self.depth.options.passes)
 

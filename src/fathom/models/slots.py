@@ -257,11 +257,16 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
 
 
 class SlotView:
-    """A cache counted in slots, for mask builders; and read without writing, for sweeps that a later one replaces."""
+    """A cache counted in slots, for mask builders; and read without writing, for sweeps that a later one replaces.
+
+    It is read as it was: a checkpointed sweep runs again when the last pass has written the cache.
+    """
 
     def __init__(self, cache: Cache):
         self.cache = cache
         self.is_sliding = cache.is_sliding
+        layers: list[Any] = cache.layers
+        self.held = [(layer.keys, layer.values) if layer.slots else None for layer in layers]
 
     def get_query_offset(self, layer: int = 0) -> int:
         return self.cache.layers[layer].slots  # type: ignore[union-attr]
@@ -270,13 +275,11 @@ class SlotView:
         return self.get_query_offset(layer) + query_length, 0
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        held: Any = self.cache.layers[layer]
-        if not held.slots:
+        held: Any = self.held[layer]
+        if held is None:
             return key, value
-        return (
-            torch.cat((held.keys.to(key.device), key), dim=-2),
-            torch.cat((held.values.to(key.device), value), dim=-2),
-        )
+        keys, values = held
+        return torch.cat((keys.to(key.device), key), dim=-2), torch.cat((values.to(key.device), value), dim=-2)
 
 
 @dataclasses.dataclass
