@@ -275,7 +275,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        with checkpoints.changes_named(path, kwargs):
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)
