@@ -152,6 +152,18 @@ def test_premultiplying_needs_steps(tmp_path):
         assert_close(model(ids).logits, stock(ids).logits)
 
 
+def test_without_steps_no_parameter_is_left_untrained():
+    """One without a gradient stops DDP."""
+    depth, ids = {"name": "pondering", "steps": 0, "feedback": "hidden_linear"}, tokens(2, 5)
+    model = tiny_model(depth=depth).train()
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert (
+        not list(model.depth.parameters())
+        and type(model.depth).counts(model.config, model.depth.options).parameters == 0
+    )
+
+
 def test_absent_tokens_receive_gradient_from_the_full_mixture():
     ids = tokens(2, 6)
     absent = torch.ones(VOCABULARY, dtype=torch.bool)

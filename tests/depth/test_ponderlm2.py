@@ -159,6 +159,22 @@ def test_tolerance_stops_early_and_warns_where_it_is_not_met():
 
 
 @torch.no_grad()
+def test_thoughts_of_zero_have_converged_and_nan_has_not():
+    """0/0 once made the change NaN, which no comparison stops or warns of."""
+    ids = tokens(2, 12)
+    model = make(sweeps=6, tolerance=1e-3, learned_scale=True)
+    calls = count_calls(model)
+    model.depth.scale.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    assert len(calls) == 1 + 1 + 1  # one sweep, of zeros again
+    model.depth.scale.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="sweeps=6 a thought still changes by nan"):
+        model(ids)
+
+
+@torch.no_grad()
 def test_padding_does_not_count_in_the_tolerance():
     model = make(sweeps=11, tolerance=1e-3)
     ids, mask = tokens(1, 8), torch.tensor([[0] * 4 + [1] * 4])
@@ -227,6 +243,28 @@ def test_checkpointed_passes_change_nothing_and_run_twice(name):
         assert_close(actual, expected, 1e-12)
 
 
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+def test_checkpointed_passes_may_write_a_cache(name, past):
+    """The pass that writes it runs once; those before it read the past alone when they run again."""
+    ids, results = tokens(2, 9), []
+    for checkpointed in (False, True):
+        depth = {"name": name, "thoughts": 2, "sweeps": 2, "random_sweeps": False, "checkpoint_passes": checkpointed}
+        model, cache = tiny_model(depth=depth).double().train(), DynamicCache()
+        if past:
+            with torch.no_grad():
+                model(ids[:, :past], past_key_values=cache, use_cache=True)
+        calls = count_calls(model)
+        loss = model(ids[:, past:], labels=ids[:, past:], past_key_values=cache, use_cache=True).loss
+        loss.backward()
+        assert len(calls) == (9 if checkpointed else 5)
+        held = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        assert cache.get_seq_length() == 9 and {part.shape[-2] for part in held} == {27}
+        results.append([loss, *held, *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*results):
+        assert_close(actual, expected, 1e-12)
+
+
 def test_the_loss_has_one_target_fewer_than_tokens_and_reads_the_last_thought():
     ids = tokens(2, 6)
     model = make(sweeps=5).train()
@@ -261,6 +299,14 @@ def test_embedding_scale_rules(options, scale):
         FathomConfig(**fields, embed_scale=3.0, depth={"name": "ponderlm2", "scale_embeds": True, **options})
 
 
+def reopened(path, depth, stock=False):
+    """With another depth section."""
+    if stock:
+        return FathomForCausalLM.from_pretrained(path, depth=depth).eval()
+    config = FathomConfig(**{**FathomConfig.get_config_dict(path)[0], "depth": depth})
+    return FathomForCausalLM.from_pretrained(path, config=config).eval()
+
+
 def test_a_stock_checkpoint_takes_thoughts(tmp_path):
     tiny_model(embed_scale=1.0).save_stock_pretrained(tmp_path)
     model = FathomForCausalLM.from_pretrained(tmp_path, depth={"name": "ponderlm2", "sweeps": 5}).eval().double()
@@ -275,14 +321,8 @@ def test_a_stock_checkpoint_takes_thoughts(tmp_path):
 def test_thoughts_of_a_checkpoint_start_as_large_as_its_embeddings(family, stock, tmp_path):
     depth = {"name": "ponderlm2", "learned_scale": True, "sweeps": 5}
     vanilla = tiny_model(family, embed_scale=1.0)
-    if stock:
-        vanilla.save_stock_pretrained(tmp_path)
-        model = FathomForCausalLM.from_pretrained(tmp_path, depth=depth).eval()
-    else:
-        vanilla.save_pretrained(tmp_path)
-        config = FathomConfig(**{**FathomConfig.get_config_dict(tmp_path)[0], "depth": depth})
-        model = FathomForCausalLM.from_pretrained(tmp_path, config=config).eval()
-    thoughts = []
+    (vanilla.save_stock_pretrained if stock else vanilla.save_pretrained)(tmp_path)
+    model, thoughts = reopened(tmp_path, depth, stock), []
     hook = model.model.norm.register_forward_hook(lambda module, args, out: thoughts.append(model.depth.scale * out))
     ids = tokens(8, 12)
     with torch.no_grad():
@@ -295,6 +335,49 @@ def test_thoughts_of_a_checkpoint_start_as_large_as_its_embeddings(family, stock
         model.depth.scale.fill_(0.625)
     model.save_pretrained(tmp_path / "own")
     assert FathomForCausalLM.from_pretrained(tmp_path / "own").depth.scale.item() == 0.625
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_expected_embeddings_are_in_embedding_units_already(stock, tmp_path):
+    vanilla = tiny_model(embed_scale=1.0)
+    (vanilla.save_stock_pretrained if stock else vanilla.save_pretrained)(tmp_path)
+    depth = {"name": "ponderlm2", "learned_scale": True, "interpolation": True}
+    assert reopened(tmp_path, depth, stock).depth.scale.item() == 1
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{"name": "ponderlm2"}, {"name": "ponderlm2", "thoughts": 2}, {"name": "ponderlm3", "thoughts": 1}],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_learned_scale_starts_at_the_one_that_thoughts_were_trained_with(stored, tmp_path):
+    model, ids = tiny_model(embed_scale=1.0, depth=stored), tokens(2, 6)
+    if stored["name"] == "ponderlm3":  # all thoughts, as ponderlm2
+        model.depth.router.weight.zero_()
+        model.depth.router.bias.copy_(torch.tensor([-200.0, 200.0]))
+    model.save_pretrained(tmp_path)
+    depth = {"name": "ponderlm2", "thoughts": stored.get("thoughts", 1), "learned_scale": True}
+    assert_close(reopened(tmp_path, depth)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("stored", [{"thoughts": 0}, {"interpolation": True}], ids=str)
+def test_a_learned_scale_adapts_where_no_state_has_been_a_thought(stored, tmp_path):
+    tiny_model(embed_scale=1.0, depth={"name": "ponderlm2", **stored}).save_pretrained(tmp_path)
+    scale = reopened(tmp_path, {"name": "ponderlm2", "learned_scale": True}).depth.scale.item()
+    tiny_model(embed_scale=1.0).save_pretrained(tmp_path)
+    assert scale == reopened(tmp_path, {"name": "ponderlm2", "learned_scale": True}).depth.scale.item() != 1
+
+
+def test_a_scale_that_would_not_train_is_refused():
+    depth = {"name": "ponderlm2", "learned_scale": True, "gradient_passes": 1}
+    with pytest.raises(ValueError, match=r"learned_scale=True and gradient_passes=1: .* gradient_passes=2 or more"):
+        FathomConfig(depth=depth)
+    FathomConfig(depth={**depth, "thoughts": 0})
+    for options in ({}, {"thoughts": 3}, {"sweeps": 0}, {"interpolation": True}):
+        model, ids = make(**{"sweeps": 2, **options}, learned_scale=True, gradient_passes=2).train(), tokens(2, 6)
+        model(ids, labels=ids).loss.backward()
+        assert model.depth.scale.grad.abs().item() > 0
 
 
 def test_a_random_number_of_sweeps_compiles():

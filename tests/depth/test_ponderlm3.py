@@ -222,6 +222,32 @@ def test_penalties_of_micro_batches_add_up_to_the_batchs():
 
 
 @pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
+def test_a_micro_batch_of_padding_adds_nothing(penalty):
+    """Its labels are all ignored; the other micro-batches of the step bring the items."""
+    model, ids = make(thoughts=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
+    padding, ignored = torch.zeros_like(ids), torch.full_like(ids, -100)
+    loss = model(ids, attention_mask=padding, labels=ignored, num_items_in_batch=8).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
+def test_a_share_that_underflows_to_zero_has_gradients(penalty, double):
+    model, ids = make(double=double, thoughts=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
+    shares = []
+    model.depth.register_forward_hook(lambda module, args, out: shares.append(out.trace["shares"]))
+    with torch.no_grad():
+        model.depth.router.weight.zero_()
+        model.depth.router.bias.copy_(torch.tensor([0.0, 0.0, -1000.0]))
+    model(ids, labels=ids).loss.backward()
+    assert not shares[0][..., 2].any()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert model.depth.router.bias.grad[:2].all()
+
+
+@pytest.mark.parametrize("penalty", ["steps", "target", "prior"])
 def test_gradients_with_a_penalty_equal_finite_differences(penalty):
     model, ids = make(thoughts=2, sweeps=2, penalty=penalty, penalty_weight=0.5).train(), tokens(2, 5)
     model(ids, labels=ids).loss.backward()
@@ -477,6 +503,31 @@ def test_the_router_starts_undecided():
     model(ids, labels=ids).loss.backward()
     assert torch.equal(seen[0], torch.full((1, 5, 4), 0.25))
     assert model.depth.router.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("router", ["linear", "mlp"])
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_the_router_scores_in_fp32_whatever_runs_around_it(router, autocast):
+    """Of bf16 states, its scores are those of the same numbers in float64."""
+    model = make(double=False, router=router)
+    if not autocast:
+        model.bfloat16()
+    given = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    seen = []
+    if router == "mlp":
+        model.depth.router.hidden.register_forward_hook(lambda module, args, out: seen.append(F.gelu(out)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        scores = model.depth.router(given)
+    h = seen[0] if seen else given
+    expected = h.double() @ model.depth.router.weight.double().T + model.depth.router.bias.double()
+    assert scores.dtype == torch.float32 and h.dtype == torch.bfloat16
+    assert_close(scores.double(), expected, 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"penalty": "target"}, {"penalty": "target", "target": 2.0}], ids=str)
+def test_without_thoughts_a_target_is_no_matter(options):
+    assert FathomConfig(depth={"name": "ponderlm3", "thoughts": 0, **options}).depth["thoughts"] == 0
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DataCollatorWithFlattening, DynamicCache, StaticCache, modeling_flash_attention_utils
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
@@ -365,3 +366,74 @@ def test_documents_packed_by_position_ids_are_apart(name, prefill, rows):
         packed = model(ids, position_ids=positions, use_cache=False).logits
         assert_close(packed[:, :4], model(ids[:, :4]).logits)
         assert_close(packed[:, 4:], model(ids[:, 4:]).logits)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Flash attention's two kernels in plain PyTorch, behind transformers' own preparation of their arguments."""
+
+    def attend(query, key, value, scale):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        hidden = ~torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(hidden, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+    def varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, scale):
+        out = torch.zeros_like(query)
+        for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q), itertools.pairwise(cu_seqlens_k)):
+            out[a:b] = attend(query[a:b], key[c:d], value[c:d], scale)
+        return out
+
+    def dense(query, key, value, scale):
+        return torch.stack([attend(*row, scale) for row in zip(query, key, value)])
+
+    class Arguments:
+        """Of the plain and the paged kernels, where transformers (5.24) asks for both; 5.17 for one."""
+
+        def __call__(self, softmax_scale=None, **rest):
+            return {"scale": softmax_scale}
+
+        def __iter__(self):
+            return iter((self, self))
+
+    utils = modeling_flash_attention_utils
+    kernels = (dense, varlen, None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_: (kernels, Arguments()))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("boundaries", [False, True])
+@pytest.mark.parametrize(
+    "depth",
+    [
+        PAUSE,
+        {"name": "ponderlm2", "thoughts": 2, "sweeps": 20},
+        {"name": "ponderlm2", "thoughts": 2, "prefill": "sequential"},
+        {"name": "ponderlm3", "thoughts": 2, "sweeps": 20},
+        {"name": "ponderlm3", "thoughts": 2, "prefill": "sequential"},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_collated_documents_are_apart_under_flash_attention(depth, boundaries, use_cache, flash):
+    """The collator's cu_seq_lens count tokens; the kernel runs over slots."""
+    model, documents = tiny_model(depth=depth).double(), [[5, 6, 7, 8], [9, 10, 11]]
+    alone = torch.cat([model(torch.tensor([ids]), use_cache=False).logits for ids in documents], dim=1)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=boundaries, return_seq_idx=boundaries)
+    batch = collate([{"input_ids": ids} for ids in documents])
+    batch.pop("labels")
+    assert ("cu_seq_lens_q" in batch) is boundaries
+    assert_close(model(**batch, use_cache=use_cache).logits, alone, 1e-9)
+
+
+@several_slots
+def test_boundaries_in_tokens_that_slots_cannot_follow_are_refused(depth):
+    model, ids = tiny_model(depth=depth), tokens(2, 6)
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 4, 12]), "cu_seq_lens_k": torch.tensor([0, 4, 12])}
+    message = rf"cu_seq_lens_q with depth='{depth['name']}': a token has \d slots, and packed documents need "
+    with pytest.raises(ValueError, match=message + "position_ids"):
+        model(ids, **boundaries)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=message + "one row of all documents, not 2 rows"):
+        model(ids, position_ids=torch.arange(6).expand(2, -1), **boundaries)

@@ -281,6 +281,29 @@ def test_only_the_parameters_of_a_method_that_is_new_may_be_missing(tmp_path):
         FathomForCausalLM.from_pretrained(tmp_path, config=config)
 
 
+@pytest.mark.parametrize(
+    ("stored", "given", "message"),
+    [
+        ({"name": "ponderlm3", "thoughts": 1}, {"name": "ponderlm3", "thoughts": 2}, r"thoughts=2 \(stored: 1\)"),
+        ({"name": "pause", "pauses": 1}, {"name": "pause", "pauses": 2}, r"pauses=2 \(stored: 1\)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("loader", [AutoModelForCausalLM, FathomForCausalLM])
+def test_an_option_that_changes_shapes_is_named(stored, given, message, loader, tmp_path):
+    """Not the checkpoint's own config.json, which is right."""
+    tiny_model(depth=stored).save_pretrained(tmp_path)
+    config = FathomConfig(**{**FathomConfig.get_config_dict(tmp_path)[0], "depth": given})
+    for arguments in ({"config": config}, {"depth": given}):
+        with pytest.raises(ValueError, match=rf"with depth option {message} .*; give what is stored, or leave it out"):
+            loader.from_pretrained(tmp_path, **arguments)
+    fields = {"vocab_size": 98, "depth": "vanilla"}
+    with pytest.raises(
+        ValueError, match=rf"with vocab_size=98 .stored: 97., depth='vanilla' .stored: '{stored['name']}'"
+    ):
+        loader.from_pretrained(tmp_path, config=FathomConfig(**{**config.to_dict(), **fields}))
+
+
 def test_a_long_list_of_missing_weights_is_cut(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model\.layers\.2\..* and 1 more$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -240,6 +241,31 @@ def test_reentrant_checkpointing_gives_the_gradients_or_is_refused(fields, refus
     model(ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")  # the name that every supported version has
+@pytest.mark.parametrize("name", ["vanilla", "loop", "pause", "ponderlm2", "ponderlm3", "adaponderlm"])
+def test_gradient_checkpointing_and_a_cache_exclude_each_other(name):
+    """As in transformers: the layers would write it twice. A past that they would not read is no past."""
+    model, ids = tiny_model(depth={"name": name}), tokens(2, 9)
+    filled = model(ids[:, :4], use_cache=True).past_key_values
+    model.train().gradient_checkpointing_enable()
+    torch.manual_seed(0)
+    expected = model(ids, labels=ids).loss
+    for given in ({}, {"past_key_values": DynamicCache()}):
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="gradient checkpointing in training: use_cache=False instead"):
+            out = model(ids, labels=ids, use_cache=True, **given)
+        assert out.past_key_values is None and torch.equal(out.loss, expected)
+        out.loss.backward()
+    with pytest.raises(ValueError, match=r"holds 4 tokens, which layers under gradient checkpointing do not read"):
+        model(ids[:, 4:], past_key_values=filled)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache = model(ids, use_cache=True).past_key_values
+    assert cache is None or (cache.get_seq_length() == 9 and all(layer.keys.numel() for layer in cache.layers))
+    model.eval()(ids[:, 4:], past_key_values=filled)
+    assert filled.get_seq_length() == 9
 
 
 def test_a_cache_with_another_number_of_layers_is_refused_by_name():

@@ -204,8 +204,9 @@ class DepthMethod(Method):
         """Whether only this method's own parameters train at this `progress`."""
         return False
 
-    def adapt(self, decoder: Decoder) -> None:
-        """Set own parameters by those of a checkpoint that was loaded into the decoder and has none of them."""
+    def adapt(self, decoder: Decoder, stored: dict[str, Any] | None = None) -> None:
+        """Set own parameters by those of a checkpoint that was loaded into the decoder and has none of them; `stored`
+        is its depth section, None of a stock one."""
 
     def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
         """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""

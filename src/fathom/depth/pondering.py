@@ -74,7 +74,7 @@ class Pondering(DepthMethod):
 
     def __init__(self, config, options):
         super().__init__(config, options)
-        if options.feedback == "hidden_linear":
+        if options.feedback == "hidden_linear" and options.steps:  # without steps it would never have a gradient
             self.feedback_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     @classmethod
@@ -127,5 +127,5 @@ class Pondering(DepthMethod):
                 elementwise=s * (mixture + d) + premultiply,
                 recomputed=s * 2 * d * v,  # the logits; the product with the table need not be computed again
             )
-        linear = d * d if options.feedback == "hidden_linear" else 0
+        linear = d * d if options.feedback == "hidden_linear" and s else 0
         return Counts(passes=s + 1, matmul=s * 2 * linear, elementwise=s * d + premultiply, parameters=linear)

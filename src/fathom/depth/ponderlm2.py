@@ -30,7 +30,7 @@ from transformers import initialization as init
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
-from fathom.models.slots import interleave
+from fathom.models.slots import SlotView, interleave
 
 if TYPE_CHECKING:
     from fathom.models.decoder import Stack
@@ -64,9 +64,12 @@ class PonderLM2(DepthMethod):
         interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
         learned_scale: thoughts are multiplied by a learned a: for training a checkpoint on, where it starts at
-            RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch 1.
-        checkpoint_passes: in training every forward keeps its inputs only; the backward pass runs it again.
-        gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper.
+            RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch, with interpolation and on
+            a checkpoint that has thoughts already at 1.
+        checkpoint_passes: in training every forward keeps its inputs only, but for one that writes a cache; the
+            backward pass runs it again.
+        gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper. At
+            least 2 with learned_scale: the last forward makes no thought.
         """
 
         thoughts: int = 1
@@ -83,6 +86,11 @@ class PonderLM2(DepthMethod):
 
         def __post_init__(self):
             check_thoughts("ponderlm2", self)
+            if self.learned_scale and self.thoughts and self.gradient_passes == 1:
+                raise ValueError(
+                    "ponderlm2 options learned_scale=True and gradient_passes=1: the last forward makes no thought, so "
+                    "the scale would have no gradient; give gradient_passes=2 or more, or learned_scale=False"
+                )
 
     def __init__(self, config, options):
         super().__init__(config, options)
@@ -98,14 +106,16 @@ class PonderLM2(DepthMethod):
             init.ones_(self.scale)
 
     @torch.no_grad()
-    def adapt(self, decoder) -> None:
+    def adapt(self, decoder, stored=None) -> None:
         """The norm gives states of mean square mean(gain²) + mean(shift²), whatever comes in."""
-        if hasattr(self, "scale"):
-            norm, table = decoder.norm, decoder.scale(decoder.embed_tokens.weight.float())
-            thought = sum(
-                p.float().square().mean() for p in (norm.weight, getattr(norm, "bias", None)) if p is not None
-            )
-            self.scale.copy_((table.square().mean() / thought).sqrt())
+        if not hasattr(self, "scale") or self.options.interpolation:  # an expected embedding is in embedding units
+            return
+        stored = stored or {"name": "vanilla"}
+        if stored["name"] in ("ponderlm2", "ponderlm3") and stored["thoughts"] and not stored.get("interpolation"):
+            return  # it was trained with states as thoughts, unscaled
+        norm, table = decoder.norm, decoder.scale(decoder.embed_tokens.weight.float())
+        thought = sum(p.float().square().mean() for p in (norm.weight, getattr(norm, "bias", None)) if p is not None)
+        self.scale.copy_((table.square().mean() / thought).sqrt())
 
     @classmethod
     def most_steps(cls, options) -> int:
@@ -164,7 +174,7 @@ class PonderLM2(DepthMethod):
                 change = stack.largest_change(before[1:], states[1:])
                 if change <= tolerance:
                     break
-        if tolerance is not None and change > tolerance and sweeps < exact:
+        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
             warn_of_change(self, sweeps, change)
         if stack.cache is not None:
             bound = stack.bind(slots, layout)
@@ -232,8 +242,10 @@ def first_with_gradient(method: DepthMethod, forwards: int) -> int:
 
 
 def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -> Float[Tensor, "B S d"]:
-    """One forward of the stack, checkpointed as a whole if the method says so."""
-    if method.training and method.options.checkpoint_passes and torch.is_grad_enabled():
+    """One forward of the stack, checkpointed as a whole if the method says so; not the one that writes a cache, which
+    running again would write once more."""
+    writes = stack.cache is not None and not isinstance(stack.cache, SlotView)
+    if method.training and method.options.checkpoint_passes and torch.is_grad_enabled() and not writes:
         return checkpoint(stack, slots, use_reentrant=False)
     return stack(slots)
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number
 from fathom.depth.ponderlm2 import (
@@ -51,7 +52,10 @@ SMALLEST = 1e-30  # w is clamped here before its logarithm: far below any τ, an
 
 
 class Router(nn.Module):
-    """Scores of 0 … K thoughts: W h + b, or W gelu(V h) + b. W and b start at zero: all depths equally likely."""
+    """Scores of 0 … K thoughts: W h + b, or W gelu(V h) + b. W and b start at zero: all depths equally likely.
+
+    The scores are computed in fp32 or wider whatever runs around it: rounded to bf16 they move tokens across τ.
+    """
 
     def __init__(self, width: int, choices: int, hidden: bool):
         super().__init__()
@@ -64,7 +68,10 @@ class Router(nn.Module):
         init.zeros_(self.bias)
 
     def forward(self, h: Float[Tensor, "B T d"]) -> Float[Tensor, "B T choices"]:
-        return F.linear(h if self.hidden is None else F.gelu(self.hidden(h)), self.weight, self.bias)
+        h = h if self.hidden is None else F.gelu(self.hidden(h))
+        wide = torch.promote_types(h.dtype, torch.float32)
+        with maybe_autocast(h.device.type, enabled=False):
+            return F.linear(h.to(wide), self.weight.to(wide), self.bias.to(wide))
 
 
 def tail_sums(shares: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
@@ -129,7 +136,8 @@ class PonderLM3(DepthMethod):
             check_choice(name, "penalty", self.penalty, ("steps", "target", "prior"))
             check_number(name, "threshold", self.threshold, 0, 1)
             check_number(name, "penalty_weight", self.penalty_weight, 0)
-            check_number(name, "target", self.target, 0, self.thoughts if self.penalty == "target" else math.inf)
+            bounded = self.penalty == "target" and self.thoughts  # without thoughts there is no penalty
+            check_number(name, "target", self.target, 0, self.thoughts if bounded else math.inf)
             if self.prior is not None:
                 numbers = isinstance(self.prior, list | tuple) and all(type(p) in (int, float) for p in self.prior)
                 if not (numbers and len(self.prior) == self.thoughts + 1 and min(self.prior) > 0) or not math.isclose(
@@ -169,8 +177,7 @@ class PonderLM3(DepthMethod):
         self, h: Float[Tensor, "B T d"], real: Bool[Tensor, "B T"] | None
     ) -> tuple[Float[Tensor, "B T n"], Float[Tensor, "B T n"], Bool[Tensor, "B T n"]]:
         """s, log w as a key bias, and which slots run; padding takes no thought."""
-        logits = self.router(h)
-        s = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        s = self.router(h).softmax(-1)
         if real is not None:
             s = torch.where(real[..., None], s, F.one_hot(torch.tensor(0, device=s.device), self.slots).to(s))
         w = tail_sums(s)
@@ -232,7 +239,7 @@ class PonderLM3(DepthMethod):
                 change = max(of_thoughts, (s - last).abs().max().item())
                 if change <= tolerance:
                     break
-        if tolerance is not None and change > tolerance and sweeps < exact:
+        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
             warn_of_change(self, sweeps, change)
 
         slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)
@@ -254,11 +261,12 @@ class PonderLM3(DepthMethod):
         return DepthOutput(hidden_states, losses, {"shares": s, "passes": run.sum(-1)})
 
     def penalty(self, s: Float[Tensor, "B T n"], real: Bool[Tensor, "B T"] | None) -> Tensor:
-        """Of the mean shares over the batch's tokens; linear in s, so E[k] of the mean is the mean of E[k]."""
-        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum()
+        """Of the mean shares over the batch's tokens (0 if it is all padding); linear in s, so E[k] of the mean is the
+        mean of E[k]."""
+        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum().clamp(min=1)
         if self.options.penalty == "prior":
             prior = mean.new_tensor(self.options.prior or (1 / self.slots,) * self.slots)
-            return (torch.xlogy(mean, mean) - mean * prior.log()).sum()
+            return (mean * (mean.clamp_min(SMALLEST).log() - prior.log())).sum()  # a share may have underflowed to 0
         expected = tail_sums(mean)[1:].sum()
         return expected if self.options.penalty == "steps" else (expected - self.options.target) ** 2
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,9 @@ from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slot
 from fathom.models.steps import StepLayer, StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
+
+# What data collators tell flash kernels of packed documents, in tokens.
+TOKEN_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class FathomForCausalLM(PreTrainedModel, GenerationMixin):
@@ -90,14 +94,23 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers, or that another method filled with slots; where tokens have several slots, an
-                `attention_mask` that is not [batch, cached and new tokens].
+                number of layers, that another method filled with slots, or that holds tokens where gradient
+                checkpointing keeps layers from reading it; where tokens have several slots, an
+                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
+            if cache is not None and cache.get_seq_length():
+                raise ValueError(
+                    f"{hf_versions.CACHE_NAME} holds {cache.get_seq_length()} tokens, which layers under gradient "
+                    "checkpointing do not read in training; call eval() or gradient_checkpointing_disable() first"
+                )
+            warnings.warn("no cache under gradient checkpointing in training: use_cache=False instead", stacklevel=2)
+            cache, use_cache = None, False
         if cache is None and use_cache:
             cache = hf_versions.new_cache(self.config, self.depth.options.passes)
 
@@ -178,6 +191,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                     f"attention_mask of shape {got} with depth={self.depth.name!r}: a token has {slots} slots, so the "
                     f"mask must say [batch, tokens] which tokens are real: {shape} for {seen} cached and {length} new"
                 )
+            layer_kwargs = self.without_boundaries(layer_kwargs, given, len(embeddings))
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
                 most = self.depth.most_steps(self.depth.options)
@@ -195,6 +209,24 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         return Stack(
             self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs
         )
+
+    def without_boundaries(
+        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, rows: int
+    ) -> dict[str, Any]:
+        """Without the boundaries of packed documents in tokens: a pass runs over other numbers of slots, whose ids say
+        where documents start. Raises ValueError where these cannot say it."""
+        if layer_kwargs.get("cu_seq_lens_q") is not None:
+            needs = None
+            if position_ids is None:
+                needs = "position_ids, which say where a document starts: pass them"
+            elif rows > 1 and "flash" in str(self.config._attn_implementation):
+                needs = f"one row of all documents, not {rows} rows"
+            if needs:
+                raise ValueError(
+                    f"cu_seq_lens_q with depth={self.depth.name!r}: a token has {self.depth.slots} slots, and packed "
+                    f"documents need {needs}, as DataCollatorWithFlattening does"
+                )
+        return {name: value for name, value in layer_kwargs.items() if name not in TOKEN_BOUNDARIES}
 
     def vocabulary(self) -> Vocabulary:
         """Head and input table as depth methods see them."""
@@ -243,7 +275,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        with checkpoints.changes_named(path, kwargs):
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)
@@ -252,7 +285,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         missing = set(report["missing_keys"])
         checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
-            model.depth.adapt(model.model)
+            model.depth.adapt(model.model, stored.depth)
         return loaded if output_loading_info else model
 
     def get_decoder(self) -> Decoder:

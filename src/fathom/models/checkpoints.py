@@ -311,6 +311,41 @@ def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
 
 
 @contextlib.contextmanager
+def changes_named(path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Turn the error about tensors of other shapes into a ValueError that names what the arguments `kwargs` of
+    from_pretrained say otherwise than the config of a Fathom checkpoint, if they do."""
+    try:
+        yield
+    except RuntimeError as error:
+        changes = changed(path, kwargs) if "ignore_mismatched_sizes" in str(error) else []
+        if not changes:
+            raise
+        raise ValueError(
+            f"{path}: its tensors have other shapes than with {', '.join(changes)} (the report above lists them); give "
+            "what is stored, or leave it out"
+        ) from error
+
+
+def changed(path: Any, kwargs: dict[str, Any]) -> list[str]:
+    """The fields and options that `kwargs` change in the config of a Fathom checkpoint, and what is stored."""
+    hub = {name: kwargs[name] for name in HUB if name in kwargs}
+    stored, given = FathomConfig.from_pretrained(path, **hub), kwargs.get("config")
+    if not isinstance(given, FathomConfig):
+        given = FathomConfig.from_pretrained(path, **hub, **{name: kwargs[name] for name in FIELDS if name in kwargs})
+    changes = []
+    for field in FIELDS:
+        new, old = getattr(given, field), getattr(stored, field)
+        if isinstance(new, dict) and "name" in new and new["name"] == old["name"]:
+            options = [(f"{field} option {option}", new[option], old.get(option)) for option in new]
+        elif isinstance(new, dict) and "name" in new:
+            options = [(field, new["name"], old["name"])]
+        else:
+            options = [(field, new, old)]
+        changes += [f"{what}={new!r} (stored: {old!r})" for what, new, old in options if new != old]
+    return changes
+
+
+@contextlib.contextmanager
 def damage_named(path: Any) -> Iterator[None]:
     """Turn the errors about a truncated or corrupt safetensors file, and about tensors of other shapes than the config
     says, into a ValueError that names the file or the checkpoint."""

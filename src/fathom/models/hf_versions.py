@@ -3,6 +3,7 @@
 | since | what moved |
 |---|---|
 | by 5.24 | a traced mask builder leaves out a plain causal mask; 5.17 always builds it |
+| by 5.24 | checkpointed layers keep their cache where no gradient is wanted; 5.17 takes it away |
 | 5.24 | models take the cache as `cache`; before, as `past_key_values` (an alias until 5.40), and outputs likewise |
 """
 
@@ -87,6 +88,12 @@ def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, dept
             f"{CACHE_NAME} has {len(cache.layers)} layers, but depth={depth!r} keeps one for each of {passes} passes × "
             f"{config.num_hidden_layers} layers = {needed}; pass an empty DynamicCache() or let generate() make it"
         )
+
+
+def layers_lose_cache(model: PreTrainedModel) -> bool:
+    """Whether checkpointed layers run without their cache in this forward: running again, they would write it twice."""
+    always = CACHE_NAME == "past_key_values"
+    return model.training and (always or torch.is_grad_enabled()) and model.is_gradient_checkpointing
 
 
 def causal_lm_output(cache: Cache | None, **fields: Any) -> CausalLMOutputWithPast:

@@ -257,11 +257,16 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
 
 
 class SlotView:
-    """A cache counted in slots, for mask builders; and read without writing, for sweeps that a later one replaces."""
+    """A cache counted in slots, for mask builders; and read without writing, for sweeps that a later one replaces.
+
+    It is read as it was: a checkpointed sweep runs again when the last pass has written the cache.
+    """
 
     def __init__(self, cache: Cache):
         self.cache = cache
         self.is_sliding = cache.is_sliding
+        layers: list[Any] = cache.layers
+        self.held = [(layer.keys, layer.values) if layer.slots else None for layer in layers]
 
     def get_query_offset(self, layer: int = 0) -> int:
         return self.cache.layers[layer].slots  # type: ignore[union-attr]
@@ -270,13 +275,11 @@ class SlotView:
         return self.get_query_offset(layer) + query_length, 0
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        held: Any = self.cache.layers[layer]
-        if not held.slots:
+        held: Any = self.held[layer]
+        if held is None:
             return key, value
-        return (
-            torch.cat((held.keys.to(key.device), key), dim=-2),
-            torch.cat((held.values.to(key.device), value), dim=-2),
-        )
+        keys, values = held
+        return torch.cat((keys.to(key.device), key), dim=-2), torch.cat((values.to(key.device), value), dim=-2)
 
 
 @dataclasses.dataclass
@@ -293,13 +296,14 @@ class SlotStack(Stack):
 
     def with_cache(self, rows: int) -> SlotStack:
         """With an empty cache where the caller wants none, for methods that run slot by slot over `rows` rows."""
-        if self.cache is not None:
+        cache, documents = self.cache, None
+        if cache is not None and (self.position_ids.shape[1] == 1 or cache.get_seq_length()):
             return self
-        documents = None
-        if self.packed and self.attention_mask is None:  # as where no cache is used, restarts are documents
+        if self.packed and self.attention_mask is None:  # restarts are documents, as where all slots run at once
             positions = self.position_ids.expand(rows, -1)
             documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        cache = Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers])
+        if cache is None:
+            cache = Cache(layers=[self.layer(self.stages) for _ in self.decoder.layers])
         return dataclasses.replace(self, cache=cache, documents=documents)
 
     def cached_steps(self) -> Int[Tensor, " slots"]:
@@ -359,11 +363,14 @@ class SlotStack(Stack):
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
     ) -> float:
-        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given."""
+        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given.
+
+        0 where both are zero. States that are not counted may be anything.
+        """
         old, new = torch.stack(before), torch.stack(after)
-        change = (new - old).norm(dim=-1) / new.norm(dim=-1)
+        change = (new - old).norm(dim=-1) / new.norm(dim=-1).clamp_min(torch.finfo(new.dtype).tiny)
         if self.attention_mask is not None:
-            change = change * self.attention_mask[:, -change.shape[-1] :]
+            change = change.where(self.attention_mask[:, -change.shape[-1] :].bool(), 0.0)
         if run is not None:
-            change = change * run.movedim(-1, 0)
+            change = change.where(run.movedim(-1, 0), 0.0)
         return change.max().item()
