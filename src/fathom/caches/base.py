@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches.rope import SlotRope
+from fathom.ops.autocast import attention_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
 
 
@@ -285,7 +286,7 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
         self.batch_size, heads, _, key_dim = key_states.shape
-        self.token_bytes = heads * (key_dim + value_states.shape[-1]) * key_states.element_size()
+        self.token_bytes = heads * (key_dim + value_states.shape[-1]) * self.dtype.itemsize
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.seen and len(key_states) != self.batch_size:
@@ -293,6 +294,7 @@ class CompressedLayer(CacheLayerMixin):
                 f"input_ids has {len(key_states)} rows, but the cache holds {self.batch_size}: the same rows "
                 "must go on, or choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
             )
+        key_states, value_states = self.take(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
         self.seen += key_states.shape[2]
         if self.fused:
@@ -311,10 +313,25 @@ class CompressedLayer(CacheLayerMixin):
             )
         return self.states[0].append(key_states, value_states)
 
+    def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
+        self.output_dtype = attention_dtype(value)
+        if not self.seen:
+            self.dtype = self.output_dtype
+        return key.to(self.dtype), value.to(self.dtype)
+
     def attend(self, query: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
-        """Attention output [B,H,m,D] of the tokens that `update` was just given."""
+        """Attention output [B,H,m,D] of the tokens that `update` was just given.
+
+        States compute as in a model of the cache's dtype: autocast has done its casts before.
+        """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        with without_autocast(query.device.type):
+            output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)
+        return output.to(self.output_dtype)
+
+    def attend_states(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         if self.groups_version != self.groups.version:
             parents = [self.states[parent] for parent in self.groups.parents]
             self.states = [s if s.seen else self.method.new_state(self.context) for s in parents]

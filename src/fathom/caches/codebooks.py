@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fathom.caches import versions
 from fathom.caches.record import fingerprint, record
+from fathom.ops.autocast import without_autocast
 from fathom.ops.residual_vq import decode, encode
 
 FORMAT = "fathom.vqkv.1"
@@ -215,10 +216,9 @@ def learn(x: Tensor, stages: int, entries: int, options: CodebookTraining) -> Te
     """Codebooks [N,S,D] in fp32 for vectors x [n,D]."""
     x = x.float()
     generator = torch.Generator(device=x.device).manual_seed(options.seed)
-    if options.init == "kmeans":
-        books = _residual_kmeans(x, stages, entries, options, generator)
-    else:
-        books = _train_simvq(x, stages, entries, options, generator)
+    train = _residual_kmeans if options.init == "kmeans" else _train_simvq
+    with without_autocast(x.device.type):
+        books = train(x, stages, entries, options, generator)
     if options.zero_codeword:
         books[:, 0] = 0
     return books

@@ -134,7 +134,7 @@ class Binding:
             if mask is not None:
                 mask._fathom_groups = groups  # type: ignore[attr-defined]  # one device sync a forward, not a layer
         layer = CompressedLayer(self.method, self.contexts[module.layer_idx], groups)
-        layer.pending = (key, value)
+        layer.pending = layer.take(key, value)
         return layer.attend(query, *rest)
 
 

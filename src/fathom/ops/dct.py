@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fathom.ops.autocast import without_autocast
+
 
 def dct(x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n"]:
     """Orthonormal DCT-II by one complex FFT of the even/odd reordering."""
@@ -79,4 +81,5 @@ def resample(
     if transform == "fft":
         spectrum = dct(wide.transpose(-1, -2))[..., :length]
         return (math.sqrt(length / n) * idct(spectrum)).transpose(-1, -2).to(x.dtype)
-    return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)
+    with without_autocast(x.device.type):
+        return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)

@@ -1,0 +1,25 @@
+"""What torch.autocast may and may not do here: attention in its dtype, but no products in 16 bits that a method promises
+in fp32 or wider."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for this type of device (some, such as meta, have none)."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager:
+    """A context without autocast. Where it is off, as in every captured or compiled step, nothing is entered."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
+
+
+def attention_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which PyTorch's attention would take x: autocast's where it is on (fp64 stays), else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if x.dtype != torch.float64 and autocasts(device) else x.dtype
