@@ -196,6 +196,7 @@ class RowGroups:
     def reset(self) -> None:
         self.rows: list[Tensor | None] = [None]  # None: all rows
         self.pads = [0]  # pads of this forward, by group
+        self.before = [0]  # and those of the forwards before
         self.empty = [True]  # groups that hold no token yet
         self.parents = [0]
         self.version = 0
@@ -235,19 +236,33 @@ class RowGroups:
     def _split(self, members: list[list[int]], counts: list[int], device: torch.device) -> None:
         groups: list[tuple[int, int, list[int]]] = []
         for parent, row_list in enumerate(members):
-            for pads in sorted({counts[row] for row in row_list}):
+            for pads in sorted({counts[row] for row in row_list}) or [0]:  # a group without rows (selection) stays one
                 groups.append((parent, pads, [row for row in row_list if counts[row] == pads]))
         if len(groups) > len(self.rows):
-            self.rows = [torch.tensor(row_list, device=device) for _, _, row_list in groups]
+            self.rows = [torch.tensor(row_list, dtype=torch.long, device=device) for _, _, row_list in groups]
             self.parents = [parent for parent, _, _ in groups]
+            self.before = [self.before[parent] for parent in self.parents]
             self.version += 1
         length_left = [self.empty[parent] for parent, _, _ in groups]
         self.pads = [pads for _, pads, _ in groups]
         self.empty = length_left
 
     def filled(self, length: int) -> None:
-        """Note which groups received a token in this forward."""
+        """Note which groups received a token in this forward, and the pads before it."""
+        self.before = [before + pads for before, pads in zip(self.before, self.pads)]
         self.empty = [empty and pads == length for empty, pads in zip(self.empty, self.pads)]
+
+    def positions(self, first: int, length: int, batch: int, device: torch.device) -> Tensor | None:
+        """Positions [B, length] of the tokens from column `first` on, each row's counted from its first token (0 for
+        pads); None where no row is padded."""
+        shifts = [before + pads for before, pads in zip(self.before, self.pads)]
+        if not any(shifts):
+            return None
+        shift = torch.full((batch, 1), shifts[0], device=device)
+        for rows, pads in zip(self.rows, shifts):
+            if rows is not None:
+                shift[rows.to(device)] = pads
+        return (torch.arange(first, first + length, device=device) - shift).clamp(min=0)
 
     def select(self, chosen: Tensor) -> list[Tensor]:
         """New row i takes old row chosen[i]. Returns, for every group, the rows to take within it."""

@@ -44,6 +44,7 @@ class Binding:
             layer: LayerContext(index, len(compressed), ropes.get(layer), prepared)
             for index, layer in enumerate(compressed)
         }
+        self.takes_positions = versions.takes_positions(self.model)
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
         self.entered: nn.Module | None = None  # that one, while it runs
         self.cache: CompressedCache | None = None
@@ -95,7 +96,19 @@ class Binding:
             cache.groups.begin(given.get("attention_mask"), self.length)
             for layer in cache.compressed_layers():
                 layer.fused = True
+        if given.get("position_ids") is None and self.takes_positions:
+            positions = self._positions(given.get("attention_mask"), tokens)
+            kwargs = kwargs if positions is None else {**kwargs, "position_ids": positions}
         return kwargs
+
+    def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and all
+        that is made from them (codes, coefficients, scores), would not be those of the row alone."""
+        if self.cache is not None:
+            return self.cache.groups.positions(self.seen, self.length, len(tokens), tokens.device)
+        if mask is None or mask.ndim != 2:
+            return None
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -self.length :]
 
     def close(self) -> None:
         if self.cache is not None:
@@ -131,8 +144,8 @@ class Binding:
         if groups is None:
             groups = RowGroups()
             groups.begin(mask, query.shape[2], stays=False)
-            if mask is not None:
-                mask._fathom_groups = groups  # type: ignore[attr-defined]  # one device sync a forward, not a layer
+            if mask is not None:  # one device sync a forward, not a layer; `_mask` made this tensor for the forward
+                mask._fathom_groups = groups  # type: ignore[attr-defined]
         layer = CompressedLayer(self.method, self.contexts[module.layer_idx], groups)
         layer.pending = layer.take(key, value)
         return layer.attend(query, *rest)
@@ -215,24 +228,28 @@ def prefill(
     """Read a long prompt [B,T] in chunks, compressing after each: peak memory follows budget + chunk, not T.
 
     Call it inside `compress`. Returns the model's last output (logits of the last token, and the filled cache, which
-    `generate` continues from when given the whole text or the new tokens).
+    `generate` continues from when given the whole text or the new tokens). attention_mask [B, tokens of the cache + T].
 
     Raises:
-        ValueError: chunk_size below 1, or no tokens.
+        ValueError: chunk_size below 1, no tokens, or a mask of another length.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: use at least 1 token")
     if input_ids.shape[1] == 0:
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: give at least 1 token")
+    held = 0 if cache is None else cache.get_seq_length()
+    length = held + input_ids.shape[1]
+    if attention_mask is not None and attention_mask.shape[1] != length:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: it must cover the {held} tokens of the cache and the "
+            f"{input_ids.shape[1]} new ones, [rows, {length}]: torch.cat((mask of the text so far, new mask), 1)"
+        )
     output = None
     for start in range(0, input_ids.shape[1], chunk_size):
         stop = min(start + chunk_size, input_ids.shape[1])
-        mask = None if attention_mask is None else attention_mask[:, :stop]
-        positions = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
         output = model(
             input_ids=input_ids[:, start:stop],
-            attention_mask=mask,
-            position_ids=positions,
+            attention_mask=None if attention_mask is None else attention_mask[:, : held + stop],
             use_cache=True,
             logits_to_keep=1,
             **{versions.CACHE_NAME: cache},
@@ -336,7 +353,8 @@ def _without_rotation(binding: Binding) -> Any:
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """For plain causal layers the 2-D padding mask (states are causal themselves); SDPA's mask for the others."""
     if kwargs.get("mask_function") is causal_mask_function:
-        return kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
+        return None if mask is None else mask[:]  # the caller may write to its own and pass it again
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
 
 

@@ -89,6 +89,12 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether `position_ids` [B,T] say where tokens stand; models with positions in space (M-RoPE) make their own."""
+    known = "position_ids" in inspect.signature(model.forward).parameters
+    return known and not hasattr(model.base_model, "get_rope_index")
+
+
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The module that makes the model's cos and sin, or None for a model without rotary positions."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model

@@ -1,5 +1,4 @@
-"""What torch.autocast may and may not do here: attention in its dtype, but no products in 16 bits that a method promises
-in fp32 or wider."""
+"""What torch.autocast may do here: attention in its dtype; and what not: products that are promised in fp32 or wider."""
 
 from __future__ import annotations
 
