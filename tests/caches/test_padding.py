@@ -98,6 +98,17 @@ def test_a_mask_may_be_written_to_and_passed_again(method_name, ids, llama):
         assert not hasattr(mask, "_fathom_groups")
 
 
+def test_a_report_counts_rows_not_groups(ids, llama):
+    """Rows of 4, 20 and 20 tokens: nothing was dropped under Full; under a budget, 4 + 8 + 8 of 44 are left."""
+    rows = torch.cat((ids, ids[:1]))[:, :20]
+    for method, ratio in ((Full(), 1.0), (TreeKV(budget=8, n_sink=1, n_recent=3, block=1), 20 / 44)):
+        with compress(llama, method), torch.no_grad():
+            report = compression_report(llama(rows, attention_mask=padded(rows, 16), use_cache=True)[CACHE_NAME])
+        assert report.to_dict()["nominal_ratio"] == report.nominal_ratio == pytest.approx(ratio)
+        assert f"{ratio:.4f} nominal" in str(report) and "20 (pads included; 14.6667 a row" in str(report)
+        assert report.tokens_seen == 20 and report.rows == 3
+
+
 def test_checkpointed_training_with_padding(ids):
     """Backward calls attention again, outside the forward: the padding is still that of the forward."""
     model = type(get_model("llama"))(get_model("llama").config).train()

@@ -63,6 +63,11 @@ class CacheMethod(ABC):
         """Whether a cache object works without `compress`, under the model's own attention."""
         return False
 
+    @property
+    def shortest_call(self) -> int:
+        """Tokens of a call from which on it is taken for a prompt and compressed; shorter ones are decoding."""
+        return 1
+
     @abstractmethod
     def new_state(self, context: LayerContext) -> State: ...
 
@@ -123,7 +128,7 @@ class CacheMethod(ABC):
 
     def check_ratio(self, argument: str, remedy: str) -> None:
         value = getattr(self, argument)
-        if not isinstance(value, int | float) or not 0 <= value < 1:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise self.refuse(argument, value, remedy)
 
 
@@ -394,8 +399,16 @@ class CompressedLayer(CacheLayerMixin):
 
     def full_bytes(self) -> int:
         """Bytes of the same tokens (pads excluded) in an uncompressed cache."""
-        rows = [self.batch_size] if self.groups.rows == [None] else [len(r) for r in self.groups.rows if r is not None]
-        return self.token_bytes * sum(count * state.seen for count, state in zip(rows, self.states))
+        return self.token_bytes * sum(count * state.seen for count, state in zip(self.row_counts(), self.states))
+
+    def row_counts(self) -> list[int]:
+        """Rows of every state."""
+        return [self.batch_size if rows is None else len(rows) for rows in self.groups.rows]
+
+    def mean_over_rows(self, of_states: list[int]) -> float:
+        """The mean of what every state says of its rows; an int where it is one."""
+        total = sum(count * number for count, number in zip(self.row_counts(), of_states))
+        return total // self.batch_size if total % self.batch_size == 0 else total / self.batch_size
 
 
 class CompressedCache(Cache):
