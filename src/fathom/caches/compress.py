@@ -102,8 +102,8 @@ class Binding:
         return kwargs
 
     def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and all
-        that is made from them (codes, coefficients, scores), would not be those of the row alone."""
+        """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and
+        what is made from them (codes, coefficients, scores), would not be those of the row alone."""
         if self.cache is not None:
             return self.cache.groups.positions(self.seen, self.length, len(tokens), tokens.device)
         if mask is None or mask.ndim != 2:
@@ -241,8 +241,8 @@ def prefill(
     length = held + input_ids.shape[1]
     if attention_mask is not None and attention_mask.shape[1] != length:
         raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}: it must cover the {held} tokens of the cache and the "
-            f"{input_ids.shape[1]} new ones, [rows, {length}]: torch.cat((mask of the text so far, new mask), 1)"
+            f"attention_mask of shape {tuple(attention_mask.shape)}: it must cover the {held} tokens of the cache and "
+            f"the {input_ids.shape[1]} new ones, [rows, {length}]: torch.cat((mask of the text so far, new mask), 1)"
         )
     output = None
     for start in range(0, input_ids.shape[1], chunk_size):

@@ -1,4 +1,4 @@
-"""What torch.autocast may do here: attention in its dtype; and what not: products that are promised in fp32 or wider."""
+"""What torch.autocast may do here: attention in its dtype; and what not: products promised in fp32 or wider."""
 
 from __future__ import annotations
 
