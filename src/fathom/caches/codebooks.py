@@ -93,7 +93,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
 @functools.lru_cache(maxsize=4)
 def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt", device=device) as file:
+        # read once for the process: training may come after inference
+        with torch.inference_mode(False), safe_open(path, framework="pt", device=device) as file:
             tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118
             return json.loads((file.metadata() or {}).get("fathom", "{}")), tensors
     except (SafetensorError, json.JSONDecodeError) as error:

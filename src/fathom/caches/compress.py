@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,20 @@ from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, Compres
 from fathom.caches.rope import SlotRope
 
 ATTENTION = "fathom_cache"
+
+
+class Forward(threading.local):
+    """The forward that is under way, in each thread its own: a server may run one model in several."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
+        self.entered: nn.Module | None = None  # that one, while it runs
+        self.cache: CompressedCache | None = None
+        self.length = self.seen = 0  # new tokens of this forward, and those before it
+        self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return Forward()  # a copied model is in no forward
 
 
 class Binding:
@@ -45,11 +60,7 @@ class Binding:
             for index, layer in enumerate(compressed)
         }
         self.takes_positions = versions.takes_positions(self.model)
-        self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
-        self.entered: nn.Module | None = None  # that one, while it runs
-        self.cache: CompressedCache | None = None
-        self.length = self.seen = 0  # new tokens of this forward, and those before it
-        self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
+        self.forward = Forward()
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
         """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
@@ -90,10 +101,10 @@ class Binding:
                 f"cache is a {type(cache).__name__} with {cache.get_seq_length()} tokens: under compress, pass none, "
                 f"an empty DynamicCache, or one from build_cache(model, {self.method!r})"
             )
-        self.cache, self.length = cache, tokens.shape[1]
+        self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
-            self.seen = cache.compressed_layers()[0].seen
-            cache.groups.begin(given.get("attention_mask"), self.length)
+            self.forward.seen = cache.compressed_layers()[0].seen
+            cache.groups.begin(given.get("attention_mask"), self.forward.length)
             for layer in cache.compressed_layers():
                 layer.fused = True
         if given.get("position_ids") is None and self.takes_positions:
@@ -104,20 +115,22 @@ class Binding:
     def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and
         what is made from them (codes, coefficients, scores), would not be those of the row alone."""
-        if self.cache is not None:
-            return self.cache.groups.positions(self.seen, self.length, len(tokens), tokens.device)
+        forward = self.forward
+        if forward.cache is not None:
+            return forward.cache.groups.positions(forward.seen, forward.length, len(tokens), tokens.device)
         if mask is None or mask.ndim != 2:
             return None
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -self.length :]
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -forward.length :]
 
     def close(self) -> None:
-        if self.cache is not None:
-            layers = self.cache.compressed_layers()
-            if layers[0].seen > self.seen:  # not where the forward failed before its layers
-                self.cache.groups.filled(self.length)
+        forward = self.forward
+        if forward.cache is not None:
+            layers = forward.cache.compressed_layers()
+            if layers[0].seen > forward.seen:  # not where the forward failed before its layers
+                forward.cache.groups.filled(forward.length)
             for layer in layers:
                 layer.fused, layer.pending = False, None
-        self.cache = self.unturned = self.entered = None
+        forward.cache = forward.unturned = forward.entered = None
 
     def _check_cache(self, cache: CompressedCache) -> None:
         if cache.owner != id(self.model):
@@ -319,13 +332,14 @@ def _before(binding: Binding) -> Any:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is binding.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
-            binding.depth = 0
+        forward = binding.forward
+        if module is forward.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
+            forward.depth = 0
             binding.close()
-        if binding.depth == 0:
+        if forward.depth == 0:
             kwargs = binding.open(module, args, kwargs)
-            binding.entered = module
-        binding.depth += 1
+            forward.entered = module
+        forward.depth += 1
         return args, kwargs
 
     return hook
@@ -333,8 +347,9 @@ def _before(binding: Binding) -> Any:
 
 def _after(binding: Binding) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        binding.depth = max(0, binding.depth - 1)
-        if binding.depth == 0:
+        forward = binding.forward
+        forward.depth = max(0, forward.depth - 1)
+        if forward.depth == 0:
             binding.close()
 
     return hook
@@ -343,9 +358,10 @@ def _after(binding: Binding) -> Any:
 def _without_rotation(binding: Binding) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         cos, sin = kwargs["position_embeddings"]
-        if binding.unturned is None or binding.unturned[0] is not cos:  # the layers of a forward share their tables
-            binding.unturned = cos, (torch.ones_like(cos), torch.zeros_like(sin))
-        return args, {**kwargs, "position_embeddings": binding.unturned[1]}
+        forward = binding.forward
+        if forward.unturned is None or forward.unturned[0] is not cos:  # the layers of a forward share their tables
+            forward.unturned = cos, (torch.ones_like(cos), torch.zeros_like(sin))
+        return args, {**kwargs, "position_embeddings": forward.unturned[1]}
 
     return hook
 
