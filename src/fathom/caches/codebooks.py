@@ -81,7 +81,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
     if model is not None and about["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"codebooks={os.fspath(path)!r} were trained on {about['model'] or 'an unnamed model'} (fingerprint "
-            f"{about['fingerprint']}), not on this model ({fingerprint(model)}): run train_codebooks on it"
+            f"{about['fingerprint']}), not on this model ({fingerprint(model)}), or by an older Fathom that "
+            "looked at fewer weights: run train_codebooks on it"
         )
     index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
     keys = tuple(tensors[f"keys.{layer}"] for layer in index)

@@ -91,7 +91,8 @@ class Binding:
         elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
             if cache.offloading:
                 raise ValueError(
-                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache()"
+                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache(), and "
+                    "set cache_implementation=None where generate() made it"
                 )
             cache = self.new_cache(into=cache)
         elif isinstance(cache, CompressedCache):
@@ -99,7 +100,8 @@ class Binding:
         elif cache is not None:
             raise ValueError(
                 f"cache is a {type(cache).__name__} with {cache.get_seq_length()} tokens: under compress, pass none, "
-                f"an empty DynamicCache, or one from build_cache(model, {self.method!r})"
+                f"an empty DynamicCache, or one from build_cache(model, {self.method!r}); if you passed none, "
+                "generate() made it: set cache_implementation=None there and in model.generation_config"
             )
         self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
@@ -190,7 +192,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
     """
     binding = Binding(model, method)
     inner = binding.model
-    previous = inner.config._attn_implementation
+    previous = versions.text_config(inner)._attn_implementation
     if previous is not None and not previous.startswith(("sdpa", "eager")):
         warnings.warn(
             f"compress: inside this context attention runs in Fathom's own function (SDPA) instead of {previous!r}",
@@ -210,7 +212,8 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
             if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
                 handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
                 stack.callback(handle.remove)
-        stack.callback(inner.set_attn_implementation, previous)
+        for config in versions.configs(inner):  # the parts of a multimodal model may each have another
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         inner.set_attn_implementation(ATTENTION)
         yield model
 
@@ -284,6 +287,11 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
     if versions.keeps_latents(model):
         raise ValueError(
             f"{family} keeps latents instead of keys and values, a compressed cache already: use it as it is"
+        )
+    if named := versions.changes_scores(modules):
+        raise ValueError(
+            f"{family}: attention with {named} is not supported, as states compute plain softmax attention; use the full "
+            "cache"
         )
     if several := versions.slots_of_depth(model):
         raise ValueError(
