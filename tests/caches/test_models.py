@@ -71,7 +71,7 @@ def test_each_part_of_a_multimodal_model_gets_its_attention_back(text, vision):
 
 def test_scores_that_states_do_not_compute_are_refused_on_entry():
     gemma = Gemma2ForCausalLM(Gemma2Config(num_key_value_heads=2, head_dim=8, **SIZES))
-    with pytest.raises(ValueError, match="softcap is not supported.*use the full cache"), compress(gemma, TOVA()):
+    with pytest.raises(ValueError, match=r"softcap is not supported.*use the full cache"), compress(gemma, TOVA()):
         pass
     sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match="sinks"), compress(GptOssForCausalLM(GptOssConfig(**sizes)), TOVA()):
@@ -82,6 +82,5 @@ def test_scores_that_states_do_not_compute_are_refused_on_entry():
 
 
 def test_a_cache_that_generate_made_is_not_blamed_on_the_caller(ids, llama):
-    for implementation in ("static", "offloaded"):
-        with compress(llama, TOVA(budget=16)), pytest.raises(ValueError, match="set cache_implementation=None"):
-            llama.generate(ids, cache_implementation=implementation, max_new_tokens=2)
+    with compress(llama, TOVA(budget=16)), pytest.raises(ValueError, match="set cache_implementation=None"):
+        llama.generate(ids, cache_implementation="static", max_new_tokens=2)

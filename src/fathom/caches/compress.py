@@ -91,8 +91,8 @@ class Binding:
         elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
             if cache.offloading:
                 raise ValueError(
-                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache(), and "
-                    "set cache_implementation=None where generate() made it"
+                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache(), "
+                    "and set cache_implementation=None where generate() made it"
                 )
             cache = self.new_cache(into=cache)
         elif isinstance(cache, CompressedCache):
@@ -290,8 +290,8 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
         )
     if named := versions.changes_scores(modules):
         raise ValueError(
-            f"{family}: attention with {named} is not supported, as states compute plain softmax attention; use the full "
-            "cache"
+            f"{family}: attention with {named} is not supported, as caches compute plain softmax attention; use the "
+            "full cache"
         )
     if several := versions.slots_of_depth(model):
         raise ValueError(

@@ -75,7 +75,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     shape = cache_shape(model)
     digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())
-    embedding = model.get_input_embeddings().weight
+    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment, union-attr]
     layers = [parameter for parameter in versions.decoder(model).parameters() if parameter is not embedding]
     for weights in (embedding[:EMBEDDINGS], *layers):
         numbers = weights.detach().flatten()[:: max(1, weights.numel() // SAMPLES)].to("cpu", torch.bfloat16)

@@ -118,7 +118,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return known and not hasattr(model.base_model, "get_rope_index")
 
 
-def decoder(model: PreTrainedModel) -> PreTrainedModel:
+def decoder(model: PreTrainedModel) -> nn.Module:
     """The text decoder with its embeddings and layers, without a head."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
