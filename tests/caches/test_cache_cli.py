@@ -69,6 +69,19 @@ def test_bench_and_show(folder, tmp_path):
     assert (tmp_path / "kept.png").read_bytes()[:4] == b"\x89PNG" and "16 of 100 tokens" in done.output
 
 
+def test_bench_holds_its_bytes_where_a_call_may_be_too_short_to_be_compressed(folder, tmp_path):
+    """The tail of 96 tokens in calls of 35 is 26, shorter than the window of SnapKV: it counts. 31: refused."""
+    out = tmp_path / "bench.json"
+    for chunk in (35, 31):
+        done = invoke("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.7",
+                      "--methods", "snapkv,pyramidkv,tova", "--output", out, "--chunk", chunk)  # fmt: skip
+        assert done.exit_code == 0, done.exception
+        rows = json.loads(out.read_text())["rows"][1:]
+        assert all(row["real_ratio"] <= 0.7 for row in rows if "real_ratio" in row)
+        assert ["refused" in row for row in rows] == ([True, True, False] if chunk == 31 else [False] * 3)
+    assert "chunk=31: SnapKV compresses only after calls of at least 32 tokens" in rows[0]["refused"]
+
+
 def test_bench_counts_the_secrets_found(folder, tmp_path):
     """At --tokens tokens and with every depth its own secret: the grid of `fathom.caches.quality`, by hand."""
     out, text, tokens = tmp_path / "bench.json", folder / "text.txt", 90
@@ -116,6 +129,10 @@ def test_errors_name_the_remedy(folder, tmp_path):
         ((folder, "--prompt", "x", "--method", "treekvv"), "treekv"),
         ((folder, "--prompt", "x", "-o", "n_sink"), "name=value"),
         ((folder, "--prompt", "x", "-o", "n_sinks=3"), "n_sink"),
+        ((folder, "--prompt", "x", "-o", "name=h2o"), "name is 'treekv' already; choose the method with --method"),
+        ((folder, "--prompt", "x", "--budget", 8, "-o", "budget=9"), "budget is 8 already; give budget once"),
+        ((folder, "--prompt", "x", "--method", "kivi", "-o", "bits=4.0"), "bits=4.0): use an integer"),
+        ((folder, "--text", folder / "text.txt", "--method", "snapkv", "--chunk", 16), "use chunk ≥ 32"),
         ((folder, "--prompt", "x", "--dtype", "fp8"), "bfloat16"),
         (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
         (("show", folder, "--text", folder / "text.txt", "--method", "freqkv"), "no kept tokens"),

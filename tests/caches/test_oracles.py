@@ -11,10 +11,25 @@ import scipy.fft
 import torch
 from cache_cases import new_state, relative
 
-from fathom.caches import H2O, KIVI, TOVA, FreqKV, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    FreqKV,
+    PyramidKV,
+    Scored,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    cache_shape,
+    compress,
+    prefill,
+)
 from fathom.caches.base import CacheShape
 from fathom.caches.rope import SlotRope
 from fathom.caches.slots import keep_highest
+from fathom.caches.versions import CACHE_NAME
 from fathom.ops import cached_attention
 from fathom.ops.tree_sweep import tree_sweep
 
@@ -374,3 +389,20 @@ def test_blockwise_attention_is_attention(queries, dtype, tolerance, monkeypatch
         monkeypatch.setattr(cached_attention, "SCORES_AT_ONCE", at_once)
         found = cached_attention.blockwise_attention(query, blocks, (key[:, :, 100:], value[:, :, 100:]), 0.4)
         assert relative(found, expected.flatten(1, 2)) < tolerance
+
+
+@pytest.mark.parametrize("chunk", [200, 100, 20, 7])
+def test_a_compression_ratio_is_of_the_whole_prompt(llama, chunk):
+    """However it is read, in chunks or turns: half of 200 tokens, not half of the half that was left; and its bytes."""
+    ids = torch.randint(1, 97, (2, 200), generator=torch.Generator().manual_seed(0))
+    method = Scored(scorer="keydiff", compression_ratio=0.5, acts_on="prompt")
+    with compress(llama, method):
+        cache = prefill(llama, ids[:, :120], chunk_size=chunk)[CACHE_NAME]
+        assert cache.layers[0].states[0].stored == 60
+        cache = prefill(llama, ids[:, 120:], cache=cache, chunk_size=chunk)[CACHE_NAME]
+        assert [layer.states[0].stored for layer in cache.layers] == [100] * 3
+        assert cache.nbytes() == method.cache_bytes(cache_shape(llama, batch=2), 200)
+        llama(ids[:, :1], **{CACHE_NAME: cache})  # decoding drops nothing, and a turn takes it into account
+        assert cache.layers[0].states[0].stored == 101
+        llama(ids[:, :3], **{CACHE_NAME: cache})
+        assert cache.layers[0].states[0].stored == 102

@@ -63,7 +63,14 @@ from fathom.ops.tree_sweep import tree_sweep
         (lambda: FreqKV(ratio=1.0), "ratio < 1"),
         (lambda: FreqKV(budget=4), "more than"),
         (lambda: KIVI(bits=3), "2, 4 or 8"),
+        (lambda: KIVI(bits=4.0), r"bits=4.0\): use an integer"),
         (lambda: KIVI(residual=100), "multiple of group"),
+        (lambda: TreeKV(stride=True), r"stride=True\): use an integer"),
+        (lambda: TreeKV(scope=2.0), r"scope=2.0\): use an integer"),
+        (lambda: Scored(scorer=[1]), r"scorer=\[1\]\): registered are knorm"),
+        (lambda: Scored(compression_ratio=False, acts_on="prompt"), "compression_ratio=False"),
+        (lambda: FreqKV(ratio=False), "ratio=False.*ratio < 1"),
+        (lambda: from_dict({"name": ["treekv"]}), "does not exist"),
         (lambda: Scored(scorer="none"), "knorm"),
         (lambda: Scored(compression_ratio=0.5), "acts_on='prompt'"),
         (lambda: WeightedKV(merge="no"), r"merge='no'\): use True or False"),
@@ -161,6 +168,12 @@ def test_equality_of_budget_and_protected_is_streaming_llm():
             logits.append(torch.cat([model(ids[:, t : t + 1], **{CACHE_NAME: cache}).logits for t in range(30, 50)], 1))
     for found in logits[1:]:
         torch.testing.assert_close(found, logits[0], rtol=1e-5, atol=1e-5)
+    with compress(model, WeightedKV(**protected)):  # the same keys, but values are folded into the window's oldest
+        cache = prefill(model, ids[:, :17])[CACHE_NAME]
+        merged = model(ids[:, 17:18], **{CACHE_NAME: cache}).logits
+    with compress(model, StreamingLLM(budget=16, n_sink=3)):
+        cache = prefill(model, ids[:, :17])[CACHE_NAME]
+        assert (merged - model(ids[:, 17:18], **{CACHE_NAME: cache}).logits).abs().max() > 1e-3
 
 
 def test_a_budget_of_sinks_alone_is_streaming_llm():

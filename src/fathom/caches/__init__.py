@@ -35,7 +35,7 @@ def from_dict(options: dict[str, Any]) -> CacheMethod:
     """
     options = dict(options)
     name = options.pop("name", None)
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(
             f"method {name!r} does not exist{nearest(str(name), list(METHODS))}; one of {', '.join(METHODS)}"
         )

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches.rope import SlotRope
+from fathom.ops.autocast import attention_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
 
 
@@ -61,6 +62,11 @@ class CacheMethod(ABC):
     def plain(self) -> bool:
         """Whether a cache object works without `compress`, under the model's own attention."""
         return False
+
+    @property
+    def shortest_call(self) -> int:
+        """Tokens of a call from which on it is taken for a prompt and compressed; shorter ones are decoding."""
+        return 1
 
     @abstractmethod
     def new_state(self, context: LayerContext) -> State: ...
@@ -122,7 +128,7 @@ class CacheMethod(ABC):
 
     def check_ratio(self, argument: str, remedy: str) -> None:
         value = getattr(self, argument)
-        if not isinstance(value, int | float) or not 0 <= value < 1:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise self.refuse(argument, value, remedy)
 
 
@@ -195,6 +201,7 @@ class RowGroups:
     def reset(self) -> None:
         self.rows: list[Tensor | None] = [None]  # None: all rows
         self.pads = [0]  # pads of this forward, by group
+        self.before = [0]  # and those of the forwards before
         self.empty = [True]  # groups that hold no token yet
         self.parents = [0]
         self.version = 0
@@ -234,19 +241,33 @@ class RowGroups:
     def _split(self, members: list[list[int]], counts: list[int], device: torch.device) -> None:
         groups: list[tuple[int, int, list[int]]] = []
         for parent, row_list in enumerate(members):
-            for pads in sorted({counts[row] for row in row_list}):
+            for pads in sorted({counts[row] for row in row_list}) or [0]:  # a group without rows (selection) stays one
                 groups.append((parent, pads, [row for row in row_list if counts[row] == pads]))
         if len(groups) > len(self.rows):
-            self.rows = [torch.tensor(row_list, device=device) for _, _, row_list in groups]
+            self.rows = [torch.tensor(row_list, dtype=torch.long, device=device) for _, _, row_list in groups]
             self.parents = [parent for parent, _, _ in groups]
+            self.before = [self.before[parent] for parent in self.parents]
             self.version += 1
         length_left = [self.empty[parent] for parent, _, _ in groups]
         self.pads = [pads for _, pads, _ in groups]
         self.empty = length_left
 
     def filled(self, length: int) -> None:
-        """Note which groups received a token in this forward."""
+        """Note which groups received a token in this forward, and the pads before it."""
+        self.before = [before + pads for before, pads in zip(self.before, self.pads)]
         self.empty = [empty and pads == length for empty, pads in zip(self.empty, self.pads)]
+
+    def positions(self, first: int, length: int, batch: int, device: torch.device) -> Tensor | None:
+        """Positions [B, length] of the tokens from column `first` on, each row's counted from its first token (0 for
+        pads); None where no row is padded."""
+        shifts = [before + pads for before, pads in zip(self.before, self.pads)]
+        if not any(shifts):
+            return None
+        shift = torch.full((batch, 1), shifts[0], device=device)
+        for rows, pads in zip(self.rows, shifts):
+            if rows is not None:
+                shift[rows.to(device)] = pads
+        return (torch.arange(first, first + length, device=device) - shift).clamp(min=0)
 
     def select(self, chosen: Tensor) -> list[Tensor]:
         """New row i takes old row chosen[i]. Returns, for every group, the rows to take within it."""
@@ -285,7 +306,7 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
         self.batch_size, heads, _, key_dim = key_states.shape
-        self.token_bytes = heads * (key_dim + value_states.shape[-1]) * key_states.element_size()
+        self.token_bytes = heads * (key_dim + value_states.shape[-1]) * self.dtype.itemsize
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.seen and len(key_states) != self.batch_size:
@@ -293,6 +314,7 @@ class CompressedLayer(CacheLayerMixin):
                 f"input_ids has {len(key_states)} rows, but the cache holds {self.batch_size}: the same rows "
                 "must go on, or choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
             )
+        key_states, value_states = self.take(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
         self.seen += key_states.shape[2]
         if self.fused:
@@ -311,10 +333,25 @@ class CompressedLayer(CacheLayerMixin):
             )
         return self.states[0].append(key_states, value_states)
 
+    def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
+        self.output_dtype = attention_dtype(value)
+        if not self.seen:
+            self.dtype = self.output_dtype
+        return key.to(self.dtype), value.to(self.dtype)
+
     def attend(self, query: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
-        """Attention output [B,H,m,D] of the tokens that `update` was just given."""
+        """Attention output [B,H,m,D] of the tokens that `update` was just given.
+
+        States compute as in a model of the cache's dtype: autocast has done its casts before.
+        """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        with without_autocast(query.device.type):
+            output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)
+        return output.to(self.output_dtype)
+
+    def attend_states(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         if self.groups_version != self.groups.version:
             parents = [self.states[parent] for parent in self.groups.parents]
             self.states = [s if s.seen else self.method.new_state(self.context) for s in parents]
@@ -362,8 +399,16 @@ class CompressedLayer(CacheLayerMixin):
 
     def full_bytes(self) -> int:
         """Bytes of the same tokens (pads excluded) in an uncompressed cache."""
-        rows = [self.batch_size] if self.groups.rows == [None] else [len(r) for r in self.groups.rows if r is not None]
-        return self.token_bytes * sum(count * state.seen for count, state in zip(rows, self.states))
+        return self.token_bytes * sum(count * state.seen for count, state in zip(self.row_counts(), self.states))
+
+    def row_counts(self) -> list[int]:
+        """Rows of every state."""
+        return [self.batch_size if rows is None else len(rows) for rows in self.groups.rows]
+
+    def mean_over_rows(self, of_states: list[int]) -> float:
+        """The mean of what every state says of its rows; an int where it is one."""
+        total = sum(count * number for count, number in zip(self.row_counts(), of_states))
+        return total // self.batch_size if total % self.batch_size == 0 else total / self.batch_size
 
 
 class CompressedCache(Cache):

@@ -47,9 +47,12 @@ SLOTTED: dict[str, tuple[Callable[[int], CacheMethod], int]] = {
 }
 
 
-def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **files: Any) -> CacheMethod | NotReachable:
+def at_fraction(
+    name: str, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **files: Any
+) -> CacheMethod | NotReachable:
     """The method `name` with the most it can hold within `fraction` of the full cache's bytes after `tokens` tokens.
 
+    chunk: tokens of a call; None for a text whose calls are all long enough to be compressed.
     `files`: codebooks=… for vqkv (whose sizes fix its bytes), channels=… for fourier_attention.
 
     Raises:
@@ -57,7 +60,7 @@ def at_fraction(name: str, fraction: float, shape: CacheShape, tokens: int, **fi
     """
     if name in SLOTTED:
         make, fewest = SLOTTED[name]
-        return _largest(make, fewest, fraction, shape, tokens)
+        return _largest(make, fewest, fraction, shape, tokens, chunk)
     if name == "full":
         return Full() if fraction >= 1 else NotReachable(1.0)
     candidates: list[CacheMethod]
@@ -102,14 +105,23 @@ def _most_held(method: CacheMethod, shape: CacheShape, tokens: int) -> int:
 
 
 def _largest(
-    make: Callable[[int], CacheMethod], fewest: int, fraction: float, shape: CacheShape, tokens: int
+    make: Callable[[int], CacheMethod],
+    fewest: int,
+    fraction: float,
+    shape: CacheShape,
+    tokens: int,
+    chunk: int | None,
 ) -> CacheMethod | NotReachable:
     """Bisection on the bytes at capacity, the most that the method holds between calls."""
     full = Full().cache_bytes(shape, tokens)
 
     def ratio(slots: int) -> float:
         method = make(slots)
-        return method.cache_bytes(shape, tokens if method.name == "pyramidkv" else min(tokens, slots)) / full
+        if method.shortest_call > 1:  # the last call of a text may be too short to be compressed
+            rest = tokens % chunk if chunk else 0
+            tail = rest if rest < method.shortest_call else 0
+            return method.cache_bytes(shape, tokens - tail, tail) / full
+        return method.cache_bytes(shape, min(tokens, slots)) / full
 
     if ratio(fewest) > fraction:
         return NotReachable(ratio(fewest))

@@ -82,7 +82,8 @@ def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None)
     if model is not None and sets.model_fingerprint != fingerprint(model):
         raise ValueError(
             f"channels={os.fspath(path)!r} were found on {sets.model or 'an unnamed model'} (fingerprint "
-            f"{sets.model_fingerprint}), not on this model ({fingerprint(model)}): run search_channels on it"
+            f"{sets.model_fingerprint}), not on this model ({fingerprint(model)}), or by an older Fathom that "
+            "looked at fewer weights: run search_channels on it"
         )
     return sets
 

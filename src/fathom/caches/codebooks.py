@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fathom.caches import versions
 from fathom.caches.record import fingerprint, record
+from fathom.ops.autocast import without_autocast
 from fathom.ops.residual_vq import decode, encode
 
 FORMAT = "fathom.vqkv.1"
@@ -80,7 +81,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
     if model is not None and about["fingerprint"] != fingerprint(model):
         raise ValueError(
             f"codebooks={os.fspath(path)!r} were trained on {about['model'] or 'an unnamed model'} (fingerprint "
-            f"{about['fingerprint']}), not on this model ({fingerprint(model)}): run train_codebooks on it"
+            f"{about['fingerprint']}), not on this model ({fingerprint(model)}), or by an older Fathom that "
+            "looked at fewer weights: run train_codebooks on it"
         )
     index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
     keys = tuple(tensors[f"keys.{layer}"] for layer in index)
@@ -92,7 +94,8 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
 @functools.lru_cache(maxsize=4)
 def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt", device=device) as file:
+        # read once for the process: training may come after inference
+        with torch.inference_mode(False), safe_open(path, framework="pt", device=device) as file:
             tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118
             return json.loads((file.metadata() or {}).get("fathom", "{}")), tensors
     except (SafetensorError, json.JSONDecodeError) as error:
@@ -215,10 +218,9 @@ def learn(x: Tensor, stages: int, entries: int, options: CodebookTraining) -> Te
     """Codebooks [N,S,D] in fp32 for vectors x [n,D]."""
     x = x.float()
     generator = torch.Generator(device=x.device).manual_seed(options.seed)
-    if options.init == "kmeans":
-        books = _residual_kmeans(x, stages, entries, options, generator)
-    else:
-        books = _train_simvq(x, stages, entries, options, generator)
+    train = _residual_kmeans if options.init == "kmeans" else _train_simvq
+    with without_autocast(x.device.type):
+        books = train(x, stages, entries, options, generator)
     if options.zero_codeword:
         books[:, 0] = 0
     return books

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,20 @@ from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, Compres
 from fathom.caches.rope import SlotRope
 
 ATTENTION = "fathom_cache"
+
+
+class Forward(threading.local):
+    """The forward that is under way, in each thread its own: a server may run one model in several."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
+        self.entered: nn.Module | None = None  # that one, while it runs
+        self.cache: CompressedCache | None = None
+        self.length = self.seen = 0  # new tokens of this forward, and those before it
+        self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return Forward()  # a copied model is in no forward
 
 
 class Binding:
@@ -44,11 +59,8 @@ class Binding:
             layer: LayerContext(index, len(compressed), ropes.get(layer), prepared)
             for index, layer in enumerate(compressed)
         }
-        self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
-        self.entered: nn.Module | None = None  # that one, while it runs
-        self.cache: CompressedCache | None = None
-        self.length = self.seen = 0  # new tokens of this forward, and those before it
-        self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
+        self.takes_positions = versions.takes_positions(self.model)
+        self.forward = Forward()
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
         """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
@@ -79,7 +91,8 @@ class Binding:
         elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
             if cache.offloading:
                 raise ValueError(
-                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache()"
+                    "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache(), "
+                    "and set cache_implementation=None where generate() made it"
                 )
             cache = self.new_cache(into=cache)
         elif isinstance(cache, CompressedCache):
@@ -87,24 +100,39 @@ class Binding:
         elif cache is not None:
             raise ValueError(
                 f"cache is a {type(cache).__name__} with {cache.get_seq_length()} tokens: under compress, pass none, "
-                f"an empty DynamicCache, or one from build_cache(model, {self.method!r})"
+                f"an empty DynamicCache, or one from build_cache(model, {self.method!r}); if you passed none, "
+                "generate() made it: set cache_implementation=None there and in model.generation_config"
             )
-        self.cache, self.length = cache, tokens.shape[1]
+        self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
-            self.seen = cache.compressed_layers()[0].seen
-            cache.groups.begin(given.get("attention_mask"), self.length)
+            self.forward.seen = cache.compressed_layers()[0].seen
+            cache.groups.begin(given.get("attention_mask"), self.forward.length)
             for layer in cache.compressed_layers():
                 layer.fused = True
+        if given.get("position_ids") is None and self.takes_positions:
+            positions = self._positions(given.get("attention_mask"), tokens)
+            kwargs = kwargs if positions is None else {**kwargs, "position_ids": positions}
         return kwargs
 
+    def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and
+        what is made from them (codes, coefficients, scores), would not be those of the row alone."""
+        forward = self.forward
+        if forward.cache is not None:
+            return forward.cache.groups.positions(forward.seen, forward.length, len(tokens), tokens.device)
+        if mask is None or mask.ndim != 2:
+            return None
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -forward.length :]
+
     def close(self) -> None:
-        if self.cache is not None:
-            layers = self.cache.compressed_layers()
-            if layers[0].seen > self.seen:  # not where the forward failed before its layers
-                self.cache.groups.filled(self.length)
+        forward = self.forward
+        if forward.cache is not None:
+            layers = forward.cache.compressed_layers()
+            if layers[0].seen > forward.seen:  # not where the forward failed before its layers
+                forward.cache.groups.filled(forward.length)
             for layer in layers:
                 layer.fused, layer.pending = False, None
-        self.cache = self.unturned = self.entered = None
+        forward.cache = forward.unturned = forward.entered = None
 
     def _check_cache(self, cache: CompressedCache) -> None:
         if cache.owner != id(self.model):
@@ -131,10 +159,10 @@ class Binding:
         if groups is None:
             groups = RowGroups()
             groups.begin(mask, query.shape[2], stays=False)
-            if mask is not None:
-                mask._fathom_groups = groups  # type: ignore[attr-defined]  # one device sync a forward, not a layer
+            if mask is not None:  # one device sync a forward, not a layer; `_mask` made this tensor for the forward
+                mask._fathom_groups = groups  # type: ignore[attr-defined]
         layer = CompressedLayer(self.method, self.contexts[module.layer_idx], groups)
-        layer.pending = (key, value)
+        layer.pending = layer.take(key, value)
         return layer.attend(query, *rest)
 
 
@@ -164,7 +192,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
     """
     binding = Binding(model, method)
     inner = binding.model
-    previous = inner.config._attn_implementation
+    previous = versions.text_config(inner)._attn_implementation
     if previous is not None and not previous.startswith(("sdpa", "eager")):
         warnings.warn(
             f"compress: inside this context attention runs in Fathom's own function (SDPA) instead of {previous!r}",
@@ -184,7 +212,8 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
             if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
                 handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
                 stack.callback(handle.remove)
-        stack.callback(inner.set_attn_implementation, previous)
+        for config in versions.configs(inner):  # the parts of a multimodal model may each have another
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         inner.set_attn_implementation(ATTENTION)
         yield model
 
@@ -215,24 +244,28 @@ def prefill(
     """Read a long prompt [B,T] in chunks, compressing after each: peak memory follows budget + chunk, not T.
 
     Call it inside `compress`. Returns the model's last output (logits of the last token, and the filled cache, which
-    `generate` continues from when given the whole text or the new tokens).
+    `generate` continues from when given the whole text or the new tokens). attention_mask [B, tokens of the cache + T].
 
     Raises:
-        ValueError: chunk_size below 1, or no tokens.
+        ValueError: chunk_size below 1, no tokens, or a mask of another length.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: use at least 1 token")
     if input_ids.shape[1] == 0:
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: give at least 1 token")
+    held = 0 if cache is None else cache.get_seq_length()
+    length = held + input_ids.shape[1]
+    if attention_mask is not None and attention_mask.shape[1] != length:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: it must cover the {held} tokens of the cache and "
+            f"the {input_ids.shape[1]} new ones, [rows, {length}]: torch.cat((mask of the text so far, new mask), 1)"
+        )
     output = None
     for start in range(0, input_ids.shape[1], chunk_size):
         stop = min(start + chunk_size, input_ids.shape[1])
-        mask = None if attention_mask is None else attention_mask[:, :stop]
-        positions = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)[:, start:]
         output = model(
             input_ids=input_ids[:, start:stop],
-            attention_mask=mask,
-            position_ids=positions,
+            attention_mask=None if attention_mask is None else attention_mask[:, : held + stop],
             use_cache=True,
             logits_to_keep=1,
             **{versions.CACHE_NAME: cache},
@@ -254,6 +287,11 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
     if versions.keeps_latents(model):
         raise ValueError(
             f"{family} keeps latents instead of keys and values, a compressed cache already: use it as it is"
+        )
+    if named := versions.changes_scores(modules):
+        raise ValueError(
+            f"{family}: attention with {named} is not supported, as caches compute plain softmax attention; use the "
+            "full cache"
         )
     if several := versions.slots_of_depth(model):
         raise ValueError(
@@ -302,13 +340,14 @@ def _before(binding: Binding) -> Any:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is binding.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
-            binding.depth = 0
+        forward = binding.forward
+        if module is forward.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
+            forward.depth = 0
             binding.close()
-        if binding.depth == 0:
+        if forward.depth == 0:
             kwargs = binding.open(module, args, kwargs)
-            binding.entered = module
-        binding.depth += 1
+            forward.entered = module
+        forward.depth += 1
         return args, kwargs
 
     return hook
@@ -316,8 +355,9 @@ def _before(binding: Binding) -> Any:
 
 def _after(binding: Binding) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        binding.depth = max(0, binding.depth - 1)
-        if binding.depth == 0:
+        forward = binding.forward
+        forward.depth = max(0, forward.depth - 1)
+        if forward.depth == 0:
             binding.close()
 
     return hook
@@ -326,9 +366,10 @@ def _after(binding: Binding) -> Any:
 def _without_rotation(binding: Binding) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         cos, sin = kwargs["position_embeddings"]
-        if binding.unturned is None or binding.unturned[0] is not cos:  # the layers of a forward share their tables
-            binding.unturned = cos, (torch.ones_like(cos), torch.zeros_like(sin))
-        return args, {**kwargs, "position_embeddings": binding.unturned[1]}
+        forward = binding.forward
+        if forward.unturned is None or forward.unturned[0] is not cos:  # the layers of a forward share their tables
+            forward.unturned = cos, (torch.ones_like(cos), torch.zeros_like(sin))
+        return args, {**kwargs, "position_embeddings": forward.unturned[1]}
 
     return hook
 
@@ -336,7 +377,8 @@ def _without_rotation(binding: Binding) -> Any:
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """For plain causal layers the 2-D padding mask (states are causal themselves); SDPA's mask for the others."""
     if kwargs.get("mask_function") is causal_mask_function:
-        return kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
+        return None if mask is None else mask[:]  # the caller may write to its own and pass it again
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
 
 

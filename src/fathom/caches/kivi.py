@@ -40,6 +40,7 @@ class KIVI(CacheMethod):
     def __post_init__(self) -> None:
         self.check_at_least("group", 1)
         self.check_at_least("residual", 1)
+        self.check_at_least("bits", 2)
         if self.bits not in (2, 4, 8):
             raise self.refuse("bits", self.bits, "use 2, 4 or 8")
         if self.residual % self.group:

@@ -19,6 +19,16 @@ from fathom.caches.report import compression_report
 from fathom.caches.versions import CACHE_NAME
 
 
+def check_chunk(method: CacheMethod, chunk: int) -> None:
+    """Refuse calls that the method never compresses: the full cache would be measured under its name."""
+    shortest = method.shortest_call
+    if chunk < shortest:
+        raise ValueError(
+            f"chunk={chunk}: {type(method).__name__} compresses only after calls of at least {shortest} tokens (its "
+            f"window n_recent); use chunk ≥ {shortest}, or a smaller n_recent"
+        )
+
+
 @torch.no_grad()
 def perplexity(
     model: nn.Module, input_ids: Tensor, method: CacheMethod, chunk: int = 64, bins: int = 8
@@ -27,9 +37,13 @@ def perplexity(
 
     Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_by_row, and bytes,
     real_ratio and note (CompressionReport) after the last chunk.
+
+    Raises:
+        ValueError: fewer than 2 tokens, or chunks so short that the method never compresses them (SnapKV's window).
     """
     if chunk < 1 or input_ids.shape[1] < 2:
         raise ValueError(f"perplexity needs chunk ≥ 1 and at least 2 tokens, got {chunk} and {input_ids.shape[1]}")
+    check_chunk(method, chunk)
     losses, cache = [], None
     with compress(model, method):
         for start in range(0, input_ids.shape[1], chunk):
@@ -68,6 +82,7 @@ def retrieval(
 
     Contexts are read alone, `chunk` tokens at a time (the method does not see the question), then the question.
     """
+    check_chunk(method, chunk)
     wanted = max(len(tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
     asked = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
     asked = asked.expand(len(answers), -1).to(contexts.device)

@@ -1,7 +1,7 @@
 """Calibration needs to see keys and values: run a model on text and read them, rotated or not, layer by layer.
 
-A calibration file names the model it was made on by a fingerprint of shapes and a few weights, so that it cannot be
-used with another one unnoticed.
+A calibration file names the model it was made on by a fingerprint of shapes and a few numbers of every weight, so that
+it cannot be used with another one unnoticed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from fathom.caches.compress import cache_shape, compress
 from fathom.caches.full import Full, FullState
 from fathom.caches.rope import SlotRope
 from fathom.ops.cached_attention import causal_attention
+
+SAMPLES, EMBEDDINGS = 64, 64  # numbers of every parameter, spread over it, and rows of the embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +69,15 @@ def record(
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """16 hex digits from the shape of the cache and the first weights (as bf16) of the first and last attention."""
+    """16 hex digits from the shape of the cache and numbers (as bf16) of every weight that keys and values depend on.
+
+    Of the embeddings the first rows only: a vocabulary may grow, and the keys of the old tokens stay.
+    """
     shape = cache_shape(model)
     digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())
-    modules = versions.attention_modules(model)
-    for module in (modules[0], modules[-1]):
-        weights = next(module.parameters()).detach().flatten()[:256].to("cpu", torch.bfloat16)
-        digest.update(weights.view(torch.int16).numpy().tobytes())
+    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment, union-attr]
+    layers = [parameter for parameter in versions.decoder(model).parameters() if parameter is not embedding]
+    for weights in (embedding[:EMBEDDINGS], *layers):
+        numbers = weights.detach().flatten()[:: max(1, weights.numel() // SAMPLES)].to("cpu", torch.bfloat16)
+        digest.update(numbers.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

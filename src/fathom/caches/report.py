@@ -12,22 +12,25 @@ from fathom.caches.base import CompressedCache, CompressedLayer, layer_bytes
 class CompressionReport:
     """`str(report)` is a table; `to_dict()` is JSON.
 
-    nominal ratio: slots stored / tokens seen over compressed layers (1 where every token is kept in fewer bytes).
+    nominal ratio: slots stored / tokens seen, pads excluded, over compressed layers and rows (1 where every token is
+    kept in fewer bytes).
     real ratio: bytes held / bytes of the same tokens uncompressed, statistics, indices and scales included.
     """
 
     method: dict[str, Any]
     tokens_seen: int
     rows: int
-    slots: tuple[int, ...]  # by compressed layer, mean over row groups
+    slots: tuple[float, ...]  # by compressed layer, mean over rows
     compressed_bytes: int
     full_bytes: int
     untouched_layers: int
     untouched_bytes: int
+    tokens_a_row: float | None = None  # mean over rows, pads excluded; None: tokens_seen, as no row is padded
 
     @property
     def nominal_ratio(self) -> float:
-        return sum(self.slots) / max(1, len(self.slots) * self.tokens_seen)
+        tokens = self.tokens_seen if self.tokens_a_row is None else self.tokens_a_row
+        return sum(self.slots) / max(1, len(self.slots) * tokens)
 
     @property
     def real_ratio(self) -> float:
@@ -49,11 +52,13 @@ class CompressionReport:
         return {**dataclasses.asdict(self), "nominal_ratio": self.nominal_ratio, "real_ratio": self.real_ratio}
 
     def __str__(self) -> str:
-        spread = f"{self.slots[0]}" if len(set(self.slots)) == 1 else f"{min(self.slots)} … {max(self.slots)}"
+        low, high = min(self.slots), max(self.slots)
+        spread = f"{low:g}" if low == high else f"{low:g} … {high:g}"
+        padded = "" if self.tokens_a_row is None else f" (pads included; {self.tokens_a_row:g} a row without them)"
         lines = [
             f"method            {self.method['name']}",
             f"rows              {self.rows}",
-            f"tokens seen       {self.tokens_seen}",
+            f"tokens seen       {self.tokens_seen}{padded}",
             f"slots per head    {spread} in each of {len(self.slots)} compressed layers",
             f"bytes             {self.compressed_bytes:,} (full cache: {self.full_bytes:,})",
             f"ratio             {self.nominal_ratio:.4f} nominal, {self.real_ratio:.4f} real",
@@ -75,13 +80,15 @@ def compression_report(cache: CompressedCache) -> CompressionReport:
     if not ours or not ours[0].is_initialized:
         raise ValueError("the cache is empty: run the model with it first")
     others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    tokens = ours[0].mean_over_rows([state.seen for state in ours[0].states])
     return CompressionReport(
         method=cache.method.to_dict(),
         tokens_seen=cache.get_seq_length(),
         rows=ours[0].batch_size,
-        slots=tuple(round(sum(s.stored for s in layer.states) / len(layer.states)) for layer in ours),
+        slots=tuple(layer.mean_over_rows([state.stored for state in layer.states]) for layer in ours),
         compressed_bytes=sum(layer.nbytes() for layer in ours),
         full_bytes=sum(layer.full_bytes() for layer in ours),
         untouched_layers=len(others),
         untouched_bytes=sum(layer_bytes(layer) for layer in others),
+        tokens_a_row=None if tokens == cache.get_seq_length() else tokens,
     )

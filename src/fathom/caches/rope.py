@@ -45,6 +45,8 @@ class SlotRope:
             size = max(256, 1 << (length - 1).bit_length())
         else:  # the model's own module remembers the longest position of any row ("dynamic"): slots know only theirs
             rotary = type(rotary)(rotary.config).to(like.device)
-        positions = torch.arange(size, device=like.device).unsqueeze(0)
-        self.tables[place] = versions.rotary_tables(rotary, like, positions)
-        return self.tables[place]
+        with torch.inference_mode(False), torch.no_grad():  # kept, and training may come after inference
+            positions = torch.arange(size, device=like.device).unsqueeze(0)
+            made = versions.rotary_tables(rotary, like, positions)
+        self.tables[place] = made  # not read again: another thread may have put its own there
+        return made

@@ -58,6 +58,7 @@ class Scored(TokenBudget):
     """Keep the highest scores. Needs no attention access: `build_cache(model, Scored(…))` also works as a plain cache.
 
     compression_ratio: fraction of a prompt that is dropped, as in kvpress (keeps ⌊n·(1 − ratio)⌋); None uses `budget`.
+        n are all tokens so far, so a prompt read in chunks ends with as many as one read whole.
     acts_on: "prompt" (calls of several tokens) or "always"; a compression_ratio acts on prompts.
     """
 
@@ -75,7 +76,7 @@ class Scored(TokenBudget):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_choice("acts_on", ("prompt", "always"))
-        if self.scorer not in SCORERS:
+        if not isinstance(self.scorer, str) or self.scorer not in SCORERS:
             raise self.refuse("scorer", self.scorer, f"registered are {', '.join(SCORERS)}; see register_scorer")
         if self.compression_ratio is not None:
             self.check_ratio("compression_ratio", "use 0 ≤ ratio < 1")
@@ -104,7 +105,9 @@ class ScoredState(SlotState):
     method: Scored
 
     def wanted(self, length: int, slots: int) -> int:
-        return slots if self.method.acts_on == "prompt" and length == 1 else self.method.kept(slots)
+        if self.method.acts_on == "prompt" and length == 1:
+            return slots
+        return min(slots, self.method.kept(self.seen))  # a ratio is of all tokens so far, not of what is left of them
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         self.keys_of_call = keys

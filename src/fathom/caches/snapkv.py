@@ -44,9 +44,13 @@ class SnapKV(TokenBudget):
     def new_state(self, context: LayerContext) -> SnapState:
         return SnapState(self, context)
 
+    @property
+    def shortest_call(self) -> int:
+        return max(2, self.n_recent)
+
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         context = LayerContext(layer, shape.layers, None)
-        kept = self.kept_of_prompt(prompt, context) if prompt >= self.n_recent else prompt
+        kept = self.kept_of_prompt(prompt, context) if prompt >= self.shortest_call else prompt
         return (kept + generated) * shape.token_bytes()
 
     def kept_of_prompt(self, slots: int, context: LayerContext) -> int:
@@ -91,7 +95,7 @@ class SnapState(SlotState):
     method: SnapKV
 
     def compresses(self, length: int) -> bool:
-        return length >= max(2, self.method.n_recent)
+        return length >= self.method.shortest_call
 
     def observed(self, length: int) -> int:
         return self.method.n_recent if self.compresses(length) else 0

@@ -100,7 +100,7 @@ def _fill_codes(
 
 
 def _seen(layer: CompressedLayer, batch: int, heads: int, width: int, dtype: torch.dtype, tokens: int) -> None:
-    layer.seen, layer.is_initialized, layer.batch_size = tokens, True, batch
+    layer.seen, layer.is_initialized, layer.batch_size, layer.dtype = tokens, True, batch, dtype
     layer.token_bytes = heads * 2 * width * dtype.itemsize
 
 

@@ -46,8 +46,10 @@ class TreeKV(TokenBudget):
         if self.block is None:
             object.__setattr__(self, "block", max(1, min(32, self.tree_slots // 3)))
         self.check_at_least("block", 1)
+        self.check_at_least("stride", 1)
         if self.stride not in (1, 2):
             raise self.refuse("stride", self.stride, "use 1 (the paper's walk) or 2")
+        self.check_at_least("scope", 1)
         if self.scope != 2:
             raise self.refuse("scope", self.scope, "the method is defined for pairs; use 2")
         if self.prefill == "block" and 0 < self.tree_slots < self.block_loss() + self.block:

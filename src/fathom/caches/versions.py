@@ -70,6 +70,29 @@ def keeps_latents(model: PreTrainedModel) -> bool:
     return getattr(text_config(model), "kv_lora_rank", None) is not None
 
 
+def changes_scores(modules: list[Any]) -> str:
+    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss); "" for nothing."""
+    for module in modules:
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            return "softcap"
+        if isinstance(getattr(module, "sinks", None), Tensor):
+            return "sinks (s_aux)"
+    return ""
+
+
+def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every config of the model and of its parts, once."""
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [part for part in parts if part is not None]
+    return list(found.values())
+
+
 def slots_of_depth(model: PreTrainedModel) -> str:
     """What Fathom's depth method keeps of a token where that is not one slot a pass; else ""."""
     depth = getattr(model, "depth", None)
@@ -89,10 +112,20 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether `position_ids` [B,T] say where tokens stand; models with positions in space (M-RoPE) make their own."""
+    known = "position_ids" in inspect.signature(model.forward).parameters
+    return known and not hasattr(model.base_model, "get_rope_index")
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The text decoder with its embeddings and layers, without a head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The module that makes the model's cos and sin, or None for a model without rotary positions."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    rotary = getattr(decoder, "rotary_emb", None)
+    rotary = getattr(decoder(model), "rotary_emb", None)
     return rotary if rotary is not None else getattr(model.base_model, "rotary_emb", None)
 
 

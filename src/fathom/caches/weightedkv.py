@@ -25,6 +25,8 @@ class WeightedKV(TokenBudget):
 
     prefill: "chunked" (default, `chunk` tokens at a time), "exact" (token by token), "once" (the whole call).
     merge: False drops the value too (plain eviction). merge_stats: "keep" the survivor's statistics or "sum" both.
+    budget = n_sink + n_recent: the one token that may leave is folded into the oldest recent one, so the keys are those
+    of StreamingLLM, the values only with merge=False.
     merge_into_recent: False folds a value whose right neighbour is protected into its left neighbour instead.
     Bytes per layer at capacity M: 2·B·G·M·D·bytes + 8·B·G·M (statistics).
     """

@@ -52,6 +52,9 @@ def parse_method(name: str, budget: int | None, options: list[str] | None) -> An
         key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"--option {option!r}: write it as name=value, for example n_sink=4")
+        if key in chosen:
+            instead = "choose the method with --method" if key == "name" else f"give {key} once"
+            raise ValueError(f"--option {option!r}: {key} is {chosen[key]!r} already; {instead}")
         try:
             chosen[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -205,7 +208,7 @@ def bench(
     shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
     plan = [("full", 1.0)] + [(name, fraction) for name in names if name != "full" for fraction in levels]
     # all of them before the first is measured: a wrong name or file ends the run here
-    chosen_ones = [at_fraction(name, fraction, shape, tokens, **files) for name, fraction in plan]
+    chosen_ones = [at_fraction(name, fraction, shape, tokens, chunk, **files) for name, fraction in plan]
     rows: list[dict[str, Any]] = []
     for (name, fraction), chosen in zip(plan, chosen_ones):
         row: dict[str, Any] = {"method": name, "fraction": fraction}

@@ -39,6 +39,8 @@ def causal_attention(
     dropout: float = 0.0,
 ) -> Float[Tensor, "B H m Dv"]:
     """The plain form: the fastest exact kernel of SDPA (flash on GPU), differentiable."""
+    if not query.dtype == key.dtype == value.dtype:  # rotated in fp32 under autocast, which not every form below casts
+        query, key = query.to(value.dtype), key.to(value.dtype)
     m, n, groups = query.shape[2], key.shape[2], key.shape[1]
     if m == 1 and groups < query.shape[1]:  # the heads of a group as queries: keys are read once, by any kernel
         grouped = query.reshape(query.shape[0], groups, -1, query.shape[3])

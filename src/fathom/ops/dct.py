@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fathom.ops.autocast import without_autocast
+
 
 def dct(x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n"]:
     """Orthonormal DCT-II by one complex FFT of the even/odd reordering."""
@@ -52,15 +54,16 @@ def _twiddle(n: int, sign: int, like: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def resampler(n: int, length: int, band: str, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "length n"]:
     """M for `band` "low"; "high" keeps the L highest frequencies, "mean" averages (the DC-only relative)."""
-    if band == "mean":
-        start = torch.arange(length) * n // length
-        stop = -(-(torch.arange(length) + 1) * n // length)
-        token = torch.arange(n)
-        inside = (token >= start[:, None]) & (token < stop[:, None])
-        return (inside / inside.sum(-1, keepdim=True)).to(device, dtype)
-    forward, backward = _dct_matrix(n), _dct_matrix(length)
-    rows = forward[:length] if band == "low" else forward[n - length :]
-    return (math.sqrt(length / n) * backward.T @ rows).to(device, dtype)
+    with torch.inference_mode(False), without_autocast("cpu"):  # kept, and training may come after inference
+        if band == "mean":
+            start = torch.arange(length) * n // length
+            stop = -(-(torch.arange(length) + 1) * n // length)
+            token = torch.arange(n)
+            inside = (token >= start[:, None]) & (token < stop[:, None])
+            return (inside / inside.sum(-1, keepdim=True)).to(device, dtype)
+        forward, backward = _dct_matrix(n), _dct_matrix(length)
+        rows = forward[:length] if band == "low" else forward[n - length :]
+        return (math.sqrt(length / n) * backward.T @ rows).to(device, dtype)
 
 
 def _dct_matrix(n: int) -> Float[Tensor, "n n"]:
@@ -79,4 +82,5 @@ def resample(
     if transform == "fft":
         spectrum = dct(wide.transpose(-1, -2))[..., :length]
         return (math.sqrt(length / n) * idct(spectrum)).transpose(-1, -2).to(x.dtype)
-    return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)
+    with without_autocast(x.device.type):
+        return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)

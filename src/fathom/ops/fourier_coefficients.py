@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fathom.ops.autocast import without_autocast
+
 
 def basis(
     start: int, stop: int, frequencies: int, window: int, dtype: torch.dtype, device: torch.device
@@ -33,7 +35,8 @@ def transform(x: Float[Tensor, "B t M"], frequencies: int, window: int, start: i
     if start == 0 and x.numel() and frequencies <= window:  # FFTs refuse empty input
         spectrum = torch.fft.fft(wide, n=window, dim=1)[:, :frequencies]
         return torch.cat((spectrum.real, -spectrum.imag), dim=1)
-    return basis(start, start + x.shape[1], frequencies, window, wide.dtype, x.device) @ wide
+    with without_autocast(x.device.type):
+        return basis(start, start + x.shape[1], frequencies, window, wide.dtype, x.device) @ wide
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +59,8 @@ def rebuild(
 ) -> Float[Tensor, "B t M"]:
     """x̂ at start … stop − 1."""
     angles = basis(start, stop, weight.shape[0] // 2, window, coefficients.dtype, coefficients.device)
-    return (angles * weight[:, None]).T @ coefficients
+    with without_autocast(coefficients.device.type):
+        return (angles * weight[:, None]).T @ coefficients
 
 
 def evaluate(amplitude: Float[Tensor, "*rows 2N"], length: int, window: int) -> Float[Tensor, "*rows t"]:

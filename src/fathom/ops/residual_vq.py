@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fathom.ops.autocast import without_autocast
+
 NUMBERS_AT_ONCE = 2**25  # distances or looked-up numbers that are written out at a time (128 MiB in fp32)
 
 
@@ -28,7 +30,9 @@ def encode(x: Float[Tensor, "*rows D"], books: Float[Tensor, "N S D"]) -> Int[Te
     for start in range(0, flat.shape[0], step):
         residual = flat[start : start + step].to(wide)
         for stage in range(books.shape[0]):
-            chosen = torch.addmm(half_norms[stage], residual, books[stage].T, alpha=-1).argmin(-1)
+            with without_autocast(x.device.type):
+                distance = torch.addmm(half_norms[stage], residual, books[stage].T, alpha=-1)
+            chosen = distance.argmin(-1)
             codes[start : start + step, stage] = chosen
             residual = residual - books[stage, chosen]
     return codes.view(*x.shape[:-1], books.shape[0])
@@ -48,7 +52,8 @@ def lookup_scores(
     batch, groups, m, _ = query.shape
     stages, size = books.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
-    tables = query.to(wide) @ books.to(wide).flatten(1, 2).transpose(1, 2)  # [B,G,m,N·S]
+    with without_autocast(query.device.type):
+        tables = query.to(wide) @ books.to(wide).flatten(1, 2).transpose(1, 2)  # [B,G,m,N·S]
     offset = torch.arange(stages, device=codes.device) * size
     scores = torch.empty(batch, groups, m, codes.shape[2], dtype=wide, device=query.device)
     step = max(1, NUMBERS_AT_ONCE // (batch * groups * m * stages))
@@ -73,4 +78,5 @@ def histogram_mix(
         index = part.flatten(2).unsqueeze(2).expand(-1, -1, m, -1)
         added = weights[..., start : start + step].unsqueeze(-1).expand(-1, -1, -1, -1, stages).flatten(3)
         mass.scatter_add_(3, index, added)
-    return mass @ books.to(weights.dtype).flatten(1, 2)
+    with without_autocast(weights.device.type):
+        return mass @ books.to(weights.dtype).flatten(1, 2)

@@ -1,0 +1,129 @@
+"""Threads, inference mode before training, compiled and copied models."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from cache_cases import LARGE, SMALL, build, get_model, make, relative
+
+from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, train_codebooks
+from fathom.caches.versions import CACHE_NAME
+from fathom.ops.dct import resampler
+
+
+def in_threads(work, count=4):
+    """The results of work(0) … work(count − 1), all at once; the first error is raised here."""
+    results, errors, ready = [None] * count, [], threading.Barrier(count)
+
+    def run(index):
+        try:
+            ready.wait()
+            results[index] = work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_threads_share_a_model(method_name, ids, llama):
+    """Forwards of several threads meet in the middle: each goes on with its own cache, length and padding."""
+    method = make(method_name, SMALL)
+    texts = [ids[:, : 40 - 7 * i].roll(i) for i in range(3)]
+    meeting = threading.Barrier(3)
+
+    def meet(*args):
+        meeting.wait(timeout=30)
+
+    def logits(index):
+        with torch.no_grad():  # the grad mode is a thread's own
+            cache = build_cache(llama, method)
+            llama(texts[index], **{CACHE_NAME: cache})
+            return llama(texts[index][:, :1], **{CACHE_NAME: cache}).logits
+
+    with compress(llama, method):
+        alone = [logits(index) for index in range(3)]
+        hook = llama.model.layers[1].register_forward_pre_hook(meet)
+        try:
+            together = in_threads(logits, 3)
+        finally:
+            hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(alone, together))
+
+
+def test_threads_generate(ids, llama):
+    options = {"do_sample": False, "max_new_tokens": 12}
+    with compress(llama, make("treekv", SMALL)):
+        alone = [llama.generate(ids[:, i:], **options) for i in range(4)]
+        together = in_threads(lambda i: llama.generate(ids[:, i:], **options))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together))
+
+
+def test_inference_mode_then_training(method_name, ids):
+    """What is kept between calls (rotations, resampling matrices, codebooks) is no inference tensor."""
+    model = build("llama")
+    resampler.cache_clear()
+    with torch.inference_mode():
+        context = compress(model, make(method_name, SMALL))
+        context.__enter__()
+        model(ids)
+    try:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    finally:
+        context.__exit__(None, None, None)
+    assert model.model.embed_tokens.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("band", ["low", "high", "mean"])
+def test_resampling_matrices_serve_training(band, ids):
+    model = build("llama")
+    resampler.cache_clear()
+    with compress(model, FreqKV(budget=16, n_sink=2, band=band)):
+        with torch.inference_mode():
+            model(ids)
+        model(ids, labels=ids).loss.backward()
+
+
+def test_codebooks_loaded_in_inference_mode_serve_training(ids, tmp_path):
+    model = build("llama")
+    sizes = CodebookTraining(key_stages=2, key_entries=8, value_stages=2, value_entries=8, steps=1, batch=64)
+    train_codebooks(model, ids, sizes).save(tmp_path / "books.safetensors")
+    with torch.inference_mode():
+        method = make("vqkv", SMALL, codebooks=tmp_path / "books.safetensors")
+        context = compress(model, method)
+        context.__enter__()
+    try:
+        cache = build_cache(model, method)
+        for part in ids.split(10, 1):
+            loss = model(part, labels=part, **{CACHE_NAME: cache}).loss
+        loss.backward()
+    finally:
+        context.__exit__(None, None, None)
+
+
+def test_a_copy_made_in_the_context(ids, llama):
+    with compress(llama, make("treekv", SMALL)):
+        copied = copy.deepcopy(llama)
+    assert copied.config._attn_implementation is not None
+
+
+@pytest.mark.parametrize("name", ["full", "freqkv", "treekv"])
+def test_a_compiled_model(name, ids):
+    """torch.compile of a model without a cache; attention_mask says that nothing is packed."""
+    model = copy.deepcopy(get_model("llama"))
+    mask = torch.ones_like(ids)
+    with compress(model, make(name, LARGE)), torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager")
+        got = compiled(ids, attention_mask=mask, use_cache=False).logits
+    assert relative(got, expected) < 1e-5
