@@ -85,9 +85,11 @@ def fold(model: Checkpoint, layer: int, weight: Tensor, norm: str, dims: Tensor 
     """A reader of the residual stream [out, d] with the gain of the norm before it multiplied in, over live dims."""
     if norm == "ffn_norm" and not model.has(layer, norm):
         norm = "attn_norm"  # parallel blocks (Phi, Cohere) share one norm
-    if model.family.post_norm or not model.has(layer, norm):
+    if model.family.post_norm:
         return _select(weight, dims)
-    return _centre(model, _select(weight * model.read(layer, norm), dims))
+    if model.has(layer, norm):  # OLMo's norms centre without a gain
+        weight = weight * model.read(layer, norm)
+    return _centre(model, _select(weight, dims))
 
 
 def query_key(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
