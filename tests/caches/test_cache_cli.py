@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from cache_cases import get_model
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fathom.caches import TreeKV, from_dict
+from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict
 from fathom.caches.quality import DEPTHS, FILLER, grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
+from fathom.caches.versions import CACHE_NAME
 from fathom.cli.cache import app
 
 
@@ -45,6 +47,15 @@ def test_the_note_does_not_say_that_nothing_was_evicted_when_something_was():
     parts = {"method": {"name": "h2o"}, "rows": 1, "untouched_layers": 0, "untouched_bytes": 0}
     report = CompressionReport(**parts, tokens_seen=100, slots=(99,), compressed_bytes=120, full_bytes=100)
     assert "outweigh what was evicted" in report.note and report.note in str(report)
+    assert report.to_dict()["note"] == report.note
+
+
+@pytest.mark.parametrize(("method", "note"), [(Full(), False), (FreqKV(budget=64), True), (FreqKV(budget=16), False)])
+def test_the_note_says_where_nothing_was_compressed(method, note):
+    model, ids = get_model("llama"), torch.arange(1, 41)[None]
+    with compress(model, method):
+        report = compression_report(model(ids)[CACHE_NAME])
+    assert report.note == ("as large as a full cache: nothing was compressed, all 40 tokens fit" if note else "")
 
 
 def test_bench_and_show(folder, tmp_path):
@@ -64,6 +75,7 @@ def test_bench_and_show(folder, tmp_path):
     assert [row["method"] for row in rows] == ["full", "treekv", "treekv", "tova", "tova"]
     assert all(row["real_ratio"] <= 0.5 for row in rows if row["fraction"] == 0.5)
     assert all(0.01 < row["not_reachable"] < 0.5 for row in rows if row["fraction"] == 0.01)
+    assert "vqkv is left out" not in done.output  # methods were named
     done = invoke("show", folder, "--text", folder / "text.txt", "--budget", 16, "--output", tmp_path / "kept.png")
     assert done.exit_code == 0, done.exception
     assert (tmp_path / "kept.png").read_bytes()[:4] == b"\x89PNG" and "16 of 100 tokens" in done.output

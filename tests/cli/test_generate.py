@@ -64,6 +64,7 @@ def test_refusals(run, folder, tmp_path):
     assert code == 2 and "--seed" in err
     code, _, err = run(tmp_path / "absent", "--prompt", "x")
     assert code == 2 and err.endswith("absent: no such folder\n")
+    assert run(folder, "--prompt", "x")[0] == 0  # no length given: what fits
     code, _, err = run(folder, "--prompt", "x", "--max-new-tokens", 64)
     assert code == 2 and "more than the model's 64 positions; at most 63 are possible" in err
     code, _, err = run(folder, "--prompt", "x", "--top-p", 2)

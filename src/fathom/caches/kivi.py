@@ -52,7 +52,9 @@ class KIVI(CacheMethod):
 
     def prepare(self, model: PreTrainedModel, shape: CacheShape) -> None:
         if shape.value_dim % self.group:
-            raise self.refuse("group", self.group, f"must divide the head dim {shape.value_dim}")
+            raise self.refuse(
+                "group", self.group, f"must divide the head dim {shape.value_dim}; {shape.value_dim} itself does"
+            )
 
     def new_state(self, context: LayerContext) -> KIVIState:
         return KIVIState(self)

@@ -38,9 +38,11 @@ class CompressionReport:
 
     @property
     def note(self) -> str:
-        """Why the cache is larger than a full one; "" if it is not."""
-        if self.compressed_bytes <= self.full_bytes:
+        """Why the cache is no smaller than a full one; "" if it is."""
+        if self.compressed_bytes < self.full_bytes or self.method["name"] == "full":
             return ""
+        if self.compressed_bytes == self.full_bytes:
+            return f"as large as a full cache: nothing was compressed, all {self.tokens_seen:,} tokens fit"
         records = "the method's own records (scores, positions, scales)"
         if self.nominal_ratio >= 1:
             return (
@@ -49,7 +51,8 @@ class CompressionReport:
         return f"larger than a full cache: {records} outweigh what was evicted"
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "nominal_ratio": self.nominal_ratio, "real_ratio": self.real_ratio}
+        derived = {"nominal_ratio": self.nominal_ratio, "real_ratio": self.real_ratio, "note": self.note}
+        return {**dataclasses.asdict(self), **derived}
 
     def __str__(self) -> str:
         low, high = min(self.slots), max(self.slots)

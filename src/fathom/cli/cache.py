@@ -210,6 +210,8 @@ def bench(
     # all of them before the first is measured: a wrong name or file ends the run here
     chosen_ones = [at_fraction(name, fraction, shape, tokens, chunk, **files) for name, fraction in plan]
     rows: list[dict[str, Any]] = []
+    if not methods and not codebooks:
+        typer.echo("vqkv is left out: give --codebooks FILE, which train_codebooks makes", err=True)
     for (name, fraction), chosen in zip(plan, chosen_ones):
         row: dict[str, Any] = {"method": name, "fraction": fraction}
         rows.append(row)
@@ -265,6 +267,7 @@ def show(
     from fathom.caches import METHODS
     from fathom.caches.show import as_text, draw, kept_tokens
     from fathom.caches.slots import TokenBudget
+    from fathom.inspect.base import token_texts
 
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--output {output}: use a name that ends in .png, .svg or .pdf")
@@ -276,7 +279,7 @@ def show(
     loaded, tokenizer = load(model, device, dtype)
     ids = tokens_of(text, content, tokenizer, max_tokens).to(loaded.device)
     kept = kept_tokens(loaded, ids, chosen, chunk)
-    words = [tokenizer.decode([token]) for token in ids[0].tolist()]
+    words = token_texts(tokenizer, ids[0])
     draw(kept, words, chosen.name, output)
     if json_output:
         positions = [[head.nonzero().flatten().tolist() for head in layer] for layer in kept]

@@ -12,7 +12,9 @@ def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     stream: Annotated[bool, typer.Option("--stream", help="Print each word as it comes.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Length of the continuation.", min=1)] = 64,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length of the continuation; default: 64, or what fits the model.", min=1)
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.", min=1)] = None,
     top_p: Annotated[
@@ -46,6 +48,8 @@ def command(
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
+    if max_new_tokens is None:
+        max_new_tokens = 64 if limit is None else max(1, min(64, limit - length))
     if limit is not None and length + max_new_tokens > limit:
         raise ValueError(
             f"--max-new-tokens={max_new_tokens}: with the prompt's {length} tokens that is more than the model's "

@@ -124,6 +124,8 @@ class StepMap(Picture):
             shown = "" if loss is None else f"   mean loss {loss:.3f}"
             lines.append(f"{n:>3} {'step ' if n == 1 else 'steps'} {count / self.tokens:7.1%} of tokens{shown}")
         for entry in self.classes:
+            if entry["name"] == PIECES[0]:
+                lines.append(f"{'of these, of split words':>28}")
             lines.append(
                 f"{entry['name']:>28}  {entry['steps']:.3f} steps   {entry['share']:6.1%} of all steps, "
                 f"{entry['tokens'] / self.tokens:6.1%} of tokens"
