@@ -175,7 +175,7 @@ def main() -> None:
         axis.set_xticks(fractions, list(map(as_fraction, fractions)))
         kind = "recall" if task != "perplexity" else f"loss above {'TreeKV' if beyond else 'full'}'s, nats"
         title = f"{length:,} tokens" if task == "perplexity" else f"{task}, {length:,} tokens"
-        axis.set(title=title, xlabel="fraction of the full cache's real bytes", ylabel=kind)
+        axis.set(title=title, xlabel="asked for: fraction of the full cache's real bytes", ylabel=kind)
     save(figure, args.folder / f"{args.results.stem}_bytes.png")
 
     within = [length for length in windows if "beyond_trained_context" not in done["perplexity", length]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,6 +321,56 @@ def test_training_that_never_says_how_far_it_is_warns_once(tmp_path):
         assert sum("add fathom.train.Phases()" in str(entry.message) for entry in seen) == (not callbacks)
         assert model.depth.progress == expected
         assert torch.equal(model.model.norm.weight, start) == bool(callbacks)
+
+
+def test_phases_reach_the_method_that_peft_trains_and_leave_frozen_parameters_alone(tmp_path):
+    data = [{"input_ids": tokens(1, 9, seed=n)[0], "labels": tokens(1, 9, seed=n)[0]} for n in range(8)]
+    options = TrainingArguments(str(tmp_path), max_steps=8, report_to=[], use_cpu=True, disable_tqdm=True)
+    for to_save in ([], ["depth"]):
+        model = make(double=False, gate_only=0.5).train()
+        model.model.embed_tokens.requires_grad_(False)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=to_save)
+        adapted = peft.get_peft_model(model, config)
+        seen = []
+        depth = adapted.base_model.model.depth
+        depth = depth.modules_to_save["default"] if to_save else depth
+        depth.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append((module.progress, "penalty" in out.losses))
+        )
+        Trainer(adapted, options, train_dataset=data, callbacks=[Phases()]).train()
+        assert [progress for progress, _ in seen] == [n / 8 for n in range(8)]
+        assert [penalised for _, penalised in seen] == [n / 8 > 0.1 for n in range(8)]
+        assert any(p.abs().sum() for name, p in adapted.named_parameters() if "lora_B" in name)  # moved after a half
+
+
+def test_gates_alone_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match=r"gate_only=0.5: .*halting='fixed' there are no gates.*gate_only=0"):
+        FathomConfig(depth={"name": "adaponderlm", "halting": "fixed", "gate_only": 0.5})
+
+
+def test_a_batch_of_padding_alone_has_a_penalty_of_0_and_every_gradient():
+    model, ids = make().train(), tokens(1, 8)
+    model.depth.progress = 0.7
+    model(ids, attention_mask=0 * ids, labels=0 * ids - 100, num_items_in_batch=20).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_growing_share_is_no_new_graph_every_step():
+    model, ids = make(double=False).train(), tokens(2, 9)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    for step in range(12):
+        model.depth.progress = 0.2 + step / 100
+        compiled(ids, labels=ids).loss.backward()
+        if step == 1:
+            known = len(graphs)
+    assert len(graphs) == known
 
 
 def test_padding_has_no_gate_in_the_penalty():

@@ -480,6 +480,13 @@ def test_a_threshold_that_prunes_everything_is_refused(option):
         FathomConfig(depth={"name": "adaptive_latent_cot", option: 1.0})
 
 
+@pytest.mark.parametrize("halting", ["router", "act", "exit_gate"])
+def test_a_batch_of_padding_alone_has_every_gradient(halting):
+    model, ids = make(halting=halting, router_per_step=True).train(), tokens(2, 8)
+    model(ids, attention_mask=0 * ids, labels=0 * ids - 100, num_items_in_batch=20).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("halting", ["act", "fixed", "exit_gate"])
 def test_exploring_is_for_routers(halting):
     with pytest.raises(ValueError, match=rf'explore=0.5: has a meaning with halting="router" only, not {halting!r}'):

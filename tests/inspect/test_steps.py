@@ -93,6 +93,9 @@ def test_characters_of_several_tokens_and_control_characters():
     split = texts.index("")  # the first byte of a letter, which is in its word
     assert texts[split + 1].startswith("\u0237") and classify(texts)[split][0] == "rare words"
     assert token_texts(tokenizer, ids[: split + 1])[-1] == "\ufffd"  # a text that ends within a character
+    for text in ("\ufffd\U0001f30a ok", "x\ufffd\u0237"):  # replacement characters of the text itself
+        shown = "".join(token_texts(tokenizer, tokenizer(text, return_tensors="pt").input_ids[0]))
+        assert shown.replace("\ufffd", "") == text.replace("\ufffd", "")
 
 
 def test_offered_where_tokens_stop_on_their_own():

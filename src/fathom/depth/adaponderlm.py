@@ -46,9 +46,9 @@ class Gate(nn.Module):
 
 
 def mean_of_smallest(values: Float[Tensor, " N"], share: float) -> Float[Tensor, ""]:
-    """Mean of the smallest max(1, ⌊share·N⌋) values; 0 for share = 0."""
-    if share == 0:
-        return values.new_zeros(())
+    """Mean of the smallest max(1, ⌊share·N⌋) values; 0 for share = 0, and of no values."""
+    if share == 0 or not len(values):
+        return 0.0 * values.sum()  # every gate in the graph, as DDP wants it
     count = math.floor(share * len(values) * (1 + 1e-12))  # 0.2·20, as the schedule makes it, is a little under 4
     return values.topk(max(1, count), largest=False).values.mean()
 
@@ -126,6 +126,11 @@ class AdaPonderLM(DepthMethod):
             check_choice(name, "penalty_on", self.penalty_on, ("logit", "prob"))
             check_choice(name, "halting", self.halting, ("gates", "fixed", "random", "uniform"))
             check_mean_passes(name, self.halting, self.mean_passes, self.steps + 1)
+            if self.gate_only and not self.gates:
+                raise ValueError(
+                    f"{name} option gate_only={self.gate_only!r}: with steps={self.steps} and halting={self.halting!r} "
+                    "there are no gates, and nothing would train; set gate_only=0"
+                )
 
         @property
         def gates(self) -> int:
@@ -260,6 +265,7 @@ class AdaPonderLM(DepthMethod):
             return None
         return scheduled_passes(self.options.halting, stack.position_ids, self.options.mean_passes, self.slots)
 
+    @torch.compiler.disable  # a share that grows every step would be another graph every step
     def penalty(self, logits: Float[Tensor, "K B T"], stack) -> Float[Tensor, ""]:
         """Mean of the smallest gates of the real tokens in this batch, those of halted tokens among them."""
         values = logits.sigmoid() if self.options.penalty_on == "prob" else logits

@@ -195,10 +195,12 @@ class AdaptiveLatentCoT(DepthMethod):
             charge = passes + remainder
         elif options.correctness_from == "mixture":
             charge = charge * self.correctness(hidden_states, stack.targets, vocabulary)
-        penalty = options.penalty * mean_over_targets(charge, self.predicted(stack))
-        # where no token got to a router's step it has no gradient, which DDP does not allow
-        penalty = penalty + 0.0 * sum(parameter.sum() for parameter in self.routers.parameters())
+        penalty = options.penalty * mean_over_targets(charge, self.predicted(stack)) + self.no_gradient()
         return DepthOutput(hidden_states, {"penalty": penalty}, trace)
+
+    def no_gradient(self) -> Tensor:
+        """0 of every router: one whose step no token got to would have no gradient, which DDP does not allow."""
+        return 0.0 * torch.stack([parameter.sum() for parameter in self.routers.parameters()]).sum()
 
     takes_turns = property(lambda self: self.options.routers > 0 and self.options.halting != "exit_gate")
     replaces = False
@@ -271,7 +273,8 @@ class AdaptiveLatentCoT(DepthMethod):
         masses = torch.stack(exits)
         losses = torch.stack([vocabulary.losses(z, stack.targets) for z in states])
         entropy = torch.special.entr(masses)
-        return mean_over_targets((masses * losses - self.options.penalty * entropy).sum(0), stack.targets)
+        objective = mean_over_targets((masses * losses - self.options.penalty * entropy).sum(0), stack.targets)
+        return objective + self.no_gradient()
 
     @classmethod
     def counts(cls, config, options, ran: tuple[float, ...] | None = None) -> Counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import takewhile
 from typing import Any, ClassVar, Self
 
 from jaxtyping import Int
@@ -73,6 +74,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Int[Tensor, " n"]
         if text.endswith(UNFINISHED) and end - read < LONGEST_CHARACTER and end < len(ids):
             texts.append("")
             continue
-        texts.append(text[len(known) :].translate(CONTROLS))
+        # what is known may end in an unfinished character that this token completes
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False)))
+        texts.append(text[shared:].translate(CONTROLS))
         start, read = read, end
     return texts

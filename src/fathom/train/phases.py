@@ -12,24 +12,32 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from fathom.depth.base import DepthMethod
+
 
 class Phases(TrainerCallback):
     """Tells the model's depth method how far training is."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.depth = model.depth
-        own = {id(parameter) for parameter in model.depth.parameters()}
-        self.others = [parameter for parameter in model.parameters() if id(parameter) not in own]
+        # peft may train a copy of the method beside the first (modules_to_save)
+        self.depths = [module for module in model.modules() if isinstance(module, DepthMethod)]
+        own = {id(parameter) for depth in self.depths for parameter in depth.parameters()}
+        self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
         self.hooked = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.depth.progress = state.global_step / state.max_steps
-        if self.depth.trains_alone() and not self.hooked:
+        for depth in self.depths:
+            depth.progress = state.global_step / state.max_steps
+        if self.alone() and not self.hooked:
             self.hooked = True
             for parameter in self.others:
-                parameter.register_hook(lambda grad: torch.zeros_like(grad) if self.depth.trains_alone() else grad)
+                parameter.register_hook(lambda grad: torch.zeros_like(grad) if self.alone() else grad)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.depth.trains_alone():
+        if self.alone():
             for parameter in self.others:
                 parameter.grad = None
+
+    def alone(self) -> bool:
+        """Whether only the method's own parameters train in this step."""
+        return any(depth.trains_alone() for depth in self.depths)
