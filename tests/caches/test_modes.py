@@ -9,7 +9,7 @@ import pytest
 import torch
 from cache_cases import LARGE, SMALL, build, get_model, make, relative
 
-from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, train_codebooks
+from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, prefill, train_codebooks
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.dct import resampler
 
@@ -127,3 +127,24 @@ def test_a_compiled_model(name, ids):
         compiled = torch.compile(model, backend="eager")
         got = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["full", "treekv", "weightedkv", "h2o", "tova", "snapkv", "streaming_llm", "kivi"])
+def test_compiled_decoding_is_a_few_graphs(name, ids):
+    """One whole graph for the first step, one with dynamic lengths for the others: not one a token."""
+    model, method, graphs = copy.deepcopy(get_model("llama")), make(name, SMALL), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    ids, mask = ids[:1], torch.ones(1, 60, dtype=torch.long)
+    with compress(model, method), torch.no_grad():
+        caches = [prefill(model, ids[:, :34])[CACHE_NAME] for _ in range(2)]
+        compiled = torch.compile(model, backend=count, fullgraph=True)
+        for step in range(12):
+            known = {"input_ids": ids[:, step : step + 1], "attention_mask": mask[:, : 35 + step]}
+            got, expected = (f(**known, **{CACHE_NAME: held}).logits for f, held in zip((compiled, model), caches))
+            assert relative(got, expected) < 1e-5
+    assert len(graphs) <= 3

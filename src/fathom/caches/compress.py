@@ -139,6 +139,8 @@ class Binding:
             raise ValueError("cache was built for another model: build_cache(model, method) with this one")
         if cache.method != self.method:
             raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
+        if torch.compiler.is_compiling():  # a set of token counts would make every count a trace of its own
+            return
         held = {(layer.seen, *(state.seen for state in layer.states)) for layer in cache.compressed_layers()}
         if len(held) > 1:
             raise ValueError(
