@@ -331,7 +331,8 @@ class CompressedLayer(CacheLayerMixin):
                 "it never sees the padding mask. Run inside `compress(model, method)`, or build the cache with "
                 "equal_rows=True if no row is padded"
             )
-        return self.states[0].append(key_states, value_states)
+        keys, values = self.states[0].append(key_states, value_states)
+        return keys.to(self.output_dtype), values.to(self.output_dtype)  # the model's own attention wants its queries'
 
     def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
