@@ -85,6 +85,8 @@ class Binding:
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = getattr(versions.text_config(self.model), "use_cache", True) and not self.model.training
+            if cache is None and not use_cache and ("use_cache" in kwargs or "use_cache" not in given):
+                kwargs = {**kwargs, "use_cache": False}  # else the model would keep a DynamicCache of its own
         if cache is None and use_cache:
             cache = self.new_cache()
             kwargs = {**kwargs, versions.CACHE_NAME: cache}
@@ -103,6 +105,7 @@ class Binding:
                 f"an empty DynamicCache, or one from build_cache(model, {self.method!r}); if you passed none, "
                 "generate() made it: set cache_implementation=None there and in model.generation_config"
             )
+        _check_positions(given.get("position_ids"), given.get("attention_mask"))
         self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
             self.forward.seen = cache.compressed_layers()[0].seen
@@ -332,6 +335,23 @@ def _ropes(
             f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
             f"as its last step ({error}): {remedy}"
         ) from error
+
+
+def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    """Refuse packed documents: positions that start again within a call. One sync, in calls of several tokens."""
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1 or position_ids.is_meta:
+        return
+    if torch.compiler.is_compiling():
+        return
+    again = position_ids.diff(dim=-1) < 1
+    if mask is not None and mask.ndim == 2 and mask.shape[1] >= position_ids.shape[1]:
+        new = mask[:, mask.shape[1] - position_ids.shape[1] :].to(again.device)
+        again = again & (new[:, 1:] != 0) & (new[:, :-1] != 0)  # pads stand anywhere
+    if bool(again.any()):
+        raise ValueError(
+            "position_ids start again within a call: compress does not take packed documents, which would see each "
+            "other; give each a row of its own, padded on the left, or use the full cache"
+        )
 
 
 def _has_forward(module: nn.Module) -> bool:
