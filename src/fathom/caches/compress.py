@@ -109,7 +109,7 @@ class Binding:
         self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
             self.forward.seen = cache.compressed_layers()[0].seen
-            cache.groups.begin(given.get("attention_mask"), self.forward.length)
+            cache.groups.begin(given.get("attention_mask"), self.forward.length, seen=self.forward.seen)
             for layer in cache.compressed_layers():
                 layer.fused = True
         if given.get("position_ids") is None and self.takes_positions:
