@@ -26,6 +26,7 @@ from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, Compres
 from fathom.caches.rope import SlotRope
 
 ATTENTION = "fathom_cache"
+LOCK = threading.RLock()  # a model is looked at and bound by one thread at a time
 
 
 class Forward(threading.local):
@@ -195,31 +196,33 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
         ValueError: no layer of the model can be compressed, layers share keys, the method does not suit the model's
             positions, or the model is under `compress` already.
     """
-    binding = Binding(model, method)
-    inner = binding.model
-    previous = versions.text_config(inner)._attn_implementation
-    if previous is not None and not previous.startswith(("sdpa", "eager")):
-        warnings.warn(
-            f"compress: inside this context attention runs in Fathom's own function (SDPA) instead of {previous!r}",
-            stacklevel=3,
-        )
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
     with contextlib.ExitStack() as stack:
-        for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
-            handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
-            stack.callback(handle.remove)
-            handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
-            stack.callback(handle.remove)
-        for module in binding.modules:
-            object.__setattr__(module, "_fathom_binding", binding)
-            stack.callback(module.__dict__.pop, "_fathom_binding", None)
-            if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
-                handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+        with LOCK:
+            binding = Binding(model, method)
+            inner = binding.model
+            previous = versions.text_config(inner)._attn_implementation
+            if previous is not None and not previous.startswith(("sdpa", "eager")):
+                warnings.warn(
+                    "compress: inside this context attention runs in Fathom's own function (SDPA) instead of "
+                    f"{previous!r}",
+                    stacklevel=3,
+                )
+            AttentionInterface.register(ATTENTION, _attention)
+            AttentionMaskInterface.register(ATTENTION, _mask)
+            for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
+                handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
                 stack.callback(handle.remove)
-        for config in versions.configs(inner):  # the parts of a multimodal model may each have another
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-        inner.set_attn_implementation(ATTENTION)
+                handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
+                stack.callback(handle.remove)
+            for module in binding.modules:
+                object.__setattr__(module, "_fathom_binding", binding)
+                stack.callback(module.__dict__.pop, "_fathom_binding", None)
+                if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
+                    handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+                    stack.callback(handle.remove)
+            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
+                stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+            inner.set_attn_implementation(ATTENTION)
         yield model
 
 
@@ -233,8 +236,9 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
         ValueError: as `compress`.
     """
     modules = versions.attention_modules(versions.causal_lm(model))
-    under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
-    binding = under if under is not None and under.method == method else Binding(model, method)
+    with LOCK:
+        under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
+        binding = under if under is not None and under.method == method else Binding(model, method)
     return binding.new_cache(equal_rows=equal_rows)
 
 
