@@ -179,7 +179,8 @@ def cache_shape(model: nn.Module, batch: int = 1) -> CacheShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layers = sum(versions.is_full_attention(layer) for layer in versions.stock_layers(model))
-    return CacheShape(batch, heads, width, width, model.dtype.itemsize, layers)
+    value_width = getattr(config, "v_head_dim", None) or width
+    return CacheShape(batch, heads, width, value_width, model.dtype.itemsize, layers)
 
 
 @contextlib.contextmanager

@@ -72,12 +72,14 @@ def keeps_latents(model: PreTrainedModel) -> bool:
 
 
 def changes_scores(modules: list[Any]) -> str:
-    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss); "" for nothing."""
+    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss, DiffLlama); "" for nothing."""
     for module in modules:
         if getattr(module, "attn_logit_softcapping", None) is not None:
             return "softcap"
         if isinstance(getattr(module, "sinks", None), Tensor):
             return "sinks (s_aux)"
+        if isinstance(getattr(module, "lambda_q1", None), Tensor):
+            return "differential scores (lambda_q1)"
     return ""
 
 
