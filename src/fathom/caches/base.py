@@ -239,7 +239,8 @@ class RowGroups:
             raise ValueError(
                 "attention_mask shows other pads among the tokens of the cache than were there when it read them: a "
                 "compressed cache cannot hide tokens later (of rows that have finished, say); keep 1 for every token "
-                "read and 0 for the pads on the left, and take rows out with cache.batch_select_indices"
+                "read and 0 for the pads on the left (without a mask, generate() guesses one from pad tokens), and "
+                "take rows out with cache.batch_select_indices"
             )
         if any(holes) or any(
             counts[row] and not empty for row_list, empty in zip(members, self.empty) for row in row_list
