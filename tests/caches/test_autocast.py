@@ -57,6 +57,21 @@ def test_a_conversation_may_leave_and_enter_autocast(method_name, ids, llama):
             assert cache.layers[0].seen == expected.layers[0].seen + 2
 
 
+@pytest.mark.parametrize("name", ["full", "kivi", "streaming_llm", "scored"])
+def test_plain_caches_may_leave_and_enter_autocast(name, ids, llama):
+    """The model's own attention gets keys in the dtype of its queries, whatever the cache holds."""
+    method = make(name, LARGE, positions="original")
+    with torch.no_grad():
+        expected = llama(ids[:1]).logits[:, -1]
+        for first in (True, False):
+            cache = build_cache(llama, method)
+            with autocast(first):
+                llama(ids[:1, :-1], **{CACHE_NAME: cache})
+            with autocast(not first):
+                assert relative(llama(ids[:1, -1:], **{CACHE_NAME: cache}).logits[:, 0], expected) < 0.05
+            assert cache.layers[0].dtype == (torch.bfloat16 if first else torch.float32)
+
+
 def test_training(ids, llama, tmp_path):
     """Compressing forwards have about the loss and the gradient of fp32; Trainer(bf16=True) trains."""
     model = copy.deepcopy(llama)  # with a config of its own, in which the Trainer turns the cache off

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cache_cases import SIZES, SMALL, make, randomize, relative
+import transformers
+from cache_cases import LARGE, SIZES, SMALL, make, randomize, relative
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -19,7 +20,18 @@ from transformers import (
 )
 
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.caches import Full, StreamingLLM, TreeKV, build_cache, compress, prefill
+from fathom.caches import (
+    METHODS,
+    FourierAttention,
+    Full,
+    StreamingLLM,
+    TreeKV,
+    build_cache,
+    cache_shape,
+    compress,
+    prefill,
+    search_channels,
+)
 from fathom.caches.record import record
 from fathom.caches.versions import CACHE_NAME
 
@@ -31,6 +43,15 @@ FAMILIES = {
         Lfm2Config(num_key_value_heads=2, layer_types=["conv", "full_attention", "full_attention"], **SIZES)
     ),
 }
+
+
+def narrow_values():
+    if not hasattr(transformers, "MiMoV2FlashConfig"):
+        pytest.skip("this transformers has no MiMo-V2-Flash")
+    torch.manual_seed(0)
+    kinds = {"layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense"] * 3}
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8, **kinds, **SIZES}
+    return randomize(transformers.MiMoV2FlashForCausalLM(transformers.MiMoV2FlashConfig(**sizes))).eval()
 
 
 @pytest.fixture(params=FAMILIES)
@@ -94,6 +115,37 @@ def test_dynamic_rope_of_a_row_does_not_depend_on_the_others(name, ids):
         together = model.generate(ids, attention_mask=mask, max_new_tokens=15, do_sample=False)
         alone = model.generate(ids[1:, 18:], max_new_tokens=15, do_sample=False)
     assert torch.equal(together[1:, 18:], alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"vqkv", "fourier_attention"}))
+def test_values_narrower_than_keys(name, ids):
+    """Closed forms in bytes know both widths (MiMo-V2: 16 for keys, 8 for values)."""
+    model, method = narrow_values(), make(name, {name: {**SMALL[name], "positions": "original"}})
+    stock = model(ids).logits
+    shape = cache_shape(model, batch=2)
+    assert (shape.key_dim, shape.value_dim) == (16, 8)
+    if method.pre_rope:
+        return  # rotates a part of the channels
+    with compress(model, make(name, {name: {**LARGE[name], "positions": "original"}})):
+        assert relative(model(ids).logits, stock) < 1e-5
+    with compress(model, method):
+        cache = prefill(model, ids)[CACHE_NAME]
+        assert cache.nbytes() == method.cache_bytes(shape, 30)
+
+
+def test_values_narrower_than_keys_have_no_channel_sets(ids):
+    model = narrow_values()
+    with pytest.raises(ValueError, match="16 channels for keys and 8 for values"), compress(model, FourierAttention()):
+        pass
+    with pytest.raises(ValueError, match="16 channels for keys and 8 for values"):
+        search_channels(model, [ids[:1]], frequencies=2, n_local=8)
+
+
+def test_differential_attention_is_refused():
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(num_key_value_heads=2, **SIZES))
+    with pytest.raises(ValueError, match="differential scores"), compress(model, Full()):
+        pass
 
 
 def test_refused():

@@ -49,6 +49,15 @@ def test_channels_of_another_model_with_equal_queries_are_refused(ids, tmp_path)
         pass
 
 
+def test_a_file_made_in_another_half_precision_says_so(ids, tmp_path):
+    """Numbers that went through fp16 round to another bf16 now and then."""
+    model = build("llama").half()
+    search_channels(build("llama"), [ids[:1]], frequencies=4, n_local=8).save(tmp_path / "sets.json")
+    method = FourierAttention(channels=tmp_path / "sets.json")
+    with pytest.raises(ValueError, match="loaded in fp16 may have a fingerprint of its own"), compress(model, method):
+        pass
+
+
 @pytest.mark.parametrize("text,vision", [("eager", "sdpa"), ("sdpa", "eager"), ("eager", "eager")])
 def test_each_part_of_a_multimodal_model_gets_its_attention_back(text, vision):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+import time
 
 import pytest
 import torch
 from cache_cases import LARGE, SMALL, build, get_model, make, relative
 
-from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, train_codebooks
+from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, prefill, train_codebooks
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.dct import resampler
 
@@ -58,6 +60,52 @@ def test_threads_share_a_model(method_name, ids, llama):
         finally:
             hook.remove()
     assert all(torch.equal(a, b) for a, b in zip(alone, together))
+
+
+def test_threads_enter_and_leave(ids):
+    """One of several threads binds the model, the others are refused; looking at it disturbs no forward."""
+    model, method, entered, refused = copy.deepcopy(get_model("llama")), make("treekv", SMALL), [], []
+    stop, errors = threading.Event(), []
+    interval = sys.getswitchinterval()
+
+    def look():
+        while not stop.is_set():
+            build_cache(model, method)
+
+    def forwards():
+        try:
+            while not stop.is_set():
+                torch.testing.assert_close(model(ids).logits, expected)
+        except BaseException as error:
+            errors.append(error)
+
+    def enter(index):
+        for _ in range(10):
+            try:
+                with compress(model, method):
+                    entered.append(index)
+            except ValueError as error:
+                refused.append(str(error))
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        sys.setswitchinterval(1e-5)
+        try:
+            background = [threading.Thread(target=work) for work in (look, look, torch.no_grad()(forwards))]
+            for thread in background:
+                thread.start()
+            time.sleep(0.5)
+            stop.set()
+            for thread in background:
+                thread.join()
+            in_threads(enter)
+        finally:
+            stop.set()
+            sys.setswitchinterval(interval)
+        assert not errors and entered and all("under compress already" in words for words in refused)
+        assert model.config._attn_implementation == get_model("llama").config._attn_implementation
+        assert not any("_fathom_binding" in vars(module) or module._forward_pre_hooks for module in model.modules())
+        torch.testing.assert_close(model(ids).logits, expected)
 
 
 def test_threads_generate(ids, llama):
@@ -127,3 +175,24 @@ def test_a_compiled_model(name, ids):
         compiled = torch.compile(model, backend="eager")
         got = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["full", "treekv", "weightedkv", "h2o", "tova", "snapkv", "streaming_llm", "kivi"])
+def test_compiled_decoding_is_a_few_graphs(name, ids):
+    """One whole graph for the first step, one with dynamic lengths for the others: not one a token."""
+    model, method, graphs = copy.deepcopy(get_model("llama")), make(name, SMALL), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    ids, mask = ids[:1], torch.ones(1, 60, dtype=torch.long)
+    with compress(model, method), torch.no_grad():
+        caches = [prefill(model, ids[:, :34])[CACHE_NAME] for _ in range(2)]
+        compiled = torch.compile(model, backend=count, fullgraph=True)
+        for step in range(12):
+            known = {"input_ids": ids[:, step : step + 1], "attention_mask": mask[:, : 35 + step]}
+            got, expected = (f(**known, **{CACHE_NAME: held}).logits for f, held in zip((compiled, model), caches))
+            assert relative(got, expected) < 1e-5
+    assert len(graphs) <= 3

@@ -136,3 +136,24 @@ def test_an_interrupted_prompt_does_not_shift_positions(ids, llama):
         got = llama(ids, attention_mask=mask, **{CACHE_NAME: cache}).logits
         assert relative(got[:1, 13:], llama(ids[:1, 13:]).logits) < 1e-5
         assert cache.groups.before == [0, 13] or cache.groups.before == [13, 0]
+
+
+def test_a_mask_that_hides_tokens_of_the_cache_is_refused(ids, llama):
+    """At the next call of several tokens; rows still running are right until then, and rows can be taken out."""
+    mask, one = padded(ids, 8), torch.ones(2, 1, dtype=torch.long)
+    with compress(llama, Full()), torch.no_grad():
+        cache = prefill(llama, ids, attention_mask=mask)[CACHE_NAME]
+        alone = prefill(llama, ids[:1, 8:])[CACHE_NAME]
+        for step in range(3):  # row 1 has finished
+            mask = torch.cat((mask, torch.tensor([[1], [0]])), 1)
+            got = llama(ids[:, step : step + 1], attention_mask=mask, **{CACHE_NAME: cache}).logits[:1]
+            assert relative(got, llama(ids[:1, step : step + 1], **{CACHE_NAME: alone}).logits) < 1e-5
+        hole, unpadded = mask.clone(), torch.ones_like(mask)
+        hole[0, 20] = 0
+        for wrong in (mask, hole, unpadded):
+            with pytest.raises(ValueError, match="other pads among the tokens of the cache"):
+                llama(ids[:, :3], attention_mask=torch.cat((wrong, one, one, one), 1), **{CACHE_NAME: cache})
+        cache.batch_select_indices(torch.tensor([0]))
+        known = torch.cat((mask[:1], one[:1], one[:1], one[:1]), 1)
+        got = llama(ids[:1, :3], attention_mask=known, **{CACHE_NAME: cache}).logits
+        assert relative(got, llama(ids[:1, :3], **{CACHE_NAME: alone}).logits) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import warnings
@@ -28,6 +29,7 @@ from fathom.caches import (
     VQKV,
     FourierAttention,
     FreqKV,
+    Full,
     PyramidKV,
     Scored,
     SnapKV,
@@ -242,6 +244,30 @@ def test_caches_and_masks():
         model(ids, **{CACHE_NAME: ours})
     with compress(get_model("qwen3"), method), pytest.raises(ValueError, match="another model"):
         get_model("qwen3")(ids, **{CACHE_NAME: ours})
+
+
+@pytest.mark.parametrize("method", [FreqKV(budget=64), Full(), TreeKV(budget=16)])
+def test_packed_documents(method):
+    """Refused in training, scoring and with a cache; pads may stand anywhere, and training keeps no cache."""
+    model = copy.deepcopy(get_model("llama"))
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    packed, alone = torch.arange(20).repeat(2)[None], torch.arange(40)[None]
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    before = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with compress(model, method):
+        for training in (True, False):
+            model.train(training)
+            for given in ({}, {"use_cache": False}, {"use_cache": None}, {"attention_mask": torch.ones_like(ids)}):
+                with pytest.raises(ValueError, match="packed documents"):
+                    model(ids, position_ids=packed, **given)
+                assert model(ids, position_ids=alone, **given).logits.isfinite().all()
+            assert model(ids, position_ids=before, attention_mask=mask).logits.isfinite().all()
+            assert (model(ids).get(CACHE_NAME) is None) == training
+        cache = prefill(model, ids)[CACHE_NAME]
+        with pytest.raises(ValueError, match="packed documents"):
+            model(ids[:, :4], position_ids=torch.tensor([[40, 41, 0, 1]]), **{CACHE_NAME: cache})
+        assert model(ids[:, :1], position_ids=torch.tensor([[40]]), **{CACHE_NAME: cache}).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

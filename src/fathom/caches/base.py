@@ -206,12 +206,15 @@ class RowGroups:
         self.parents = [0]
         self.version = 0
 
-    def begin(self, attention_mask: Tensor | None, length: int, stays: bool = True) -> None:
+    def begin(self, attention_mask: Tensor | None, length: int, stays: bool = True, seen: int = 0) -> None:
         """Read the padding of `length` new tokens from the 2-D mask [B, ≥ length] (1 = token). Syncs once per prompt.
+
+        A step of one token reads nothing, as that would be a sync a token.
 
         Raises:
             ValueError: a pad after a token of its row, unless nothing is kept (`stays=False`: then pads at the end are
-                harmless, since no real token sees them).
+                harmless, since no real token sees them); or a mask of all tokens whose zeros among the `seen` ones
+                before are not the pads that the cache left out.
         """
         self.pads = [0] * len(self.rows)
         if attention_mask is None or (length == 1 and not any(self.empty)):
@@ -222,13 +225,23 @@ class RowGroups:
                 "[rows, tokens]; custom 4-D masks and packed sequences would need the full cache"
             )
         new = attention_mask[:, -length:].long()
+        whole = attention_mask.shape[1] == seen + length  # some callers show the mask of the new tokens alone
+        old = attention_mask[:, : seen if whole else 0].long()
         if stays:
-            holes = (new.diff(dim=-1) < 0).any(-1)
+            holes = (torch.cat((old, new), dim=-1).diff(dim=-1) < 0).any(-1)
         else:
             holes = (new.diff(dim=-1) > 0).sum(-1) + new[:, 0] > 1
             new = new.cummax(-1).values  # trailing pads count as tokens
-        counts, holes = torch.stack(((new == 0).sum(-1), holes.long())).tolist()  # the one device sync
+        sums = torch.stack(((new == 0).sum(-1), holes.long(), (old == 0).sum(-1)))
+        counts, holes, hidden = sums.tolist()  # the one device sync
         members = [list(range(len(counts))) if rows is None else rows.tolist() for rows in self.rows]
+        if whole and any(hidden[row] != pads for rows, pads in zip(members, self.before) for row in rows):
+            raise ValueError(
+                "attention_mask shows other pads among the tokens of the cache than were there when it read them: a "
+                "compressed cache cannot hide tokens later (of rows that have finished, say); keep 1 for every token "
+                "read and 0 for the pads on the left (without a mask, generate() guesses one from pad tokens), and "
+                "take rows out with cache.batch_select_indices"
+            )
         if any(holes) or any(
             counts[row] and not empty for row_list, empty in zip(members, self.empty) for row in row_list
         ):
@@ -331,7 +344,8 @@ class CompressedLayer(CacheLayerMixin):
                 "it never sees the padding mask. Run inside `compress(model, method)`, or build the cache with "
                 "equal_rows=True if no row is padded"
             )
-        return self.states[0].append(key_states, value_states)
+        keys, values = self.states[0].append(key_states, value_states)
+        return keys.to(self.output_dtype), values.to(self.output_dtype)  # the model's own attention wants its queries'
 
     def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtype of the cache: that of its first tokens, whatever autocast does later."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fathom.caches import versions
 from fathom.caches.base import CacheShape
 from fathom.caches.compress import cache_shape
-from fathom.caches.record import fingerprint, record
+from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops import fourier_coefficients as fourier
 
 FORMAT = "fathom.fourier_channels.1"
@@ -83,7 +83,7 @@ def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None)
         raise ValueError(
             f"channels={os.fspath(path)!r} were found on {sets.model or 'an unnamed model'} (fingerprint "
             f"{sets.model_fingerprint}), not on this model ({fingerprint(model)}), or by an older Fathom that "
-            "looked at fewer weights: run search_channels on it"
+            f"looked at fewer weights: run search_channels on it{HALF_PRECISION}"
         )
     return sets
 
@@ -133,6 +133,7 @@ def search_channels(
         raise ValueError(f"calibration={calibration!r}: use 'pre_rope' or 'post_rope'")
     inner = versions.causal_lm(model)
     shape = cache_shape(inner)
+    check_widths(shape)
     errors: list[list[Tensor]] | None = None
     for prompt in prompts:
         middle = prompt.shape[1] - n_sink - n_local
@@ -152,6 +153,15 @@ def search_channels(
             side.append(tuple(sorted(best.tolist())))
     name = versions.text_config(inner)._name_or_path
     return ChannelSets(tuple(sides[0]), tuple(sides[1]), shape.kv_heads, shape.key_dim, name, fingerprint(inner))
+
+
+def check_widths(shape: CacheShape) -> None:
+    """Channel sets know one width of a head."""
+    if shape.key_dim != shape.value_dim:
+        raise ValueError(
+            f"FourierAttention: heads of {shape.key_dim} channels for keys and {shape.value_dim} for values are not "
+            "supported; use another method, such as KIVI or TreeKV"
+        )
 
 
 def flatten_heads(x: Tensor) -> Tensor:

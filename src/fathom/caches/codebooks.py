@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fathom.caches import versions
-from fathom.caches.record import fingerprint, record
+from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops.autocast import without_autocast
 from fathom.ops.residual_vq import decode, encode
 
@@ -82,7 +82,7 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
         raise ValueError(
             f"codebooks={os.fspath(path)!r} were trained on {about['model'] or 'an unnamed model'} (fingerprint "
             f"{about['fingerprint']}), not on this model ({fingerprint(model)}), or by an older Fathom that "
-            "looked at fewer weights: run train_codebooks on it"
+            f"looked at fewer weights: run train_codebooks on it{HALF_PRECISION}"
         )
     index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
     keys = tuple(tensors[f"keys.{layer}"] for layer in index)

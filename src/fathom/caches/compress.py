@@ -26,6 +26,7 @@ from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, Compres
 from fathom.caches.rope import SlotRope
 
 ATTENTION = "fathom_cache"
+LOCK = threading.RLock()  # a model is looked at and bound by one thread at a time
 
 
 class Forward(threading.local):
@@ -85,6 +86,8 @@ class Binding:
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = getattr(versions.text_config(self.model), "use_cache", True) and not self.model.training
+            if cache is None and not use_cache and ("use_cache" in kwargs or "use_cache" not in given):
+                kwargs = {**kwargs, "use_cache": False}  # else the model would keep a DynamicCache of its own
         if cache is None and use_cache:
             cache = self.new_cache()
             kwargs = {**kwargs, versions.CACHE_NAME: cache}
@@ -103,10 +106,11 @@ class Binding:
                 f"an empty DynamicCache, or one from build_cache(model, {self.method!r}); if you passed none, "
                 "generate() made it: set cache_implementation=None there and in model.generation_config"
             )
+        _check_positions(given.get("position_ids"), given.get("attention_mask"))
         self.forward.cache, self.forward.length = cache, tokens.shape[1]
         if cache is not None:
             self.forward.seen = cache.compressed_layers()[0].seen
-            cache.groups.begin(given.get("attention_mask"), self.forward.length)
+            cache.groups.begin(given.get("attention_mask"), self.forward.length, seen=self.forward.seen)
             for layer in cache.compressed_layers():
                 layer.fused = True
         if given.get("position_ids") is None and self.takes_positions:
@@ -139,6 +143,8 @@ class Binding:
             raise ValueError("cache was built for another model: build_cache(model, method) with this one")
         if cache.method != self.method:
             raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
+        if torch.compiler.is_compiling():  # a set of token counts would make every count a trace of its own
+            return
         held = {(layer.seen, *(state.seen for state in layer.states)) for layer in cache.compressed_layers()}
         if len(held) > 1:
             raise ValueError(
@@ -173,7 +179,8 @@ def cache_shape(model: nn.Module, batch: int = 1) -> CacheShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layers = sum(versions.is_full_attention(layer) for layer in versions.stock_layers(model))
-    return CacheShape(batch, heads, width, width, model.dtype.itemsize, layers)
+    value_width = getattr(config, "v_head_dim", None) or width
+    return CacheShape(batch, heads, width, value_width, model.dtype.itemsize, layers)
 
 
 @contextlib.contextmanager
@@ -190,31 +197,33 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
         ValueError: no layer of the model can be compressed, layers share keys, the method does not suit the model's
             positions, or the model is under `compress` already.
     """
-    binding = Binding(model, method)
-    inner = binding.model
-    previous = versions.text_config(inner)._attn_implementation
-    if previous is not None and not previous.startswith(("sdpa", "eager")):
-        warnings.warn(
-            f"compress: inside this context attention runs in Fathom's own function (SDPA) instead of {previous!r}",
-            stacklevel=3,
-        )
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
     with contextlib.ExitStack() as stack:
-        for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
-            handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
-            stack.callback(handle.remove)
-            handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
-            stack.callback(handle.remove)
-        for module in binding.modules:
-            object.__setattr__(module, "_fathom_binding", binding)
-            stack.callback(module.__dict__.pop, "_fathom_binding", None)
-            if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
-                handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+        with LOCK:
+            binding = Binding(model, method)
+            inner = binding.model
+            previous = versions.text_config(inner)._attn_implementation
+            if previous is not None and not previous.startswith(("sdpa", "eager")):
+                warnings.warn(
+                    "compress: inside this context attention runs in Fathom's own function (SDPA) instead of "
+                    f"{previous!r}",
+                    stacklevel=3,
+                )
+            AttentionInterface.register(ATTENTION, _attention)
+            AttentionMaskInterface.register(ATTENTION, _mask)
+            for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
+                handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
                 stack.callback(handle.remove)
-        for config in versions.configs(inner):  # the parts of a multimodal model may each have another
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-        inner.set_attn_implementation(ATTENTION)
+                handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
+                stack.callback(handle.remove)
+            for module in binding.modules:
+                object.__setattr__(module, "_fathom_binding", binding)
+                stack.callback(module.__dict__.pop, "_fathom_binding", None)
+                if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
+                    handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+                    stack.callback(handle.remove)
+            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
+                stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+            inner.set_attn_implementation(ATTENTION)
         yield model
 
 
@@ -228,8 +237,9 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
         ValueError: as `compress`.
     """
     modules = versions.attention_modules(versions.causal_lm(model))
-    under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
-    binding = under if under is not None and under.method == method else Binding(model, method)
+    with LOCK:
+        under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
+        binding = under if under is not None and under.method == method else Binding(model, method)
     return binding.new_cache(equal_rows=equal_rows)
 
 
@@ -330,6 +340,23 @@ def _ropes(
             f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
             f"as its last step ({error}): {remedy}"
         ) from error
+
+
+def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    """Refuse packed documents: positions that start again within a call. One sync, in calls of several tokens."""
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1 or position_ids.is_meta:
+        return
+    if torch.compiler.is_compiling():
+        return
+    again = position_ids.diff(dim=-1) < 1
+    if mask is not None and mask.ndim == 2 and mask.shape[1] >= position_ids.shape[1]:
+        new = mask[:, mask.shape[1] - position_ids.shape[1] :].to(again.device)
+        again = again & (new[:, 1:] != 0) & (new[:, :-1] != 0)  # pads stand anywhere
+    if bool(again.any()):
+        raise ValueError(
+            "position_ids start again within a call: compress does not take packed documents, which would see each "
+            "other; give each a row of its own, padded on the left, or use the full cache"
+        )
 
 
 def _has_forward(module: nn.Module) -> bool:

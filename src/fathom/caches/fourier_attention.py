@@ -12,7 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
-from fathom.caches.channels import ChannelSets, affine_repair, default_channels, flatten_heads, load_channels
+from fathom.caches.channels import (
+    ChannelSets,
+    affine_repair,
+    check_widths,
+    default_channels,
+    flatten_heads,
+    load_channels,
+)
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops import fourier_grid
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
@@ -76,6 +83,7 @@ class FourierAttention(CacheMethod):
         return self.n_sink + self.n_local + 2 * self.frequencies
 
     def prepare(self, model: PreTrainedModel, shape: CacheShape) -> ChannelSets:
+        check_widths(shape)
         sets = load_channels(self.channels, model) if self.channels else default_channels(shape)
         if len(sets.key) != shape.layers or (sets.kv_heads, sets.head_dim) != (shape.kv_heads, shape.key_dim):
             raise self.refuse("channels", self.channels, f"sets are for another shape than {shape}")

@@ -22,6 +22,10 @@ from fathom.caches.rope import SlotRope
 from fathom.ops.cached_attention import causal_attention
 
 SAMPLES, EMBEDDINGS = 64, 64  # numbers of every parameter, spread over it, and rows of the embeddings
+HALF_PRECISION = (
+    ". A model loaded in fp16 may have a fingerprint of its own (in fp32 and bf16 it is the same): make the file in "
+    "the dtype it is used in"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,8 @@ def record(
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits from the shape of the cache and numbers (as bf16) of every weight that keys and values depend on.
 
-    Of the embeddings the first rows only: a vocabulary may grow, and the keys of the old tokens stay.
+    Of the embeddings the first rows only: a vocabulary may grow, and the keys of the old tokens stay. The same in fp32
+    and bf16; in fp16 it may be another, as numbers are rounded twice.
     """
     shape = cache_shape(model)
     digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())

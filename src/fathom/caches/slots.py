@@ -165,7 +165,8 @@ class SlotState(State):
 
     def attend_part(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         length = key.shape[2]
-        if self.key is not None and self.key.is_inference() and not torch.is_inference_mode_enabled():
+        compiling = torch.compiler.is_compiling()  # a trace cannot ask, and keeps to one mode
+        if self.key is not None and not compiling and self.key.is_inference() and not torch.is_inference_mode_enabled():
             for name, tensor in list(self.tensors()):  # written in place below, which PyTorch refuses for these
                 setattr(self, name, tensor.clone())
         if length == 1 and self.stored == self.budget and not dropout and not self.track_positions:

@@ -119,4 +119,5 @@ class SnapState(SlotState):
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         super().compress(keys, values, length)
-        self.__dict__.pop("score", None)
+        if hasattr(self, "score"):
+            del self.score

@@ -11,6 +11,7 @@ pass.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -71,12 +72,14 @@ def keeps_latents(model: PreTrainedModel) -> bool:
 
 
 def changes_scores(modules: list[Any]) -> str:
-    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss); "" for nothing."""
+    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss, DiffLlama); "" for nothing."""
     for module in modules:
         if getattr(module, "attn_logit_softcapping", None) is not None:
             return "softcap"
         if isinstance(getattr(module, "sinks", None), Tensor):
             return "sinks (s_aux)"
+        if isinstance(getattr(module, "lambda_q1", None), Tensor):
+            return "differential scores (lambda_q1)"
     return ""
 
 
@@ -180,10 +183,9 @@ def _keys(module: Any, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
     AttentionInterface.register(SPY, attend)
-    previous = module.config._attn_implementation
-    module.config._attn_implementation = SPY
-    try:
-        module(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
-    finally:
-        module.config._attn_implementation = previous
+    probe = copy.copy(module)  # with a config of its own: forwards of other threads read the module's
+    probe.__dict__.pop("forward", None)  # a wrapped one (accelerate) would call the module
+    probe.config = copy.copy(module.config)
+    probe.config._attn_implementation_internal = SPY
+    probe(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
     return held[0]
