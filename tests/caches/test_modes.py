@@ -140,6 +140,7 @@ def test_resampling_matrices_serve_training(band, ids):
         with torch.inference_mode():
             model(ids)
         model(ids, labels=ids).loss.backward()
+    assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
 def test_codebooks_loaded_in_inference_mode_serve_training(ids, tmp_path):
@@ -157,6 +158,7 @@ def test_codebooks_loaded_in_inference_mode_serve_training(ids, tmp_path):
         loss.backward()
     finally:
         context.__exit__(None, None, None)
+    assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
 def test_a_copy_made_in_the_context(ids, llama):

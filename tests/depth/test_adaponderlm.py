@@ -244,6 +244,7 @@ def test_a_schedule_of_one_pass_is_no_collapse():
         warnings.simplefilter("error")
         for _ in range(COLLAPSED_AFTER + 1):
             model(ids)
+    assert model.depth.watch.forwards == 0
 
 
 def test_mean_of_smallest():

@@ -368,6 +368,19 @@ def test_documents_packed_by_position_ids_are_apart(name, prefill, rows):
         assert_close(packed[:, 4:], model(ids[:, 4:]).logits)
 
 
+@pytest.mark.parametrize("prefill", ["sequential", "jacobi"])
+@pytest.mark.parametrize("name", ["ponderlm2", "ponderlm3"])
+@torch.no_grad()
+def test_with_a_cache_restarting_positions_are_positions_only(name, prefill):
+    """As in transformers: a prompt read with a cache is what its tokens are one by one."""
+    model = tiny_model(depth={"name": name, "thoughts": 1, "prefill": prefill, "sweeps": 20}).double()
+    ids, positions, cache = tokens(1, 8), torch.tensor([[0, 1, 2, 3] * 2]), DynamicCache()
+    pieces = [
+        model(ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache).logits for i in range(8)
+    ]
+    assert_close(model(ids, position_ids=positions, use_cache=True).logits, torch.cat(pieces, dim=1), 1e-12)
+
+
 @pytest.fixture
 def flash(monkeypatch):
     """Flash attention's two kernels in plain PyTorch, behind transformers' own preparation of their arguments."""
@@ -411,6 +424,9 @@ def flash(monkeypatch):
         {"name": "ponderlm2", "thoughts": 2, "prefill": "sequential"},
         {"name": "ponderlm3", "thoughts": 2, "sweeps": 20},
         {"name": "ponderlm3", "thoughts": 2, "prefill": "sequential"},
+        {"name": "adaptive_latent_cot", "steps": 2, "threshold": 0.0, "router_bias": 2.0},
+        {"name": "adaptive_latent_cot", "steps": 2, "threshold": 0.5, "router_bias": 0.0},
+        {"name": "adaponderlm", "steps": 2, "threshold": 0.5},
     ],
     ids=str,
 )

@@ -289,8 +289,9 @@ class AdaptiveLatentCoT(DepthMethod):
         scored: float = 0  # heads whose logits only say how right a state is; they have no backward pass
         if options.halting == "router" and options.beta and options.penalty:
             scored = routed if options.correctness_from == "step" else 1
-        if options.halting == "exit_gate":  # trains on every step's head, of which the last is counted; logits again
-            scored = 3 * options.steps + options.steps + 1
+        if options.halting == "exit_gate":
+            # trains on every step's head: all but one, which is counted, forward and backward; the logits of all again
+            scored = 3 * options.steps + (options.steps + 1)
         return Counts(
             slots=slots,
             sweeps={1: slots},

@@ -282,6 +282,13 @@ class SlotView:
         return torch.cat((keys.to(key.device), key), dim=-2), torch.cat((values.to(key.device), value), dim=-2)
 
 
+def restarts_are_documents(stack: Any) -> bool:
+    """Whether position ids that restart say where packed documents start, as in transformers: in forwards without a
+    cache or a mask, and with an empty cache under flash attention, whose kernels read them so whatever is kept."""
+    given = stack.packed and stack.attention_mask is None
+    return given and (stack.cache is None or "flash" in str(stack.decoder.config._attn_implementation))
+
+
 @dataclasses.dataclass
 class SlotStack(Stack):
     """The stack of a method with slots: bound to the new tokens, it runs layouts of their slots.
@@ -299,7 +306,7 @@ class SlotStack(Stack):
         cache, documents = self.cache, None
         if cache is not None and (self.position_ids.shape[1] == 1 or cache.get_seq_length()):
             return self
-        if self.packed and self.attention_mask is None:  # restarts are documents, as where all slots run at once
+        if restarts_are_documents(self):
             positions = self.position_ids.expand(rows, -1)
             documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         if cache is None:

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
-from fathom.models.slots import FLEX_FROM
+from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
 from fathom.ops.token_blocks import BLOCK, TokenRanges, sees, token_block_mask, token_ranges
@@ -412,7 +412,7 @@ class StepStack(Stack):
         self.numbers: Int[Tensor, "B T"] = numbers if mask is None else torch.where(self.real, numbers, NOWHERE)
         self.order: Int[Tensor, "B T"] = self.numbers
         self.first: Int[Tensor, "B T"] | None = None
-        if self.packed and mask is None and self.cache is None:
+        if self.past is None and restarts_are_documents(self):
             restarts = self.position_ids.diff(prepend=self.position_ids[:, :1] - 1) != 1
             starts = torch.where(restarts, torch.arange(length, device=device), 0).cummax(1).values
             self.first = starts.expand(rows, length)
@@ -574,7 +574,7 @@ class StepStack(Stack):
     @torch.compiler.disable
     def plain_mask(self, inputs: Tensor) -> Any:
         """All tokens read one slot of each: the ordinary causal mask."""
-        config, given = self.decoder.config, self.position_ids if self.packed and self.cache is None else None
+        config, given = self.decoder.config, self.position_ids if restarts_are_documents(self) else None
         return hf_versions.causal_mask(config, inputs, self.attention_mask, None, given)
 
     @torch.compiler.disable
