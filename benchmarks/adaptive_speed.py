@@ -36,6 +36,7 @@ import torch._inductor.config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fathom.cost import forward_flops_per_token, training_flops_per_token
+from fathom.depth.adaponderlm import Gate
 from fathom.models.staggered import generate_staggered
 from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
@@ -96,10 +97,37 @@ class Watched:
     def compile(self, what: str, device: str) -> None:
         torch._dynamo.config.recompile_limit = 64
         backend = "inductor" if device == "cuda" else "eager"
-        if what == "layers":
-            compile_layers(self.model, backend)
+        if what in ("layers", "graphs"):
+            compile_layers(self.model, backend, graphs=what == "graphs" and device == "cuda")
         elif what == "model":
             self.model.compile(backend=backend)
+
+    @torch.no_grad()
+    def spread(self, tokens: torch.Tensor) -> None:
+        """Have the tokens that go on lie in all rows and everywhere in them, as in trained models. Random routers take
+        whole rows, whose states have more in common than a token's has of its own; so what rows, and what blocks of
+        positions have in common in the states of any step is taken out of what a router sees."""
+        routers = self.model.depth.routers if hasattr(self.model.depth, "routers") else self.model.depth.gates
+        parts = [router.up_proj if isinstance(router, Gate) else router for router in routers]
+        common: dict[torch.nn.Module, list[torch.Tensor]] = {part: [] for part in parts}
+
+        def note(part: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+            state = given[0].view(*tokens.shape, -1).float()
+            common[part] += [state.mean(1), state.unflatten(1, (16, -1)).mean((0, 2))]
+
+        hooks = [part.register_forward_pre_hook(note) for part in parts]
+        self.set_threshold(0.0)
+        self.model(tokens, use_cache=False, logits_to_keep=1)
+        for hook in hooks:
+            hook.remove()
+        for part in parts:
+            basis = torch.linalg.svd(torch.cat(common[part]), full_matrices=False).Vh
+            part.weight -= ((part.weight.float() @ basis.T) @ basis).to(part.weight.dtype)
+        self.passes.clear()
+
+    def shares(self, tokens: torch.Tensor) -> list[float]:
+        """Of every row, the share of its tokens that run a second step."""
+        return (self.passes[-1].view(tokens.shape) > 1).double().mean(1).tolist()
 
     def calibrate(self, tokens: torch.Tensor, mean: float) -> float:
         """The threshold at which these tokens run `mean` steps."""
@@ -142,7 +170,7 @@ class Rows:
         }  # fmt: skip
         self.results["rows"].append(row)
         self.save()
-        extra = " ".join(f"{k}={v}" for k, v in facts.items())
+        extra = " ".join(f"{k}={v}" for k, v in facts.items() if k != "shares_by_row")
         steps = f"S={mean:.2f}/{STEPS + 1} {ratio:.3f} x fixed, {row['over_ideal']:.3f} x ideal"
         self.say(f"{kind:9} {depth['name']:20} {steps} {extra}")
 
@@ -161,6 +189,7 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
     tokens = torch.randint(0, vocab, (batch, length), device=device)
     fixed = Watched(sizes, vocab, length, without_router(depth), device, dtype)
     adaptive = Watched(sizes, vocab, length, depth, device, dtype)
+    adaptive.spread(tokens)
     thresholds = {mean: adaptive.calibrate(tokens, mean) for mean in means}
     models = {"fixed": fixed, "adaptive": adaptive}
     for watched in models.values():
@@ -175,12 +204,13 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
             break
         with rows.surviving(f"prefill {depth['name']} {mean}"):
             adaptive.set_threshold(threshold)
-            for name in models:
-                run(name), run(name)
+            for name in models:  # graphs are compiled in the first, recorded in the second
+                run(name), run(name), run(name)
             rows.say(f"prefill {depth['name']} {mean}: warm")
             adaptive.passes.clear()
             figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
             facts = {"batch": batch, "length": length, "compile": compiled, "slots_run": adaptive.slots_run()}
+            facts["shares_by_row"] = adaptive.shares(tokens)
             facts["flops_vs_fixed"] = adaptive.flops(length, False) / fixed.flops(length, False)
             rows.add("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts)
             for name in models if profile else ():
@@ -206,6 +236,7 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
 
         steps[name] = step
     with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+        models["adaptive"].spread(tokens)
         thresholds = {mean: models["adaptive"].calibrate(tokens, mean) for mean in means}
     for watched in models.values():
         watched.compile(compiled, device)
@@ -215,13 +246,14 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
         with rows.surviving(f"training {mean}"):
             models["adaptive"].set_threshold(threshold)
             for step in steps.values():
-                step(), step()
+                step(), step(), step()
             rows.say(f"training {depth['correctness_from']} {mean}: warm")
             models["adaptive"].passes.clear()
             figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
             facts = {
                 "batch": batch, "length": length, "compile": compiled, "correctness_from": depth["correctness_from"],
                 "slots_run": models["adaptive"].slots_run(),
+                "shares_by_row": models["adaptive"].shares(tokens),
                 "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
             }  # fmt: skip
             work = {name: watched.flops(length, True) for name, watched in models.items()}
@@ -274,7 +306,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="of prefill and training")
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
     parser.add_argument("--means", type=float, nargs="+", default=[1.5, 2.5, 3.5], help="S of prefill")
-    parser.add_argument("--compile", choices=("model", "layers", "no"), default="model")
+    parser.add_argument("--compile", choices=("graphs", "model", "layers", "no"), default="graphs")
     parser.add_argument(
         "--launch", choices=("python", "cpp"), default="python", help="what compiled code launches from"
     )

@@ -25,7 +25,7 @@ from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.steps import StepLayer, StepStack, hold_steps
+from fathom.models.steps import StepGraphs, StepLayer, StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 
@@ -59,6 +59,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         self.depth = lookup("depth", config.depth["name"])(config, build_options("depth", config.depth))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the vocabulary, by what they were before
+        self.step_graphs: StepGraphs | None = None
         self.post_init()
 
     @torch.no_grad()
@@ -196,8 +197,9 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 rows = position_ids.expand(len(embeddings), -1)
                 most = self.depth.most_steps(self.depth.options)
                 return StepStack(
-                    self.model, rows, None, attention_mask, cache, layer_kwargs, most=most, packed=given is not None
-                )
+                    self.model, rows, None, attention_mask, cache, layer_kwargs, most=most, packed=given is not None,
+                    graphs=self.step_graphs,
+                )  # fmt: skip
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,
                 packed=given is not None, layer=layer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -283,6 +283,7 @@ class Stack:
     read: Callable[..., Any] | None = None  # joins the slots of earlier steps, `earlier` by layer (steps.py)
     earlier: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
+    blocks: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -301,7 +302,8 @@ class Stack:
         decoder = self.decoder
         residual, mixer = decoder.residual, decoder.mixer
         stream = residual.start(hidden_states)
-        for number, layer in enumerate(decoder.layers):
+        blocks: Iterable[Any] = decoder.layers if self.blocks is None else self.blocks
+        for number, layer in enumerate(blocks):
             index = pass_index * len(decoder.layers) + number
             if self.hidden_states is not None:
                 self.hidden_states.append(residual.read(stream, 2 * number)[0])

@@ -14,7 +14,8 @@ to end as one row (`Flat`), where the kernel skips what belongs to other rows: t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.decoder import Stack
+from fathom.models.decoder import Decoder, Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, sees, token_block_mask, token_ranges
+from fathom.ops.token_blocks import BLOCK, TokenRanges, readers_of, sees, token_block_mask
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -332,10 +333,24 @@ def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[T
     return _take(numbers.expand(len(index), -1, -1, -1), index, 2).view(x.dtype)
 
 
+def _columns_of(layers: Iterator[KeyValue], index: Int[Tensor, "B m"], together: int = 8) -> Iterator[KeyValue]:
+    """Some slots of every layer, of a few layers at a time: a call for each would take longer than the copy."""
+    while some := [x for pair in itertools.islice(layers, together) for x in pair]:
+        heads = some[0].shape[1]
+        parts = _columns(torch.cat(some, dim=1), index).split(heads, dim=1)
+        yield from zip(parts[::2], parts[1::2], strict=True)
+
+
 def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:
     """The new slots of each segment after those it holds."""
-    parts = zip(held.split(sizes, dim), new.split(added, dim), strict=True)
-    return torch.cat([part for pair in parts for part in pair if part.shape[dim]], dim)
+    parts, start, stop, taken = [], 0, 0, 0
+    for size, more in zip(sizes, added, strict=True):
+        stop += size
+        if more:  # what lies between two such segments stays in one piece: decoding waits for the calls
+            parts += [held.narrow(dim, start, stop - start), new.narrow(dim, taken, more)]
+            start, taken = stop, taken + more
+    parts.append(held.narrow(dim, start, held.shape[dim] - start))
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 
 def _joined(slots: list[KeyValue]) -> KeyValue | None:
@@ -371,6 +386,27 @@ def of_any_length(*given: Any) -> None:
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
 
 
+class StepGraphs:
+    """The layers as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its kernels.
+
+    A graph is recorded for every size, so sizes are multiples of a 64th of the tokens; and reads what it needs again in
+    its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a place
+    of its own.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.layers = [torch.compile(layer, mode="reduce-overhead") for layer in decoder.layers]
+        self.places: dict[tuple[Any, ...], Tensor] = {}
+
+    def place(self, x: Tensor, *name: Any) -> Tensor:
+        """The same numbers where they were the last time that there were so many of this name."""
+        numbers = 1 << max(x.numel() - 1, 0).bit_length()
+        place = self.places.get((*name, numbers, x.dtype))
+        if place is None:
+            place = self.places[(*name, numbers, x.dtype)] = x.new_empty(numbers, requires_grad=False)
+        return place.detach()[: x.numel()].view(x.shape).copy_(x)
+
+
 @dataclasses.dataclass
 class StepStack(Stack):
     """The stack of a method that runs step by step: bound to the new tokens, it runs some of them at a time.
@@ -381,6 +417,7 @@ class StepStack(Stack):
         most: steps of a token.
         flat: steps after the first lay their tokens end to end; False for a method that gathers none.
         ranged: and what a slot sees are ranges of places, as nothing is padding: kernels of our own serve them.
+        bounds: then, what every token sees of each step's slots: from where, to where.
         real: tokens that are not padding.
         numbers: of the new tokens in their row, after the cached ones; `NOWHERE` for padding.
         order: the same, or in the row of all rows' tokens if these are laid end to end: what masks compare.
@@ -394,9 +431,11 @@ class StepStack(Stack):
     # By step and layer, what `read` left; of `append` the last step's alone, which has all before it.
     slots: list[list[Any]] = dataclasses.field(default_factory=list)
     sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own,
-    own: list[Tensor] = dataclasses.field(default_factory=list)  # and, of `append`, their order
+    own: list[Tensor] = dataclasses.field(default_factory=list)  # and, of `append`, their order, unless ranges say it
+    appends: bool = False
     rotary: tuple[Tensor, ...] = ()  # of all new tokens
     computed: int = 0
+    graphs: StepGraphs | None = None
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -422,6 +461,13 @@ class StepStack(Stack):
             self.first = (row.expand(rows, length) if self.first is None else self.first + row).to(torch.int32)
             self.order = (numbers + row if mask is None else torch.where(self.real, numbers + row, NOWHERE)).int()
         self.ranged = self.flat and mask is None and self.ranges_served()
+        if self.ranged:
+            self.bounds = torch.zeros(2, self.most, rows * length, dtype=torch.int32, device=device)
+            self.bounds[0, 0], self.bounds[1, 0] = self.first.flatten(), self.order.flatten() + 1  # type: ignore[union-attr]
+        if self.graphs is not None and not self.ranged:
+            self.graphs = None
+        if self.graphs is not None:
+            torch.compiler.cudagraph_mark_step_begin()
 
     def kernel(self, queries: int) -> bool:
         """Whether FlexAttention serves gathered steps of so many tokens in a row, and no dense mask."""
@@ -451,16 +497,17 @@ class StepStack(Stack):
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:
         """Those of the chosen real tokens that go on, None if none does; waits for the device once."""
         if self.flat:
-            if isinstance(chosen, Flat):
-                place = goes_on[0, : chosen.count].nonzero()[:, 0]
-            else:
-                place = (goes_on & self.real).flatten().nonzero()[:, 0]
+            some = (goes_on & self.real).flatten() if isinstance(chosen, Chosen) else goes_on[0, : chosen.count]
+            if self.ranged and self.appends:
+                self.bound(chosen, some)
+            place = some.nonzero()[:, 0]
             count = len(place)
             if not count:
                 return None
-            if count == self.real.numel() and not self.own:  # all read what all have replaced: plain causal again
+            if count == self.real.numel() and not self.appends:  # all read what all have replaced: plain causal again
                 return Chosen()
-            size = max(LEAST, -(-count // BLOCK) * BLOCK)
+            unit = BLOCK if self.graphs is None else -(-self.real.numel() // (64 * BLOCK)) * BLOCK
+            size = max(LEAST, -(-count // unit) * unit)
             if size > count:
                 place = torch.cat((place, place[-1:].expand(size - count)))
             return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, count)
@@ -472,6 +519,18 @@ class StepStack(Stack):
         if picked.index is None:
             return Chosen(chosen.index, picked.live)
         return Chosen(chosen.index.gather(1, picked.index), picked.live, picked.index)
+
+    def bound(self, chosen: Chosen | Flat, some: Bool[Tensor, " n"]) -> None:
+        """What every token will see of the next step's slots, those of `some` of the chosen tokens: known before it is
+        known how many these are, so that the device does not wait for it."""
+        runs = some
+        if isinstance(chosen, Flat):
+            runs = some.new_zeros(self.real.numel()).index_copy(0, chosen.index[: chosen.count], some)
+        until = runs.cumsum(0, dtype=torch.int32)
+        before = (until - runs.int()).index_select(0, self.bounds[0, 0])
+        step, slots = len(self.ran), sum(self.sizes)
+        torch.add(before, slots, out=self.bounds[0, step])
+        torch.add(until, slots, out=self.bounds[1, step])
 
     # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
     # graph with dynamic sizes serves all steps.
@@ -485,11 +544,11 @@ class StepStack(Stack):
                 _joined([*self.past_slots(layer, step), *([self.appended(layer)] if self.slots else [])])
                 for layer in range(layers)
             ]
-        query = chosen.take(self.order)
-        self.own.append(_hidden(query, chosen))
-        self.sizes.append(inputs.shape[1])
-        if self.flat and not step:
-            self.own[0], self.sizes[0] = self.own[0].view(1, -1), self.order.numel()
+        self.appends, query = True, self.order
+        self.sizes.append(self.order.numel() if self.flat and not step else inputs.shape[1])
+        if not self.ranged:
+            query = chosen.take(self.order)
+            self.own.append(_hidden(query, chosen).view(-1 if self.flat else len(query), self.sizes[-1]))
         read = lay_flat if self.flat and not step else append
         hidden_states = self.run(inputs, chosen, query, self.own, read, earlier)
         del self.slots[:-1]
@@ -518,7 +577,7 @@ class StepStack(Stack):
                 live = torch.ones_like(index, dtype=torch.bool)
             read, earlier = replace, [(_joined(self.past_slots(n, step)), last[n], index, live) for n in layers]
             self.sizes.append(order.shape[1])
-        return self.run(inputs, chosen, chosen.take(self.order), [order], read, earlier)
+        return self.run(inputs, chosen, self.order if self.ranged else chosen.take(self.order), [order], read, earlier)
 
     @torch.compiler.disable(recursive=False)
     def run(
@@ -535,26 +594,45 @@ class StepStack(Stack):
         self.computed += inputs.shape[0] * inputs.shape[1]
         if self.decoder.rotary_emb is not None and not self.rotary:
             self.rotary = self.decoder.rotary_emb(inputs, self.position_ids)
-        plain = chosen.index is None and len(keys) == 1 and self.past is None
+        plain = chosen.index is None and self.past is None and (len(self.ran) == 1 or not self.appends)
+        # read as positions by backends that take repeated or jumping ones for packed documents
+        slot_ids = None if plain else torch.arange(inputs.shape[1], device=inputs.device)[None]
         stack = Stack(
             self.decoder,
-            chosen.take(self.position_ids),
+            chosen.take(self.position_ids) if slot_ids is None or not self.rotary else slot_ids,
             (chosen.take(self.rotary[0]), chosen.take(self.rotary[1])) if self.rotary else None,
             self.plain_mask(inputs) if plain else self.mask(inputs, chosen, query, keys),
             None,
             self.layer_kwargs,
             self.hidden_states,
             self.attentions,
-            # read as positions by backends that take repeated or jumping ones for packed documents
-            slot_ids=None if plain else torch.arange(inputs.shape[1], device=inputs.device)[None],
+            slot_ids=slot_ids,
             read=read,
             earlier=earlier,
         )
+        if self.graphs is not None:
+            stack.blocks = self.graphs.layers
+            if torch.is_grad_enabled():
+                inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
         hidden_states = stack(inputs)
         self.slots.append(stack.kept)
         return hidden_states
+
+    @torch.compiler.disable
+    def graphed(self, stack: Stack, inputs: Tensor) -> Tensor:
+        """What the layers of this step read, at the places that their graphs know."""
+        assert self.graphs is not None
+        step, place = len(self.ran), self.graphs.place
+        if stack.position_embeddings is not None:
+            cos, sin = stack.position_embeddings
+            stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
+        if isinstance(ranges := stack.attention_mask, TokenRanges):
+            assert ranges.readers is not None
+            start, stop = place(ranges.start, step, "start"), place(ranges.stop, step, "stop")
+            stack.attention_mask = TokenRanges(start, stop, place(ranges.readers, step, "readers"))
+        return place(inputs, step, "inputs")
 
     @torch.compiler.disable
     def past_slots(self, layer: int, step: int) -> list[KeyValue]:
@@ -580,6 +658,10 @@ class StepStack(Stack):
     @torch.compiler.disable
     def mask(self, inputs: Tensor, chosen: Chosen | Flat, query: Tensor, keys: list[Tensor]) -> Any:
         """The mask in the form that the backend reads."""
+        if self.ranged and isinstance(chosen, Flat):
+            start, stop = self.bounds.index_select(2, chosen.index)
+            slots = sum(self.sizes) if self.appends else self.order.numel()
+            return TokenRanges(start, stop, readers_of(start, stop, slots) if torch.is_grad_enabled() else None)
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:
@@ -592,8 +674,6 @@ class StepStack(Stack):
         if self.numbers.shape[1] == 1 and not gaps and not self.flat:  # one new token sees everything
             return None
         first = None if self.first is None else chosen.take(self.first)
-        if self.ranged and first is not None:
-            return token_ranges(query.flatten(), [part[0] for part in keys], first.flatten(), self.most)
         key = torch.cat((*past, *keys), dim=1)
         if self.kernel(query.shape[1]):
             if first is None:
@@ -615,13 +695,19 @@ class StepStack(Stack):
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
         steps, segments = range(len(self.ran)), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
+        if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
+            final = len(self.ran) - 1
+            kept = {final: final} | {segments + step: step for step in range(final)}
+            pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in range(len(self.decoder.layers)))
+            self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
+            return
         last = {step: (step, passes == step + 1) for step in steps}
         self.store(last | {segments + step: (step, passes > step + 1) for step in steps}, passes)
 
     def store(self, wanted: dict[int, tuple[int, Tensor]], passes: Int[Tensor, "B T"]) -> None:
         """Add to the cache, by segment: of which step, and of which tokens."""
-        every = zip(wanted.items(), choose(*(mask for _, mask in wanted.values())), strict=True)
-        pieces = [(segment, step, chosen) for (segment, (step, _)), chosen in every if chosen is not None]
+        found = zip(wanted.items(), choose(*(mask for _, mask in wanted.values())), strict=True)
+        pieces = [(segment, step, chosen) for (segment, (step, _)), chosen in found if chosen is not None]
         columns, start = [], 0  # of every token's slot among those of all steps
         for step, size in enumerate(self.sizes):
             if self.flat:
@@ -633,12 +719,12 @@ class StepStack(Stack):
         index = torch.cat([chosen.take(columns[step]) for _, step, chosen in pieces], dim=1)
         token = [_hidden(chosen.take(self.numbers), chosen) for *_, chosen in pieces]
         widths = {segment: part.shape[1] for (segment, *_), part in zip(pieces, token, strict=True)}
-        slots = (tuple(_columns(x, index) for x in self.every(layer)) for layer in range(len(self.decoder.layers)))
-        self.keep(slots, torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])  # type: ignore[arg-type]
+        every = (self.every(layer) for layer in range(len(self.decoder.layers)))
+        self.keep(_columns_of(every, index), torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])
 
     def every(self, layer: int) -> KeyValue:
         """The slots of all steps, one step after the other."""
-        if self.own:
+        if self.appends:
             return self.slots[-1][layer]
         return _joined([left[layer][-2:] for left in self.slots])  # type: ignore[return-value]
 
