@@ -398,13 +398,17 @@ class StepGraphs:
         self.layers = [torch.compile(layer, mode="reduce-overhead") for layer in decoder.layers]
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
-    def place(self, x: Tensor, *name: Any) -> Tensor:
-        """The same numbers where they were the last time that there were so many of this name."""
+    def place(self, x: Tensor, *name: Any, shared: bool = True) -> Tensor:
+        """The same numbers where they were the last time that there were so many of this name; what all layers read is
+        read there, and not copied for each."""
         numbers = 1 << max(x.numel() - 1, 0).bit_length()
         place = self.places.get((*name, numbers, x.dtype))
         if place is None:
             place = self.places[(*name, numbers, x.dtype)] = x.new_empty(numbers, requires_grad=False)
-        return place.detach()[: x.numel()].view(x.shape).copy_(x)
+        placed = place.detach()[: x.numel()].view(x.shape).copy_(x)
+        if shared:
+            torch._dynamo.mark_static_address(placed, guard=False)
+        return placed
 
 
 @dataclasses.dataclass
@@ -612,8 +616,7 @@ class StepStack(Stack):
         )
         if self.graphs is not None:
             stack.blocks = self.graphs.layers
-            if torch.is_grad_enabled():
-                inputs = self.graphed(stack, inputs)
+            inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
         hidden_states = stack(inputs)
@@ -629,10 +632,10 @@ class StepStack(Stack):
             cos, sin = stack.position_embeddings
             stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
         if isinstance(ranges := stack.attention_mask, TokenRanges):
-            assert ranges.readers is not None
             start, stop = place(ranges.start, step, "start"), place(ranges.stop, step, "stop")
-            stack.attention_mask = TokenRanges(start, stop, place(ranges.readers, step, "readers"))
-        return place(inputs, step, "inputs")
+            readers = None if ranges.readers is None else place(ranges.readers, step, "readers")
+            stack.attention_mask = TokenRanges(start, stop, readers)
+        return place(inputs, step, "inputs", shared=False)
 
     @torch.compiler.disable
     def past_slots(self, layer: int, step: int) -> list[KeyValue]:

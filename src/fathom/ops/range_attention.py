@@ -48,6 +48,8 @@ TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(64, 32, 4, 3), "keys": 
 WIDE_TILES = {"forward": Tile(64, 64, 4, 3), "queries": Tile(64, 64, 4, 2), "keys": Tile(32, 64, 4, 2)}
 # Where there are more keys than queries, as in a step of few tokens: 3 to 28 % less for both gradients of such steps.
 SEVERAL = {**TILES, "keys": Tile(64, 64, 4, 1)}
+# Where these are fewer programs of the forward kernel than the GPU has processors, so that the longest decides.
+FEW, FEW_TILE = 128, Tile(64, 64, 4, 3)
 
 # Bytes of shared memory of a program, as compiled for up to 64, 128 and 256 channels, by bytes of a number: Turing GPUs
 # have too few for any, Ada and consumer Ampere ones for the larger, an A100 for the largest.
@@ -296,7 +298,12 @@ def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[A
     """A kernel over its tiles of all queries, or by "keys" of all of those."""
     groups, keys = key.shape[1:3]
     heads, width, short = query.shape[1] // groups, query.shape[3], query.element_size() == 2
-    tile = ((SEVERAL if query.shape[2] < keys else TILES) if width <= 64 and short else WIDE_TILES)[by]
+    tiles = TILES if width <= 64 and short else WIDE_TILES
+    if tiles is TILES and query.shape[2] < keys:
+        tiles = SEVERAL
+    tile = tiles[by]
+    if by == "forward" and tiles is SEVERAL and triton.cdiv(query.shape[2], tile.rows // heads) * groups <= FEW:
+        tile = FEW_TILE
     if width > 128 or not short:
         tile = tile._replace(keys=tile.keys // 2)
     programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)
