@@ -140,3 +140,9 @@ def test_a_checkpoint_brings_its_tokenizer_and_takes_a_method(tmp_path: Path, re
     assert loaded.data.tokenizer == str(tmp_path / "start")
     looped = model_config(loaded, loaded.method("loop"), data.tokenizer)
     assert looped.passes == 4 and looped.hidden_size == 32 and looped.embed_scale == config.embed_scale
+
+
+@pytest.mark.parametrize("option", [{"gradient_accumulation": 2}, {"gradient_checkpointing": True}])
+def test_cuda_graphs_take_one_batch_a_step_and_no_checkpointing(option) -> None:
+    with pytest.raises(ValueError, match=rf"training\.{next(iter(option))}=.*compile='graphs'.*'layers'"):
+        Training(tokens=1000, compile="graphs", **option)

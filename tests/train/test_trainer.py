@@ -224,7 +224,13 @@ def test_plain_progress_lines(recipe, data, folder, capsys) -> None:
 
 @pytest.mark.parametrize(
     "training",
-    [{"gradient_checkpointing": True}, {"fused": False}, {"compile": True}, {"compile": "layers"}],
+    [
+        {"gradient_checkpointing": True},
+        {"fused": False},
+        {"compile": True},
+        {"compile": "layers"},
+        {"compile": "graphs"},
+    ],
     ids=lambda t: "-".join(str(word) for item in t.items() for word in item),
 )
 def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path, training, monkeypatch) -> None:
@@ -248,7 +254,7 @@ def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path
     ]
     assert results[1].train_loss == pytest.approx(results[0].train_loss, abs=1e-5)
     # the layer, and three functions of the vocabulary
-    assert backends == ["inductor"] * {True: 1, "layers": 4}.get(training.get("compile"), 0)
+    assert backends == ["inductor"] * {True: 1, "layers": 4, "graphs": 4}.get(training.get("compile"), 0)
 
 
 def test_compiled_layers_share_their_graphs(recipe, data) -> None:

@@ -391,10 +391,11 @@ class StepGraphs:
 
     A graph is recorded for every size, so sizes are multiples of a 64th of the tokens; and reads what it needs again in
     its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a place
-    of its own.
+    of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
     """
 
     def __init__(self, decoder: Decoder):
+        torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None  # many sizes are what it is for
         self.layers = [torch.compile(layer, mode="reduce-overhead") for layer in decoder.layers]
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
@@ -614,7 +615,7 @@ class StepStack(Stack):
             read=read,
             earlier=earlier,
         )
-        if self.graphs is not None:
+        if self.graphs is not None and self.flat:
             stack.blocks = self.graphs.layers
             inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):

@@ -127,7 +127,9 @@ class Training:
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast, weights and optimiser stay in fp32
     # "layers" compiles one layer at a time: minutes less where a step runs the layers many times (ponderlm2, ponderlm3,
     # the adaptive methods). So are products with the vocabulary; what else lies between layers stays uncompiled.
-    compile: bool | Literal["layers"] = False
+    # "graphs": and where tokens are gathered in training (adaptive_latent_cot), layers replay as CUDA graphs, as steps
+    # of few tokens are over before the CPU has launched them.
+    compile: bool | Literal["layers", "graphs"] = False
     gradient_checkpointing: bool = False
     fused: bool = True  # AdamW as one kernel
     log_every: int = 10  # steps
@@ -148,6 +150,13 @@ class Training:
             _require(0 <= getattr(self, name) <= 1, f"training.{name}", getattr(self, name), "be between 0 and 1")
         _require(0 < self.sweep_fraction <= 1, "training.sweep_fraction", self.sweep_fraction, "be in (0, 1]")
         _require(all(0 <= beta < 1 for beta in self.betas), "training.betas", self.betas, "be in [0, 1)")
+        if self.compile == "graphs":  # a batch's gradients lie where the next one's are written
+            rule = "be 1 with training.compile='graphs': give a batch more sequences, or use 'layers'"
+            _require(
+                self.gradient_accumulation == 1, "training.gradient_accumulation", self.gradient_accumulation, rule
+            )
+            rule = "be false with training.compile='graphs': use 'layers'"
+            _require(not self.gradient_checkpointing, "training.gradient_checkpointing", True, rule)
         if self.schedule == "wsd":
             total = self.warmup_ratio + self.decay_ratio
             _require(total <= 1, "training.warmup_ratio + decay_ratio", total, "be at most 1 for schedule 'wsd'")

@@ -182,6 +182,11 @@ def train_run(
             "(sequences × gradient_accumulation × devices × block_size)"
         )
     arguments = _arguments(training, folder, lr, seed, steps, evaluate=data.validation is not None)
+    if training.compile == "graphs" and arguments.world_size > 1:
+        raise ValueError(
+            f"training.compile='graphs' on {arguments.world_size} devices: gradients that lie in CUDA graphs are not "
+            "averaged over devices; use 'layers'"
+        )
 
     folder.mkdir(parents=True, exist_ok=True)
     _claim(folder, _identity(recipe, method, config, seed, lr, steps, tokens_per_step), arguments.should_save)
@@ -194,8 +199,9 @@ def train_run(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
-    if training.compile == "layers":
-        compile_layers(model)
+    if training.compile in ("layers", "graphs"):
+        gathers = model.depth.adaptive and not model.depth.replaces
+        compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     trainer = FathomTrainer(
         flops_per_token=flops_per_token,
