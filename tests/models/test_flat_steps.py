@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import decoder
-from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, StepStack
+from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, Foresight, StepStack
 from fathom.ops.token_blocks import BLOCK
 from tiny import assert_close, tiny_model, tokens
 
@@ -47,7 +47,8 @@ def attention_over_ranges(module, query, key, value, mask, scaling, **kwargs):
     place = torch.arange(key.shape[2])
     seen = ((place >= mask.start[..., None]) & (place < mask.stop[..., None])).any(0)
     scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
+    weights = torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0)  # what sees nothing gives 0
+    return (weights @ value).transpose(1, 2), None
 
 
 def make(depth, **fields):
@@ -78,8 +79,8 @@ def layouts() -> dict[str, dict[str, torch.Tensor]]:
 
 def test_tokens_of_all_rows_are_taken_and_put_back_in_place():
     x, mask = torch.randn(3, 5, 4), torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
-    index = torch.tensor([1, 3, 4, 5, 14, 14, 14])
-    flat = Flat(index, index, 5)
+    index = torch.tensor([1, 3, 4, 5, 14, 0, 2])
+    flat = Flat(index, index, torch.arange(7) < 5)
     taken = flat.take(x)
     assert torch.equal(taken[0], x.view(15, 4)[index])
     new = torch.arange(28.0).view(1, 7, 4)
@@ -96,9 +97,10 @@ def test_a_step_computes_what_its_tokens_cost(depth, monkeypatch):
     _, passes, stack = traced(model, ids, use_cache=False)
     for step, chosen in enumerate(stack.ran[1:], start=1):
         live = int((passes > step).sum())
-        assert chosen.count == live > 0 and len(chosen.index) == max(LEAST, -(-live // BLOCK) * BLOCK)
+        size = min(len(stack.ran[step - 1].index) if step > 1 else 400, max(LEAST, -(-live // BLOCK) * BLOCK))
+        assert live > 0 and len(chosen.index) == size and len(chosen.index.unique()) == size
         assert torch.equal(chosen.index[:live], (passes > step).flatten().nonzero()[:, 0])
-        assert (chosen.index[live:] == chosen.index[live - 1]).all()
+        assert chosen.live is None if live == size else torch.equal(chosen.live, torch.arange(size) < live)
     assert stack.computed == 400 + sum(len(chosen.index) for chosen in stack.ran[1:])
 
 
@@ -298,3 +300,65 @@ def test_rows_of_a_single_token_do_not_see_each_other(depth, monkeypatch):
     assert isinstance(stack.ran[1], Flat) and passes.max() > 1
     for row in range(6):
         assert_close(result.logits[row], model(ids[row : row + 1]).logits[0], 1e-9)
+
+
+@both
+@torch.no_grad()
+def test_steps_that_are_foreseen_do_not_wait(depth, monkeypatch):
+    """Numbers known from earlier calls; then a call in which more go on than ever before, which is made again."""
+    lay_flat(monkeypatch, True, True)
+    model, plain = make(depth), make(depth)
+    model.foresight = Foresight(least=2)
+    threshold = depth["threshold"]
+    waited = []
+    for seed, more in enumerate((False, False, False, False, True, False)):
+        for one in (model, plain):
+            object.__setattr__(one.depth.options, "threshold", 0.3 * threshold if more else threshold)
+        ids, caches = tokens(4, 128, seed=seed % 2), [DynamicCache(), DynamicCache()]
+        found, passes, stack = traced(model, ids, past_key_values=caches[0])
+        wanted, expected, _ = traced(plain, ids, past_key_values=caches[1])
+        assert torch.equal(passes, expected)
+        assert_close(found.logits, wanted.logits, 1e-10)
+        for one, other in zip(*(cache.layers for cache in caches), strict=True):
+            same_slots(other, one)
+        new = tokens(4, 2, seed=9)
+        after = [one(new, past_key_values=cache).logits for one, cache in zip((model, plain), caches, strict=True)]
+        assert_close(after[0], after[1], 1e-10)
+        assert stack.went_on == [(passes > step).sum(1).tolist() for step in range(1, len(stack.went_on) + 1)]
+        waited.append(stack.occasion in model.foresight.counts and len(model.foresight.counts[stack.occasion]))
+    assert waited == [1, 2, 3, 4, 1, 2]
+
+
+def test_training_with_foreseen_steps_is_the_same(monkeypatch):
+    """Every second call has more tokens than foreseen; dropout and explored slots are drawn alike in its repetition."""
+    lay_flat(monkeypatch, True, True)
+    depth = {**COT, "explore": 0.3, "correctness_from": "mixture"}
+    models = [make(depth, embedding_dropout=0.1).train() for _ in range(2)]
+    ids = tokens(4, 128)
+    for call in range(4):
+        losses = []
+        for model in models:
+            torch.manual_seed(call)
+            if model is models[0] and call % 2:
+                model.foresight = foresight = Foresight(least=2)
+                foresight.note((True, 4, 128), [200, 1, 1]), foresight.note((True, 4, 128), [200, 1, 1])
+            losses.append(model(ids, labels=ids, use_cache=False).loss)
+            losses[-1].backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+        if call % 2:
+            assert len(foresight.counts[True, 4, 128]) == 1  # forgotten, then observed
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_forecast_is_above_what_was_seen():
+    foresight = Foresight(least=3, remembered=4, occasions=2)
+    for counts in ([10, 4], [12], [11, 5]):
+        assert foresight.most("a", 0) is None
+        foresight.note("a", counts)
+    assert foresight.most("a", 0) == 14 and foresight.most("a", 1) == 11 and foresight.most("b", 0) is None
+    for _ in range(4):
+        foresight.note("a", [7, 0])
+    assert foresight.most("a", 0) == 7 and foresight.most("a", 1) == 0
+    foresight.note("b", [1]), foresight.note("c", [1])
+    assert set(foresight.counts) == {"b", "c"}

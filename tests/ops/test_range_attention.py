@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from importlib.util import find_spec
 
@@ -11,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fathom.ops import biased_attention
 from fathom.ops.biased_attention import MASKED, ChannelBias, RangeBias, causal_ranges
-from fathom.ops.token_blocks import TokenRanges, readers_of, sees, token_ranges
+from fathom.ops.token_blocks import TokenRanges, longest_first, readers_of, sees, token_ranges
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -42,7 +43,7 @@ def dense(query, key, value, seen, scaling, bias=0):
     return weights.nan_to_num(0) @ value  # of a query that sees nothing
 
 
-def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None):
+def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None, ordered=False):
     from fathom.ops.range_attention import range_attention, serves
 
     query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
@@ -52,6 +53,10 @@ def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hi
         ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
         ranges = TokenRanges(ranges.start, ranges.stop, readers_of(ranges.start, ranges.stop, len(key)))
         seen[hidden] = False
+    if ordered:
+        blocks = len(longest_first(ranges.start, ranges.stop, heads // groups))
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+        ranges = dataclasses.replace(ranges, order=order)
     torch.manual_seed(1)
     q, grad = (torch.randn(1, len(query), heads, width).to(dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, groups, len(key), width).to(dtype) for _ in range(2))
@@ -79,12 +84,28 @@ def test_output_and_gradients_are_those_of_a_dense_mask(shares, heads, groups, w
     assert_near_dense(*segments(rows, length, shares), heads, groups, width, torch.float32, 5e-6)
 
 
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (2, 2, 32), (8, 1, 16)])
+@pytest.mark.parametrize("shares", [(), (0.7,), (0.6, 0.5)], ids=["all", "second", "third"])
+def test_blocks_of_queries_in_any_order(shares, heads, groups, width):
+    assert_near_dense(*segments(3, 50, shares), heads, groups, width, torch.float32, 5e-6, ordered=True)
+
+
+def test_the_longest_blocks_come_first():
+    """Three rows of 64 tokens, of which 16 make a block, and two tokens more: 64 heads times queries."""
+    stop = torch.cat([torch.arange(1, 65) + row * 64 for row in range(3)] + [torch.tensor([193, 194])])[None]
+    start = torch.tensor([0, 64, 128]).repeat_interleave(64)
+    start = torch.cat((start, torch.tensor([192, 192])))[None]
+    order = longest_first(start.int(), stop.int(), 4).tolist()
+    assert [block % 4 for block in order] == [3] * 3 + [2] * 3 + [1] * 3 + [0] * 4 and order[-1] == 12
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("heads, groups, width", [(4, 1, 64), (2, 1, 128)])
-def test_16_bits(dtype, limit, heads, groups, width):
+@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "in an order"])
+def test_16_bits(ordered, dtype, limit, heads, groups, width):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
-    assert_near_dense(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit)
+    assert_near_dense(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit, ordered=ordered)
 
 
 def test_rows_of_one_token_and_of_none():

@@ -223,7 +223,7 @@ class AdaPonderLM(DepthMethod):
             elif planned is not None:
                 stays = chosen.take(planned) > i + 1
             active = stays & active if dense else active
-            following = Chosen(None, active) if dense else stack.choose(chosen, stays)
+            following = Chosen(None, active) if dense else stack.choose(chosen, stays, options.halting == "fixed")
             if following is None:
                 break
             thought = vocabulary.mixture(following.from_before(h), top_k=options.top_k)
@@ -232,10 +232,12 @@ class AdaPonderLM(DepthMethod):
             before = following.take(inputs if options.accumulate else first)
             inputs, chosen = following.put(inputs, before + thought), following
 
+        if not stack.settled():  # more went on than were foreseen
+            return self.step_by_step(stack, embeddings, vocabulary)
         if stack.cache is not None:
             stack.store_replaced(passes)
         if options.gates and not self.training:
-            self.watch(len(stack.ran) if not dense else int(passes.max()), passes.shape[1])
+            self.watch(stack.reached if not dense else int(passes.max()), passes.shape[1])
         losses = {}
         if self.training and options.gates and self.pruned_share:
             losses["penalty"] = options.penalty * self.penalty(torch.stack(logits), stack)

@@ -173,16 +173,18 @@ class AdaptiveLatentCoT(DepthMethod):
             else:
                 mixed = chosen.put(mixed, z.to(wide))
 
-            following = stack.choose(chosen, goes_on) if k <= options.steps else None
+            following = stack.choose(chosen, goes_on, self.all_go_on) if k <= options.steps else None
             if following is None:
                 break
             inputs = following.from_before(z.detach() if options.detach_between_steps else z)
             reach, chosen = chosen.put(reach, onward), following
 
+        if not stack.settled():  # more went on than were foreseen
+            return self.step_by_step(stack, embeddings, vocabulary)
         if stack.cache is not None:
             stack.store_appended(passes)
         if options.routers:
-            self.watch(len(exits), passes.shape[1])
+            self.watch(stack.reached, passes.shape[1])
         trace = {"passes": passes, "exit": torch.stack(exits, dim=-1).detach()}
         hidden_states = mixed.to(z.dtype)
         if not penalised:
@@ -243,12 +245,16 @@ class AdaptiveLatentCoT(DepthMethod):
         gate = (-logit if self.options.halting == "exit_gate" else logit).sigmoid()
         return gate, reach * gate
 
+    @property
+    def all_go_on(self) -> bool:
+        return self.options.halting == "fixed" or (self.options.halting == "exit_gate" and self.training)
+
     def goes_on(self, reach, chosen, planned, k: int) -> Tensor:
         """Which of the chosen run step k + 1, given its reach."""
         options = self.options
         if planned is not None:
             return chosen.take(planned) > k
-        if options.halting == "fixed" or (options.halting == "exit_gate" and self.training):
+        if self.all_go_on:
             return torch.ones_like(reach, dtype=torch.bool)
         evaluating = not self.training and options.eval_threshold is not None
         runs = reach > (options.eval_threshold if evaluating else options.threshold)

@@ -25,7 +25,7 @@ from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.steps import StepGraphs, StepLayer, StepStack, hold_steps
+from fathom.models.steps import Foresight, StepGraphs, StepLayer, StepStack, hold_steps
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 
@@ -60,6 +60,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the vocabulary, by what they were before
         self.step_graphs: StepGraphs | None = None
+        self.foresight: Foresight | None = None
         self.post_init()
 
     @torch.no_grad()
@@ -199,6 +200,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 return StepStack(
                     self.model, rows, None, attention_mask, cache, layer_kwargs, most=most, packed=given is not None,
                     graphs=self.step_graphs,
+                    foresight=self.foresight,
                 )  # fmt: skip
             return SlotStack(
                 self.model, position_ids, None, attention_mask, cache, layer_kwargs, stages=slots,

@@ -13,13 +13,15 @@ to end as one row (`Flat`), where the kernel skips what belongs to other rows: t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -30,7 +32,7 @@ from fathom.models.decoder import Decoder, Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, readers_of, sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, TokenRanges, longest_first, readers_of, sees, token_block_mask
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -76,14 +78,14 @@ class Flat:
     """Some of the B·T new tokens of all rows, in their order, laid end to end as one row.
 
     Attributes:
-        index: of the tokens; the last is repeated up to a multiple of the kernel's block, `LEAST` at least.
+        index: of the tokens; behind them of some that were not chosen, each once, to fill up the shape.
         before: the places of their entries in the step before, laid end to end likewise.
-        count: how many there are.
+        live: which entries are chosen ones. None: all.
     """
 
     index: Int[Tensor, " N"]
     before: Int[Tensor, " N"]
-    count: int
+    live: Bool[Tensor, " N"] | None
 
     @torch.compiler.disable
     def take(self, x: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ class Flat:
     @torch.compiler.disable
     def put(self, x: Tensor, new: Tensor) -> Tensor:
         """`x` with the chosen entries replaced by `new`."""
-        return x.flatten(0, 1).index_copy(0, self.index[: self.count], new[0, : self.count]).view(x.shape)
+        return _copied(x.flatten(0, 1), 0, self.index, self.live, new[0]).view(x.shape)
 
     @torch.compiler.disable
     def from_before(self, x: Tensor) -> Tensor:
@@ -115,21 +117,32 @@ def _put(x: Tensor, new: Tensor, index: Tensor | None, live: Tensor | None, dim:
     return new if index is None else x.scatter(dim, _along(index, x, dim).expand_as(new), new)
 
 
+def _copied(x: Tensor, dim: int, index: Int[Tensor, " N"], live: Bool[Tensor, " N"] | None, new: Tensor) -> Tensor:
+    """`x` with some entries replaced by those of the new ones that are live."""
+    if live is not None:
+        new = torch.where(live.view(-1, *(1,) * (x.ndim - dim - 1)), new, x.index_select(dim, index))
+    return x.index_copy(dim, index, new)
+
+
 def _along(index: Tensor, x: Tensor, dim: int) -> Tensor:
     """[B, n] shaped to broadcast against `x` whose token dimension is `dim`."""
     return index.view(index.shape[0], *(1,) * (dim - 1), index.shape[1], *(1,) * (x.ndim - dim - 1))
 
 
 @torch.compiler.disable
-def choose(*masks: Bool[Tensor, "B T"]) -> list[Chosen | None]:
-    """The tokens of each mask, None for a mask without any; waits for the device once.
+def choose(*masks: Bool[Tensor, "B T"], counts: list[list[int]] | None = None) -> list[Chosen | None]:
+    """The tokens of each mask, None for a mask without any. `counts`: of each in every row; if not given, waits for the
+    device once.
 
     On the meta device, which has no values, every mask chooses all.
     """
     if masks[0].is_meta:
         return [Chosen() for _ in masks]
     length, every = masks[0].shape[1], torch.stack(masks)
-    fewest, most = torch.stack(every.sum(2).aminmax(dim=1)).tolist()
+    if counts is None:
+        fewest, most = torch.stack(every.sum(2).aminmax(dim=1)).tolist()
+    else:
+        fewest, most = [min(rows) for rows in counts], [max(rows) for rows in counts]
     sizes = [min(length, high if high <= BUCKET else -(-high // BUCKET) * BUCKET) for high in most]
     order = None
     if any(0 < size < length for size in sizes):
@@ -316,12 +329,11 @@ def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor,
 
 
 def replace_flat(
-    key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " m"]]
+    key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens, of which the first m are new; the step's own slots are left, too."""
-    last_key, last_value, index = earlier
-    keys = last_key.index_copy(2, index, key[:, :, : index.shape[0]])
-    values = last_value.index_copy(2, index, value[:, :, : index.shape[0]])
+    """`replace` in one row of all rows' tokens; the step's own slots are left, too."""
+    last_key, last_value, index, live = earlier
+    keys, values = _copied(last_key, 2, index, live, key), _copied(last_value, 2, index, live, value)
     return keys, values, (keys, values, key, value)
 
 
@@ -363,14 +375,12 @@ def _joined(slots: list[KeyValue]) -> KeyValue | None:
 
 def _hides(chosen: Chosen | Flat) -> bool:
     """Whether some entries are dead."""
-    return chosen.count < len(chosen.index) if isinstance(chosen, Flat) else chosen.live is not None
+    return chosen.live is not None
 
 
 @torch.compiler.disable
 def _hidden(order: Int[Tensor, "R n"], chosen: Chosen | Flat) -> Int[Tensor, "R n"]:
     """Of the chosen; `NOWHERE` for dead entries."""
-    if isinstance(chosen, Flat):
-        return F.pad(order[:, : chosen.count], (0, order.shape[1] - chosen.count), value=NOWHERE)
     return order if chosen.live is None else torch.where(chosen.live, order, NOWHERE)
 
 
@@ -381,9 +391,38 @@ def of_any_length(*given: Any) -> None:
         if isinstance(x, (list, tuple)):
             of_any_length(*x)
         elif isinstance(x, TokenRanges):
-            of_any_length(x.start, x.stop, x.readers)
+            of_any_length(x.start, x.stop, x.readers, x.order)
         elif isinstance(x, Tensor):
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
+
+
+class Foresight:
+    """How many tokens will run each step, as far as those of late tell: then no step waits for the number of the last.
+
+    Of calls with as many tokens, the most or the mean and three deviations, whichever is above. Where more go on, the
+    call is made again with all numbers waited for (`StepStack.settled`), and observation starts anew.
+    """
+
+    def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
+        self.least, self.remembered, self.occasions = least, remembered, occasions
+        self.counts: dict[Any, collections.deque[list[int]]] = {}
+
+    def most(self, occasion: Any, step: int) -> int | None:
+        """How many may go on after this step; None: not known yet."""
+        seen = self.counts.get(occasion, ())
+        if len(seen) < self.least:
+            return None
+        counts = [numbers[step] if step < len(numbers) else 0 for numbers in seen]
+        return max(*counts, math.ceil(statistics.fmean(counts) + 3 * statistics.stdev(counts)))
+
+    def note(self, occasion: Any, counts: list[int]) -> None:
+        """How many went on after each step."""
+        self.counts.setdefault(occasion, collections.deque(maxlen=self.remembered)).append(counts)
+        if len(self.counts) > self.occasions:
+            self.counts.pop(next(iter(self.counts)))
+
+    def forget(self, occasion: Any) -> None:
+        self.counts.pop(occasion, None)
 
 
 class StepGraphs:
@@ -441,6 +480,10 @@ class StepStack(Stack):
     rotary: tuple[Tensor, ...] = ()  # of all new tokens
     computed: int = 0
     graphs: StepGraphs | None = None
+    foresight: Foresight | None = None
+    went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
+    places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
+    arrival: torch.cuda.Event | None = None  # of those numbers
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -469,8 +512,13 @@ class StepStack(Stack):
         if self.ranged:
             self.bounds = torch.zeros(2, self.most, rows * length, dtype=torch.int32, device=device)
             self.bounds[0, 0], self.bounds[1, 0] = self.first.flatten(), self.order.flatten() + 1  # type: ignore[union-attr]
-        if self.graphs is not None and not self.ranged:
+        if not self.ranged:
             self.graphs = None
+        if not self.ranged or self.hidden_states is not None or self.attentions is not None:
+            self.foresight = None
+        self.occasion, self.random = (self.decoder.training, rows, length), None
+        if self.foresight is not None and self.decoder.training:
+            self.random = (torch.cuda if self.real.is_cuda else torch).get_rng_state()
         if self.graphs is not None:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -499,23 +547,11 @@ class StepStack(Stack):
         return serves(config.head_dim, config.num_attention_heads // config.num_key_value_heads, table.dtype)
 
     @torch.compiler.disable
-    def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"]) -> Chosen | Flat | None:
-        """Those of the chosen real tokens that go on, None if none does; waits for the device once."""
+    def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool = False) -> Chosen | Flat | None:
+        """Those of the chosen real tokens that go on, None if none does. Waits for the device once, unless it is known
+        that `every` one does, or foreseen how many."""
         if self.flat:
-            some = (goes_on & self.real).flatten() if isinstance(chosen, Chosen) else goes_on[0, : chosen.count]
-            if self.ranged and self.appends:
-                self.bound(chosen, some)
-            place = some.nonzero()[:, 0]
-            count = len(place)
-            if not count:
-                return None
-            if count == self.real.numel() and not self.appends:  # all read what all have replaced: plain causal again
-                return Chosen()
-            unit = BLOCK if self.graphs is None else -(-self.real.numel() // (64 * BLOCK)) * BLOCK
-            size = max(LEAST, -(-count // unit) * unit)
-            if size > count:
-                place = torch.cat((place, place[-1:].expand(size - count)))
-            return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, count)
+            return self.choose_flat(chosen, goes_on, every)
         assert isinstance(chosen, Chosen)
         live = self.real if chosen.index is None and chosen.live is None else chosen.live
         [picked] = choose(goes_on if live is None else goes_on & live)
@@ -525,17 +561,84 @@ class StepStack(Stack):
             return Chosen(chosen.index, picked.live)
         return Chosen(chosen.index.gather(1, picked.index), picked.live, picked.index)
 
-    def bound(self, chosen: Chosen | Flat, some: Bool[Tensor, " n"]) -> None:
-        """What every token will see of the next step's slots, those of `some` of the chosen tokens: known before it is
-        known how many these are, so that the device does not wait for it."""
-        runs = some
+    def choose_flat(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool) -> Chosen | Flat | None:
+        """Those that go on first, then as many others as there is place for; waits for the number only where there is
+        no forecast of it."""
         if isinstance(chosen, Flat):
-            runs = some.new_zeros(self.real.numel()).index_copy(0, chosen.index[: chosen.count], some)
+            some = goes_on[0] if chosen.live is None else goes_on[0] & chosen.live
+            runs = some.new_zeros(self.real.numel()).index_copy(0, chosen.index, some)
+        else:
+            some = runs = (goes_on & self.real).flatten()
+        if self.ranged and self.appends:
+            self.bound(runs)
+        rows, length = self.real.shape
+        by_row = runs.view(rows, length).sum(1)
+        count = None if self.foresight is None else self.foresight.most(self.occasion, len(self.ran) - 1)
+        if count is not None:
+            self.went_on.append(self.sent(by_row))
+        else:
+            self.went_on.append([length] * rows if every and self.attention_mask is None else by_row.tolist())
+            count = sum(self.went_on[-1])
+            if count == rows * length and not self.appends:  # all read what all have replaced: plain causal again
+                self.places.append(count)
+                return Chosen()
+        if not count:
+            self.places.append(0)
+            return None
+        unit = BLOCK if self.graphs is None else -(-rows * length // (64 * BLOCK)) * BLOCK
+        size = min(len(some), max(LEAST, -(-count // unit) * unit))
+        self.places.append(size)
+        until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
+        place = torch.where(some, until - 1, until[-1] + entries - until)
+        place = torch.empty_like(place).scatter_(0, place, entries)[:size]
+        known = isinstance(self.went_on[-1], list)
+        live = None if known and size == count else entries[:size] < until[-1]
+        return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, live)
+
+    def bound(self, runs: Bool[Tensor, " n"]) -> None:
+        """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
+        how many these are, so that the device does not wait for it."""
         until = runs.cumsum(0, dtype=torch.int32)
         before = (until - runs.int()).index_select(0, self.bounds[0, 0])
         step, slots = len(self.ran), sum(self.sizes)
         torch.add(before, slots, out=self.bounds[0, step])
         torch.add(until, slots, out=self.bounds[1, step])
+
+    def sent(self, numbers: Tensor) -> Tensor:
+        """On their way to the CPU."""
+        if not numbers.is_cuda:
+            return numbers
+        here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+        self.arrival = torch.cuda.Event()
+        self.arrival.record()
+        return here
+
+    @torch.compiler.disable
+    def settled(self) -> bool:
+        """Waits until it is known who ran. False if more tokens went on than had a place: the stack is then as it was
+        made, with all steps to be run again, and waits at each."""
+        if self.foresight is None or not self.ranged or not self.flat:
+            return True
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        self.went_on = [rows if isinstance(rows, list) else rows.tolist() for rows in self.went_on]
+        counts = [sum(rows) for rows in self.went_on]
+        if all(count <= size for count, size in zip(counts, self.places, strict=True)):
+            self.foresight.note(self.occasion, counts)
+            return True
+        self.foresight.forget(self.occasion)
+        self.ran, self.slots, self.sizes, self.own, self.computed = [], [], [], [], 0
+        self.places, self.went_on, self.arrival = [], [], None
+        random = self.random
+        self.__post_init__()
+        if random is not None:
+            (torch.cuda if self.real.is_cuda else torch).set_rng_state(random)
+        return False
+
+    @property
+    def reached(self) -> int:
+        """How many steps any token ran."""
+        return 1 + sum(map(any, self.went_on)) if self.flat else len(self.ran)
 
     # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
     # graph with dynamic sizes serves all steps.
@@ -573,8 +676,10 @@ class StepStack(Stack):
             order, earlier = order.view(1, -1), [None] * len(layers)
             self.sizes.append(inputs.shape[0] * inputs.shape[1])
             if isinstance(chosen, Flat):
-                new = chosen.index[: chosen.count]
-                read, earlier = replace_flat, [(*slots[:2], new) for slots in last]
+                live = chosen.live
+                if live is None:  # one compiled graph less
+                    live = torch.ones_like(chosen.index, dtype=torch.bool)
+                read, earlier = replace_flat, [(*slots[:2], chosen.index, live) for slots in last]
         else:
             assert isinstance(chosen, Chosen)
             step, index, live = len(self.ran), chosen.index, chosen.live
@@ -633,9 +738,9 @@ class StepStack(Stack):
             cos, sin = stack.position_embeddings
             stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
         if isinstance(ranges := stack.attention_mask, TokenRanges):
-            start, stop = place(ranges.start, step, "start"), place(ranges.stop, step, "stop")
-            readers = None if ranges.readers is None else place(ranges.readers, step, "readers")
-            stack.attention_mask = TokenRanges(start, stop, readers)
+            given = vars(ranges).items()
+            placed: dict[str, Any] = {name: x if x is None else place(x, step, name) for name, x in given}
+            stack.attention_mask = TokenRanges(**placed)
         return place(inputs, step, "inputs", shared=False)
 
     @torch.compiler.disable
@@ -664,8 +769,14 @@ class StepStack(Stack):
         """The mask in the form that the backend reads."""
         if self.ranged and isinstance(chosen, Flat):
             start, stop = self.bounds.index_select(2, chosen.index)
+            if chosen.live is not None:  # others see nothing; ends must not fall
+                end = self.bounds[1, :, -1:]
+                start, stop = torch.where(chosen.live, start, end), torch.where(chosen.live, stop, end)
             slots = sum(self.sizes) if self.appends else self.order.numel()
-            return TokenRanges(start, stop, readers_of(start, stop, slots) if torch.is_grad_enabled() else None)
+            readers = readers_of(start, stop, slots) if torch.is_grad_enabled() else None
+            config = self.decoder.config
+            heads = config.num_attention_heads // config.num_key_value_heads
+            return TokenRanges(start, stop, readers, longest_first(start, stop, heads))
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:
@@ -678,6 +789,9 @@ class StepStack(Stack):
         if self.numbers.shape[1] == 1 and not gaps and not self.flat:  # one new token sees everything
             return None
         first = None if self.first is None else chosen.take(self.first)
+        if isinstance(chosen, Flat) and chosen.live is not None:  # others see what the last does, in its blocks
+            query = query.where(chosen.live, query.where(chosen.live, -1).max())
+            first = first if first is None else first.where(chosen.live, first.where(chosen.live, -1).max())
         key = torch.cat((*past, *keys), dim=1)
         if self.kernel(query.shape[1]):
             if first is None:
@@ -690,7 +804,8 @@ class StepStack(Stack):
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds step k's."""
         if self.flat:
-            self.store({step: (step, passes > step) for step in range(len(self.ran))}, passes)
+            ran = self.ran_by_row()
+            self.store({step: (step, passes > step, ran[step]) for step in range(len(self.ran))}, passes)
             return
         layers = range(len(self.decoder.layers))
         self.keep((self.appended(n) for n in layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), self.ran)
@@ -705,13 +820,24 @@ class StepStack(Stack):
             pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in range(len(self.decoder.layers)))
             self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
             return
-        last = {step: (step, passes == step + 1) for step in steps}
-        self.store(last | {segments + step: (step, passes > step + 1) for step in steps}, passes)
+        ran = self.ran_by_row()
+        ended = [[a - b for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(ran)]
+        last = {step: (step, passes == step + 1, ended[step]) for step in steps}
+        self.store(last | {segments + step: (step, passes > step + 1, ran[step + 1]) for step in steps}, passes)
 
-    def store(self, wanted: dict[int, tuple[int, Tensor]], passes: Int[Tensor, "B T"]) -> None:
-        """Add to the cache, by segment: of which step, and of which tokens."""
-        found = zip(wanted.items(), choose(*(mask for _, mask in wanted.values())), strict=True)
-        pieces = [(segment, step, chosen) for (segment, (step, _)), chosen in found if chosen is not None]
+    def ran_by_row(self) -> list[list[int]]:
+        """Of every step and one after the last, how many tokens of each row ran it, padding in the first among them;
+        empty if that must be counted."""
+        rows, length = self.real.shape
+        if not self.flat:
+            return [[]] * (len(self.ran) + 1)
+        return [[length] * rows, *self.went_on[: len(self.ran) - 1], [0] * rows]
+
+    def store(self, wanted: dict[int, tuple[int, Tensor, list[int]]], passes: Int[Tensor, "B T"]) -> None:
+        """Add to the cache, by segment: of which step, of which tokens, and of how many of every row."""
+        counts: Any = [rows for *_, rows in wanted.values()] if self.flat else None
+        found = zip(wanted.items(), choose(*(mask for _, mask, _ in wanted.values()), counts=counts), strict=True)
+        pieces = [(segment, step, chosen) for (segment, (step, *_)), chosen in found if chosen is not None]
         columns, start = [], 0  # of every token's slot among those of all steps
         for step, size in enumerate(self.sizes):
             if self.flat:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from fathom.ops.kernels import FLOATS
-from fathom.ops.token_blocks import RUN, TokenRanges
+from fathom.ops.token_blocks import ORDERED, RUN, TokenRanges
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
@@ -48,8 +48,8 @@ TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(64, 32, 4, 3), "keys": 
 WIDE_TILES = {"forward": Tile(64, 64, 4, 3), "queries": Tile(64, 64, 4, 2), "keys": Tile(32, 64, 4, 2)}
 # Where there are more keys than queries, as in a step of few tokens: 3 to 28 % less for both gradients of such steps.
 SEVERAL = {**TILES, "keys": Tile(64, 64, 4, 1)}
-# Where these are fewer programs of the forward kernel than the GPU has processors, so that the longest decides.
-FEW, FEW_TILE = 128, Tile(64, 64, 4, 3)
+# Where blocks of queries have an order: all have as many rows.
+ORDERED_TILE = TILES["forward"]._replace(rows=ORDERED)
 
 # Bytes of shared memory of a program, as compiled for up to 64, 128 and 256 channels, by bytes of a number: Turing GPUs
 # have too few for any, Ada and consumer Ampere ones for the larger, an A100 for the largest.
@@ -116,13 +116,22 @@ def _ends(low, high, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _forward(q, k, v, bias, o, lse, start, stop, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
-             HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
-             ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def _block(order, HAS_ORDER: tl.constexpr):
+    """The program's block of queries, the longest first."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    if HAS_ORDER:
+        block = tl.load(order + tl.program_id(0))
+    return block
+
+
+@triton.jit
+def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
+             HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+             WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    given = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS + row // HEADS  # the longest first
+    given = _block(order, HAS_ORDER) * TOKENS + row // HEADS
     token = tl.minimum(given, queries - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
@@ -166,15 +175,15 @@ def _sweep_keys(dq, q, do, lse, delta, k, v, bias, begin, end, low, high, scale,
 
 
 @triton.jit
-def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, scale, scaling, queries, keys,
+def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, order, scale, scaling, queries, keys,
                       q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, do_h, do_n, dq_h, dq_n,
-                      HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
-                      ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+                      HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+                      WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """dq, and δ for `_backward_keys`."""
     scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    given = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS + row // HEADS
+    given = _block(order, HAS_ORDER) * TOKENS + row // HEADS
     token = tl.minimum(given, queries - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
@@ -302,8 +311,8 @@ def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[A
     if tiles is TILES and query.shape[2] < keys:
         tiles = SEVERAL
     tile = tiles[by]
-    if by == "forward" and tiles is SEVERAL and triton.cdiv(query.shape[2], tile.rows // heads) * groups <= FEW:
-        tile = FEW_TILE
+    if constants.get("HAS_ORDER") and tile.rows != ORDERED:
+        tile = ORDERED_TILE
     if width > 128 or not short:
         tile = tile._replace(keys=tile.keys // 2)
     programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)
@@ -322,10 +331,15 @@ def _in_base_2(bias: Tensor | None, other: Tensor) -> Tensor:
     return other if bias is None else bias * LOG2_E
 
 
+def _order(order: Tensor | None, other: Tensor) -> Tensor:
+    """Of the blocks; without one `other`, which kernels do not read."""
+    return other if order is None else order
+
+
 @triton_op("fathom::range_attention", mutates_args={})
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor,
-    readers: Tensor | None, scaling: float,
+    readers: Tensor | None, order: Tensor | None, scaling: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every query and head. `readers` is
     kept for the backward pass."""
@@ -333,17 +347,18 @@ def _attend(
     output = query.new_empty(1, queries, heads, width).transpose(1, 2)
     lse = query.new_empty(queries, heads, dtype=torch.float32)
     arguments = (
-        query, key, value, _in_base_2(bias, start), output, lse, start, stop, scaling * LOG2_E,
+        query, key, value, _in_base_2(bias, start), output, lse, start, stop, _order(order, start), scaling * LOG2_E,
         queries, key.shape[2], *_strides(query, key, value, output),
     )  # fmt: skip
-    _launch(_forward, "forward", query, key, arguments, HAS_BIAS=bias is not None, SEGMENTS=start.shape[0])
+    constants = {"HAS_BIAS": bias is not None, "HAS_ORDER": order is not None, "SEGMENTS": start.shape[0]}
+    _launch(_forward, "forward", query, key, arguments, **constants)
     return output, lse
 
 
 @triton_op("fathom::range_attention_backward", mutates_args={})
 def _gradients(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, readers: Tensor,
-    output: Tensor, lse: Tensor, grad: Tensor, scaling: float,
+    order: Tensor | None, output: Tensor, lse: Tensor, grad: Tensor, scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, and the bias's of every key/value head, [G, keys] (not
     written without one)."""
@@ -357,11 +372,11 @@ def _gradients(
     db = lse.new_empty(groups, keys)
     numbers = scaling * LOG2_E, scaling, queries, keys
     arguments: tuple[Any, ...] = (
-        query, key, value, shift, output, grad, lse, delta, dq, start, stop, *numbers,
+        query, key, value, shift, output, grad, lse, delta, dq, start, stop, _order(order, start), *numbers,
         *_strides(query, key, value, output, grad, dq),
     )  # fmt: skip
     constants = {"HAS_BIAS": bias is not None, "SEGMENTS": start.shape[0]}
-    _launch(_backward_queries, "queries", query, key, arguments, **constants)
+    _launch(_backward_queries, "queries", query, key, arguments, **constants, HAS_ORDER=order is not None)
     arguments = (
         query, key, value, shift, grad, lse, delta, dk, dv, db, start, stop, readers, *numbers,
         *_strides(query, key, value, grad, dk, dv),
@@ -376,11 +391,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, bias, start, stop, readers, output, lse = ctx.saved_tensors
+    query, key, value, bias, start, stop, readers, order, output, lse = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    *gradients, db = _gradients(query, key, value, bias, start, stop, readers, output, lse, grad, ctx.scaling)
-    return *gradients, None if bias is None else db.sum(0), None, None, None, None
+    *gradients, db = _gradients(query, key, value, bias, start, stop, readers, order, output, lse, grad, ctx.scaling)
+    return *gradients, None if bias is None else db.sum(0), None, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -403,4 +418,4 @@ def range_attention(
         )
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     bias = None if bias is None else bias.float()
-    return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, scaling)[0]
+    return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, ranges.order, scaling)[0]

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 RUN = 32  # keys whose readers are listed together
+ORDERED = 64  # queries times heads of a block that has a place in an order
 
 
 def sees(
@@ -86,11 +87,13 @@ class TokenRanges:
         readers: of each run of `RUN` keys, by segment: the first query that sees its first key, the first that sees its
             last or a later one, and one after the last that sees its first and its last. None where no gradient is
             wanted.
+        order: of the blocks of queries, those that see the most first. None: from the last to the first.
     """
 
     start: Int[Tensor, "segments N"]
     stop: Int[Tensor, "segments N"]
     readers: Int[Tensor, "4 segments runs"] | None
+    order: Int[Tensor, " blocks"] | None = None
 
 
 def token_ranges(
@@ -108,6 +111,17 @@ def token_ranges(
     if not torch.is_grad_enabled():
         return TokenRanges(start, stop, None)
     return TokenRanges(start, stop, readers_of(start, stop, before))
+
+
+def longest_first(
+    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], heads: int
+) -> Int[Tensor, " blocks"]:
+    """`TokenRanges.order`, for so many heads of a key/value head. Programs that begin last should be short, or most of
+    the GPU waits for a few: rows of tokens end with their longest."""
+    size, queries = ORDERED // heads, start.shape[1]
+    begin = torch.arange(0, queries, size, device=start.device)
+    end = (begin + (size - 1)).clamp(max=queries - 1)
+    return (stop.index_select(1, end) - start.index_select(1, begin)).sum(0).argsort(descending=True).int()
 
 
 def readers_of(

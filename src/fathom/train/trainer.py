@@ -34,7 +34,7 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks, collate
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
-from fathom.models.steps import StepGraphs
+from fathom.models.steps import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.train import checkpoints
@@ -353,11 +353,11 @@ def has_trained(folder: Path) -> bool:
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
     """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
 
-    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`).
+    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
     if graphs:
-        model.step_graphs = StepGraphs(model.model)
+        model.step_graphs, model.foresight = StepGraphs(model.model), Foresight()
     else:
         for layer in model.model.layers:
             layer.compile(backend=backend)
