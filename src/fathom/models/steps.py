@@ -331,10 +331,14 @@ def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor,
 def replace_flat(
     key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens; the step's own slots are left, too."""
+    """`replace` in one row of all rows' tokens; the slots that make way are left, too."""
     last_key, last_value, index, live = earlier
-    keys, values = _copied(last_key, 2, index, live, key), _copied(last_value, 2, index, live, value)
-    return keys, values, (keys, values, key, value)
+    replaced = last_key.index_select(2, index), last_value.index_select(2, index)
+    keys, values = (
+        last.index_copy(2, index, torch.where(live[:, None], new, old))
+        for last, new, old in zip((last_key, last_value), (key, value), replaced, strict=True)
+    )
+    return keys, values, (keys, values, *replaced)
 
 
 def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
@@ -345,11 +349,17 @@ def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[T
     return _take(numbers.expand(len(index), -1, -1, -1), index, 2).view(x.dtype)
 
 
-def _columns_of(layers: Iterator[KeyValue], index: Int[Tensor, "B m"], together: int = 8) -> Iterator[KeyValue]:
-    """Some slots of every layer, of a few layers at a time: a call for each would take longer than the copy."""
-    while some := [x for pair in itertools.islice(layers, together) for x in pair]:
-        heads = some[0].shape[1]
-        parts = _columns(torch.cat(some, dim=1), index).split(heads, dim=1)
+def _columns_of(
+    banks: Sequence[Iterator[KeyValue]], indices: Sequence[Int[Tensor, "B m"]], together: int = 8
+) -> Iterator[KeyValue]:
+    """By layer, some slots of each bank, one bank's after the other's; a few layers at a time, as calls for each would
+    take longer than the copies."""
+    while some := [[x for pair in itertools.islice(bank, together) for x in pair] for bank in banks]:
+        if not some[0]:
+            return
+        heads = some[0][0].shape[1]
+        found = [_columns(torch.cat(every, dim=1), index) for every, index in zip(some, indices, strict=True)]
+        parts = (found[0] if len(found) == 1 else torch.cat(found, dim=2)).split(heads, dim=1)
         yield from zip(parts[::2], parts[1::2], strict=True)
 
 
@@ -371,6 +381,11 @@ def _joined(slots: list[KeyValue]) -> KeyValue | None:
         return slots[0] if slots else None
     keys, values = zip(*slots, strict=True)
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+def _numbered(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """The place of every chosen token among those of all rows; any of others."""
+    return (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)
 
 
 def _hides(chosen: Chosen | Flat) -> bool:
@@ -449,6 +464,23 @@ class StepGraphs:
         if shared:
             torch._dynamo.mark_static_address(placed, guard=False)
         return placed
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Slots that fill a segment of the cache.
+
+    Attributes:
+        tokens: whose.
+        counts: how many of every row; empty if that must be counted.
+        bank: where they are,
+        column: and the place there of every token's.
+    """
+
+    tokens: Bool[Tensor, "B T"]
+    counts: list[int]
+    bank: int
+    column: Int[Tensor, "B T"]
 
 
 @dataclasses.dataclass
@@ -803,27 +835,53 @@ class StepStack(Stack):
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds step k's."""
-        if self.flat:
-            ran = self.ran_by_row()
-            self.store({step: (step, passes > step, ran[step]) for step in range(len(self.ran))}, passes)
-            return
         layers = range(len(self.decoder.layers))
-        self.keep((self.appended(n) for n in layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), self.ran)
+        if not self.flat:
+            self.keep((self.appended(n) for n in layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), self.ran)
+            return
+        ran, starts = self.ran_by_row(), [0, *itertools.accumulate(self.sizes)]
+        wanted = {
+            step: Piece(passes > step, ran[step], 0, _numbered(passes > step) + starts[step])
+            for step in range(len(self.ran))
+        }
+        self.store(wanted, [(self.slots[-1][layer] for layer in layers)])
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
         steps, segments = range(len(self.ran)), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
+        layers = range(len(self.decoder.layers))
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
             final = len(self.ran) - 1
             kept = {final: final} | {segments + step: step for step in range(final)}
-            pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in range(len(self.decoder.layers)))
+            pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in layers)
             self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
             return
-        ran = self.ran_by_row()
-        ended = [[a - b for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(ran)]
-        last = {step: (step, passes == step + 1, ended[step]) for step in steps}
-        self.store(last | {segments + step: (step, passes > step + 1, ran[step + 1]) for step in steps}, passes)
+        ran, starts = self.ran_by_row(), [0, *itertools.accumulate(self.sizes)]
+        last, others = [passes == step + 1 for step in steps], [passes > step + 1 for step in steps[:-1]]
+        place = torch.arange(passes.numel() if self.flat else passes.shape[1], device=passes.device)
+        if not self.flat:  # every step's slots have a place for every token
+            place = place.expand_as(passes)
+            wanted = {step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(last)}
+            wanted |= {
+                segments + step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(others)
+            }
+            self.store(wanted, [(_joined([left[layer][-2:] for left in self.slots]) for layer in layers)])  # type: ignore[misc]
+            return
+        wanted = {}
+        for step, tokens in enumerate(last):
+            counts = [now - later for now, later in zip(ran[step], ran[step + 1], strict=True)]
+            wanted[step] = Piece(tokens, counts, 0, place.view(passes.shape))
+        for step, tokens in enumerate(others):
+            column = _numbered(tokens) + (starts[step + 1] - starts[1])
+            wanted[segments + step] = Piece(tokens, ran[step + 1], 1, column)
+        self.store(wanted, [(self.slots[-1][layer][:2] for layer in layers), map(self.replaced, layers)])
+
+    def replaced(self, layer: int) -> KeyValue | None:
+        """The slots that made way for those of each step, as `replace_flat` left them; where all did, all of the step
+        before."""
+        lefts = [left[layer] for left in self.slots]
+        return _joined([now[2:] or before[:2] for before, now in itertools.pairwise(lefts)])
 
     def ran_by_row(self) -> list[list[int]]:
         """Of every step and one after the last, how many tokens of each row ran it, padding in the first among them;
@@ -833,30 +891,20 @@ class StepStack(Stack):
             return [[]] * (len(self.ran) + 1)
         return [[length] * rows, *self.went_on[: len(self.ran) - 1], [0] * rows]
 
-    def store(self, wanted: dict[int, tuple[int, Tensor, list[int]]], passes: Int[Tensor, "B T"]) -> None:
-        """Add to the cache, by segment: of which step, of which tokens, and of how many of every row."""
-        counts: Any = [rows for *_, rows in wanted.values()] if self.flat else None
-        found = zip(wanted.items(), choose(*(mask for _, mask, _ in wanted.values()), counts=counts), strict=True)
-        pieces = [(segment, step, chosen) for (segment, (step, *_)), chosen in found if chosen is not None]
-        columns, start = [], 0  # of every token's slot among those of all steps
-        for step, size in enumerate(self.sizes):
-            if self.flat:
-                column = ((passes > step).flatten().cumsum(0) - 1).view(passes.shape)
-            else:
-                column = torch.arange(size, device=passes.device).expand_as(passes)
-            columns.append(column + start)
-            start += size
-        index = torch.cat([chosen.take(columns[step]) for _, step, chosen in pieces], dim=1)
+    def store(self, wanted: dict[int, Piece], banks: list[Iterator[Any]]) -> None:
+        """Add to the cache, by segment; pieces of a bank come before those of the next."""
+        counts = [piece.counts for piece in wanted.values()] if self.flat else None
+        found = choose(*(piece.tokens for piece in wanted.values()), counts=counts)
+        pieces = [(*item, chosen) for item, chosen in zip(wanted.items(), found, strict=True) if chosen is not None]
+        used = sorted({piece.bank for _, piece, _ in pieces})
+        indices = [
+            torch.cat([chosen.take(piece.column) for _, piece, chosen in pieces if piece.bank == bank], dim=1)
+            for bank in used
+        ]
         token = [_hidden(chosen.take(self.numbers), chosen) for *_, chosen in pieces]
         widths = {segment: part.shape[1] for (segment, *_), part in zip(pieces, token, strict=True)}
-        every = (self.every(layer) for layer in range(len(self.decoder.layers)))
-        self.keep(_columns_of(every, index), torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])
-
-    def every(self, layer: int) -> KeyValue:
-        """The slots of all steps, one step after the other."""
-        if self.appends:
-            return self.slots[-1][layer]
-        return _joined([left[layer][-2:] for left in self.slots])  # type: ignore[return-value]
+        slots = _columns_of([banks[bank] for bank in used], indices)
+        self.keep(slots, torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])
 
     def keep(
         self, slots: Iterable[KeyValue], token: Tensor, widths: dict[int, int], chosen: Sequence[Chosen | Flat]
