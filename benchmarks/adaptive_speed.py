@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 import time
 import traceback
@@ -48,6 +49,7 @@ STEPS = 3
 COT = {"name": "adaptive_latent_cot", "steps": STEPS, "correctness_from": "mixture", "threshold": 0.5}
 ADA = {"name": "adaponderlm", "steps": STEPS, "threshold": 0.5}
 BOTH = (COT, ADA)
+WARM = 12  # calls before timing
 
 
 class Watched:
@@ -64,7 +66,7 @@ class Watched:
         self.model.to(device, dtype).eval()
         self.model.generation_config.eos_token_id = None
         self.passes: list[torch.Tensor] = []
-        self.computed = 0
+        self.computed = self.before = 0
         self.model.depth.register_forward_hook(self.note)
 
     @torch.compiler.disable
@@ -103,7 +105,7 @@ class Watched:
             self.model.compile(backend=backend)
 
     @torch.no_grad()
-    def spread(self, tokens: torch.Tensor) -> None:
+    def spread(self, batches: list[torch.Tensor]) -> None:
         """Have the tokens that go on lie in all rows and everywhere in them, as in trained models. Random routers take
         whole rows, whose states have more in common than a token's has of its own; so what rows, and what blocks of
         positions have in common in the states of any step is taken out of what a router sees."""
@@ -112,12 +114,13 @@ class Watched:
         common: dict[torch.nn.Module, list[torch.Tensor]] = {part: [] for part in parts}
 
         def note(part: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
-            state = given[0].view(*tokens.shape, -1).float()
+            state = given[0].view(*batches[0].shape, -1).float()
             common[part] += [state.mean(1), state.unflatten(1, (16, -1)).mean((0, 2))]
 
         hooks = [part.register_forward_pre_hook(note) for part in parts]
         self.set_threshold(0.0)
-        self.model(tokens, use_cache=False, logits_to_keep=1)
+        for tokens in batches:
+            self.model(tokens, use_cache=False, logits_to_keep=1)
         for hook in hooks:
             hook.remove()
         for part in parts:
@@ -125,9 +128,15 @@ class Watched:
             part.weight -= ((part.weight.float() @ basis.T) @ basis).to(part.weight.dtype)
         self.passes.clear()
 
-    def shares(self, tokens: torch.Tensor) -> list[float]:
-        """Of every row, the share of its tokens that run a second step."""
-        return (self.passes[-1].view(tokens.shape) > 1).double().mean(1).tolist()
+    def shares(self) -> list[float]:
+        """Of every row of the last batch, the share of its tokens that run a second step."""
+        return (self.passes[-1] > 1).double().mean(1).tolist()
+
+    def repeated(self) -> int:
+        """Calls made again, as more tokens went on than had been foreseen, since the last question."""
+        found = 0 if self.model.foresight is None else self.model.foresight.repeated
+        new, self.before = found - self.before, found
+        return new
 
     def calibrate(self, tokens: torch.Tensor, mean: float) -> float:
         """The threshold at which these tokens run `mean` steps."""
@@ -185,32 +194,42 @@ class Rows:
             self.say(f"{what} failed: {type(error).__name__}: {str(error)[:300]}")
 
 
+def batches_of(vocab: int, batch: int, length: int, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Rows of random tokens once each, and batches of some of them: how many tokens go on differs from call to call."""
+    pool = torch.randint(0, vocab, (batch + 16, length), device=device)
+    every = [*pool.split(batch)[: len(pool) // batch], pool[-batch:]]
+    return every, [pool[torch.randperm(len(pool))[:batch].to(device)] for _ in range(16)]
+
+
 def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length, blocks, compiled, profile) -> None:
-    tokens = torch.randint(0, vocab, (batch, length), device=device)
+    every, batches = batches_of(vocab, batch, length, device)
     fixed = Watched(sizes, vocab, length, without_router(depth), device, dtype)
     adaptive = Watched(sizes, vocab, length, depth, device, dtype)
-    adaptive.spread(tokens)
-    thresholds = {mean: adaptive.calibrate(tokens, mean) for mean in means}
+    adaptive.spread(every)
+    thresholds = {mean: adaptive.calibrate(batches[0], mean) for mean in means}
     models = {"fixed": fixed, "adaptive": adaptive}
     for watched in models.values():
         watched.compile(compiled, device)
 
+    given = {name: itertools.cycle(batches) for name in models}
+
     @torch.no_grad()
     def run(name: str) -> None:
-        models[name].model(tokens, use_cache=True, logits_to_keep=1)
+        models[name].model(next(given[name]), use_cache=True, logits_to_keep=1)
 
     for mean, threshold in thresholds.items():
         if not rows.time_left():
             break
         with rows.surviving(f"prefill {depth['name']} {mean}"):
             adaptive.set_threshold(threshold)
-            for name in models:  # graphs are compiled in the first, recorded in the second
-                run(name), run(name), run(name)
+            for name in models:  # graphs are compiled in the first, recorded in those after, until sizes are foreseen
+                for _ in range(WARM):
+                    run(name)
             rows.say(f"prefill {depth['name']} {mean}: warm")
-            adaptive.passes.clear()
+            adaptive.passes.clear(), adaptive.repeated()
             figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
             facts = {"batch": batch, "length": length, "compile": compiled, "slots_run": adaptive.slots_run()}
-            facts["shares_by_row"] = adaptive.shares(tokens)
+            facts |= {"repeated_calls": adaptive.repeated(), "shares_by_row": adaptive.shares()}
             facts["flops_vs_fixed"] = adaptive.flops(length, False) / fixed.flops(length, False)
             rows.add("prefill", depth, adaptive.mean(), figures["adaptive"], figures["fixed"], **facts)
             for name in models if profile else ():
@@ -219,7 +238,7 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
 
 
 def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, blocks, compiled, profile) -> None:
-    tokens = torch.randint(0, vocab, (batch, length), device=device)
+    every, batches = batches_of(vocab, batch, length, device)
     models, steps = {}, {}
     for name, options in {"fixed": without_router(depth), "adaptive": depth}.items():
         watched = models[name] = Watched(sizes, vocab, length, options, device, torch.float32)
@@ -227,7 +246,10 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
         optimizer = torch.optim.AdamW(watched.model.parameters(), lr=0.0, fused=True)  # thresholds stay calibrated
         precision = torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
-        def step(model=watched.model, optimizer=optimizer, precision=precision) -> None:
+        given = itertools.cycle(batches)
+
+        def step(model=watched.model, optimizer=optimizer, precision=precision, given=given) -> None:
+            tokens = next(given)
             with precision:
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
@@ -236,8 +258,8 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
 
         steps[name] = step
     with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
-        models["adaptive"].spread(tokens)
-        thresholds = {mean: models["adaptive"].calibrate(tokens, mean) for mean in means}
+        models["adaptive"].spread(every)
+        thresholds = {mean: models["adaptive"].calibrate(batches[0], mean) for mean in means}
     for watched in models.values():
         watched.compile(compiled, device)
     for mean, threshold in thresholds.items():
@@ -246,14 +268,16 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
         with rows.surviving(f"training {mean}"):
             models["adaptive"].set_threshold(threshold)
             for step in steps.values():
-                step(), step(), step()
+                for _ in range(WARM):
+                    step()
             rows.say(f"training {depth['correctness_from']} {mean}: warm")
-            models["adaptive"].passes.clear()
+            models["adaptive"].passes.clear(), models["adaptive"].repeated()
             figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
             facts = {
                 "batch": batch, "length": length, "compile": compiled, "correctness_from": depth["correctness_from"],
                 "slots_run": models["adaptive"].slots_run(),
-                "shares_by_row": models["adaptive"].shares(tokens),
+                "repeated_calls": models["adaptive"].repeated(),
+                "shares_by_row": models["adaptive"].shares(),
                 "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
             }  # fmt: skip
             work = {name: watched.flops(length, True) for name, watched in models.items()}

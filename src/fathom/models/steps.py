@@ -419,7 +419,7 @@ class Foresight:
     """
 
     def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
-        self.least, self.remembered, self.occasions = least, remembered, occasions
+        self.least, self.remembered, self.occasions, self.repeated = least, remembered, occasions, 0
         self.counts: dict[Any, collections.deque[list[int]]] = {}
 
     def most(self, occasion: Any, step: int) -> int | None:
@@ -437,7 +437,9 @@ class Foresight:
             self.counts.pop(next(iter(self.counts)))
 
     def forget(self, occasion: Any) -> None:
+        """A call had to be made again."""
         self.counts.pop(occasion, None)
+        self.repeated += 1
 
 
 class StepGraphs:
