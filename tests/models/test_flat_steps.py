@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import decoder
-from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, Foresight, StepStack
+from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, Foresight, StepGraphs, StepStack
 from fathom.ops.token_blocks import BLOCK
 from tiny import assert_close, tiny_model, tokens
 
@@ -362,3 +362,34 @@ def test_a_forecast_is_above_what_was_seen():
     assert foresight.most("a", 0) == 7 and foresight.most("a", 1) == 0
     foresight.note("b", [1]), foresight.note("c", [1])
     assert set(foresight.counts) == {"b", "c"}
+
+
+@pytest.mark.parametrize("layers, together", [(4, 4), (6, 3), (5, 1)])
+@both
+def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
+    """What `StepGraphs` compiles, not compiled."""
+    lay_flat(monkeypatch, True, True)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    ids = tokens(4, 64)
+    found, calls = [], []
+    for grouped in (False, True):
+        model = make(depth, num_hidden_layers=layers)
+        if grouped:
+            model.step_graphs = StepGraphs(model.model)
+            assert len(model.step_graphs.groups) == layers // together
+            for group in model.step_graphs.groups:
+                group.register_forward_hook(lambda *call: calls.append(call[0]))
+        with torch.no_grad():
+            logits = model(ids, past_key_values=(cache := DynamicCache())).logits
+        model.train().depth.progress = 1.0
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append((logits, cache, loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert len(calls) >= 2 * layers // together
+    (logits, cache, loss, gradients), (other, other_cache, other_loss, other_gradients) = found
+    assert_close(other, logits, 1e-12)
+    assert_close(other_loss, loss, 1e-12)
+    for one, two in zip(cache.layers, other_cache.layers, strict=True):
+        same_slots(one, two)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -234,6 +234,22 @@ class Block(GradientCheckpointingLayer):
         return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout else x
 
 
+class LayerGroup(nn.Module):
+    """Some layers in a row as one function."""
+
+    def __init__(self, layers: list[Block]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, stream: Any, residual: Any, earlier: list[Any], **inputs: Any) -> tuple[Any, list[Any]]:
+        """Returns the stream, and what `read` leaves of each layer (models/steps.py)."""
+        left = []
+        for layer, slots in zip(self.layers, earlier, strict=True):
+            stream, *_, kept = layer(stream, residual, earlier=slots, **inputs)
+            left.append(kept)
+        return stream, left
+
+
 class Decoder(nn.Module):
     """The parameters: input table, learned positions (GPT-2), layers, final norm, mixer and residual topology."""
 
@@ -283,7 +299,7 @@ class Stack:
     read: Callable[..., Any] | None = None  # joins the slots of earlier steps, `earlier` by layer (steps.py)
     earlier: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
-    blocks: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled
+    groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -302,8 +318,9 @@ class Stack:
         decoder = self.decoder
         residual, mixer = decoder.residual, decoder.mixer
         stream = residual.start(hidden_states)
-        blocks: Iterable[Any] = decoder.layers if self.blocks is None else self.blocks
-        for number, layer in enumerate(blocks):
+        if self.groups is not None:
+            return residual.finish(self.grouped(stream))
+        for number, layer in enumerate(decoder.layers):
             index = pass_index * len(decoder.layers) + number
             if self.hidden_states is not None:
                 self.hidden_states.append(residual.read(stream, 2 * number)[0])
@@ -328,6 +345,23 @@ class Stack:
             if self.attentions is not None:
                 self.attentions.append(weights)
         return residual.finish(stream)
+
+    def grouped(self, stream: Any) -> Any:
+        """The layers by compiled groups; nothing of them is wanted but the stream and what `read` leaves."""
+        together = len(self.decoder.layers) // len(self.groups)  # type: ignore[arg-type]
+        for number, group in enumerate(self.groups):  # type: ignore[arg-type]
+            stream, left = group(
+                stream,
+                self.decoder.residual,
+                self.earlier[number * together : (number + 1) * together],
+                position_embeddings=self.position_embeddings,
+                attention_mask=self.attention_mask,
+                position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
+                read=self.read,
+                **self.layer_kwargs,
+            )
+            self.kept += left
+        return stream
 
     def normalize(self, hidden_states: Tensor) -> Tensor:
         """The final norm."""

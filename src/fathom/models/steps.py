@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.decoder import Decoder, Stack
+from fathom.models.decoder import Decoder, LayerGroup, Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
@@ -443,16 +443,20 @@ class Foresight:
 
 
 class StepGraphs:
-    """The layers as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its kernels.
+    """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
+    kernels.
 
     A graph is recorded for every size, so sizes are multiples of a 64th of the tokens; and reads what it needs again in
     its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a place
     of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
     """
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: Decoder, together: int = 4):
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None  # many sizes are what it is for
-        self.layers = [torch.compile(layer, mode="reduce-overhead") for layer in decoder.layers]
+        layers: list[Any] = list(decoder.layers)
+        together = max(number for number in range(1, together + 1) if len(layers) % number == 0)
+        groups = [LayerGroup(layers[n : n + together]) for n in range(0, len(layers), together)]
+        self.groups = [torch.compile(group, mode="reduce-overhead") for group in groups]
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
     def place(self, x: Tensor, *name: Any, shared: bool = True) -> Tensor:
@@ -546,10 +550,8 @@ class StepStack(Stack):
         if self.ranged:
             self.bounds = torch.zeros(2, self.most, rows * length, dtype=torch.int32, device=device)
             self.bounds[0, 0], self.bounds[1, 0] = self.first.flatten(), self.order.flatten() + 1  # type: ignore[union-attr]
-        if not self.ranged:
-            self.graphs = None
         if not self.ranged or self.hidden_states is not None or self.attentions is not None:
-            self.foresight = None
+            self.graphs = self.foresight = None
         self.occasion, self.random = (self.decoder.training, rows, length), None
         if self.foresight is not None and self.decoder.training:
             self.random = (torch.cuda if self.real.is_cuda else torch).get_rng_state()
@@ -607,11 +609,14 @@ class StepStack(Stack):
             self.bound(runs)
         rows, length = self.real.shape
         by_row = runs.view(rows, length).sum(1)
-        count = None if self.foresight is None else self.foresight.most(self.occasion, len(self.ran) - 1)
+        all_do = every and self.attention_mask is None
+        count = None
+        if self.foresight is not None and not all_do:
+            count = self.foresight.most(self.occasion, len(self.ran) - 1)
         if count is not None:
             self.went_on.append(self.sent(by_row))
         else:
-            self.went_on.append([length] * rows if every and self.attention_mask is None else by_row.tolist())
+            self.went_on.append([length] * rows if all_do else by_row.tolist())
             count = sum(self.went_on[-1])
             if count == rows * length and not self.appends:  # all read what all have replaced: plain causal again
                 self.places.append(count)
@@ -755,7 +760,7 @@ class StepStack(Stack):
             earlier=earlier,
         )
         if self.graphs is not None and self.flat:
-            stack.blocks = self.graphs.layers
+            stack.groups = self.graphs.groups
             inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
@@ -807,6 +812,8 @@ class StepStack(Stack):
                 end = self.bounds[1, :, -1:]
                 start, stop = torch.where(chosen.live, start, end), torch.where(chosen.live, stop, end)
             slots = sum(self.sizes) if self.appends else self.order.numel()
+            if not self.appends:  # one slot of each token
+                start, stop = start[:1], stop[:1]
             readers = readers_of(start, stop, slots) if torch.is_grad_enabled() else None
             config = self.decoder.config
             heads = config.num_attention_heads // config.num_key_value_heads

@@ -107,12 +107,12 @@ def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_
 
 
 @triton.jit
-def _ends(low, high, KEYS: tl.constexpr):
-    """Of the keys that the rows see: the first, where all see from, where all see to, and the last, the first three in
-    whole blocks."""
-    begin = tl.min(low, 0) // KEYS * KEYS
-    full = tl.cdiv(tl.max(low, 0), KEYS) * KEYS
-    return begin, full, tl.maximum(full, tl.min(high, 0) // KEYS * KEYS), tl.max(high, 0)
+def _ends(start, stop, first, last, KEYS: tl.constexpr):
+    """Of the keys that the queries `first` to `last` see: the first, where all see from, where all see to, and the
+    last, the first three in whole blocks. Ends do not fall from one query to the next."""
+    begin = tl.load(start + first) // KEYS * KEYS
+    full = tl.cdiv(tl.load(start + last), KEYS) * KEYS
+    return begin, full, tl.maximum(full, tl.load(stop + first) // KEYS * KEYS), tl.load(stop + last)
 
 
 @triton.jit
@@ -131,7 +131,8 @@ def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_
     scale = tl.cast(scale, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    given = _block(order, HAS_ORDER) * TOKENS + row // HEADS
+    first = _block(order, HAS_ORDER) * TOKENS
+    given = first + row // HEADS
     token = tl.minimum(given, queries - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
@@ -143,7 +144,9 @@ def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_
     top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
-        begin, full, full_end, end = _ends(low, high, KEYS)
+        begin, full, full_end, end = _ends(
+            start + i * queries, stop + i * queries, first, tl.minimum(first + TOKENS, queries) - 1, KEYS
+        )
         acc, top, total = _sweep(acc, top, total, query, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
                                  k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
         acc, top, total = _sweep(acc, top, total, query, k, v, bias, full, full_end, low, high, scale,
@@ -183,7 +186,8 @@ def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, order, 
     scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    given = _block(order, HAS_ORDER) * TOKENS + row // HEADS
+    first = _block(order, HAS_ORDER) * TOKENS
+    given = first + row // HEADS
     token = tl.minimum(given, queries - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
@@ -201,7 +205,9 @@ def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, order, 
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
-        begin, full, full_end, end = _ends(low, high, KEYS)
+        begin, full, full_end, end = _ends(
+            start + i * queries, stop + i * queries, first, tl.minimum(first + TOKENS, queries) - 1, KEYS
+        )
         acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
                           k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
         acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, full, full_end, low, high, scale,

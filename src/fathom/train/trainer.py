@@ -356,7 +356,7 @@ def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: 
     `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
-    if graphs:
+    if graphs and model.model.mixer is None:
         model.step_graphs, model.foresight = StepGraphs(model.model), Foresight()
     else:
         for layer in model.model.layers:
