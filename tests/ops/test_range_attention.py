@@ -50,7 +50,10 @@ def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hi
     ranges, key = token_ranges(query, keys, first, 4), torch.cat(keys)
     seen = sees(query[None], key[None], first[None])[0].cpu()
     if hidden is not None:
-        ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
+        if hidden.start == 0:
+            ranges.start[:, hidden], ranges.stop[:, hidden] = 0, 0
+        else:  # as fillings of gathered steps have it
+            ranges.start[:, hidden], ranges.stop[:, hidden] = NOWHERE, ranges.stop[:, hidden.start - 1, None]
         ranges = TokenRanges(ranges.start, ranges.stop, readers_of(ranges.start, ranges.stop, len(key)))
         seen[hidden] = False
     if ordered:
@@ -136,9 +139,11 @@ def test_a_bias_in_16_bits(dtype, limit):
     assert_near_dense(query, keys, first, 4, 1, 64, dtype, limit, bias=biased(sum(map(len, keys))))
 
 
-def test_queries_that_see_nothing_give_zero_and_no_gradient():
-    query, keys, first = segments(1, 60, (0.8,))
-    assert_near_dense(query, keys, first, 2, 1, 16, torch.float32, 5e-6, hidden=slice(0, 5))
+@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "in an order"])
+@pytest.mark.parametrize("rows, hidden", [(1, slice(0, 5)), (3, slice(-20, None)), (3, slice(-75, None))])
+def test_queries_that_see_nothing_give_zero_and_no_gradient(rows, hidden, ordered):
+    query, keys, first = segments(rows, 60, (0.8,))
+    assert_near_dense(query, keys, first, 4, 2, 16, torch.float32, 5e-6, hidden=hidden, ordered=ordered)
 
 
 def rows_of_slots(rows, slots, heads, groups, width, dtype):

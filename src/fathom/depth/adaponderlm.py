@@ -243,6 +243,7 @@ class AdaPonderLM(DepthMethod):
             losses["penalty"] = options.penalty * self.penalty(torch.stack(logits), stack)
         return DepthOutput(out, losses, {"passes": passes})
 
+    scores = property(lambda self: self.gates)
     takes_turns = property(lambda self: self.options.gates > 0 and self.options.freeze_readout)
     replaces = True
 

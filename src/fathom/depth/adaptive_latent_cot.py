@@ -204,6 +204,7 @@ class AdaptiveLatentCoT(DepthMethod):
         """0 of every router: one whose step no token got to would have no gradient, which DDP does not allow."""
         return 0.0 * torch.stack([parameter.sum() for parameter in self.routers.parameters()]).sum()
 
+    scores = property(lambda self: self.routers)
     takes_turns = property(lambda self: self.options.routers > 0 and self.options.halting != "exit_gate")
     replaces = False
 

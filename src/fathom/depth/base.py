@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -189,6 +190,11 @@ class DepthMethod(Method):
     def slots(self) -> int:
         """Slots of the sequence that a token takes."""
         return 1
+
+    @property
+    def scores(self) -> Iterable[nn.Module]:
+        """What reads the states between two forwards of the stack and is worth compiling with its layers."""
+        return ()
 
     @classmethod
     def most_steps(cls, options: Any) -> int:

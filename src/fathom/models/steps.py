@@ -421,6 +421,7 @@ class Foresight:
     def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
         self.least, self.remembered, self.occasions, self.repeated = least, remembered, occasions, 0
         self.counts: dict[Any, collections.deque[list[int]]] = {}
+        self.sizes: dict[Any, int] = {}  # by occasion and step
 
     def most(self, occasion: Any, step: int) -> int | None:
         """How many may go on after this step; None: not known yet."""
@@ -430,11 +431,20 @@ class Foresight:
         counts = [numbers[step] if step < len(numbers) else 0 for numbers in seen]
         return max(*counts, math.ceil(statistics.fmean(counts) + 3 * statistics.stdev(counts)))
 
+    def kept(self, occasion: Any, step: int, least: int, most: int) -> int:
+        """The size that the step had the last time if it is one of these, else the least: another size is another CUDA
+        graph."""
+        size = self.sizes.get((occasion, step), 0)
+        self.sizes[occasion, step] = size = size if least <= size <= most else least
+        return size
+
     def note(self, occasion: Any, counts: list[int]) -> None:
         """How many went on after each step."""
         self.counts.setdefault(occasion, collections.deque(maxlen=self.remembered)).append(counts)
         if len(self.counts) > self.occasions:
-            self.counts.pop(next(iter(self.counts)))
+            oldest = next(iter(self.counts))
+            self.counts.pop(oldest)
+            self.sizes = {key: size for key, size in self.sizes.items() if key[0] != oldest}
 
     def forget(self, occasion: Any) -> None:
         """A call had to be made again."""
@@ -446,9 +456,9 @@ class StepGraphs:
     """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
     kernels.
 
-    A graph is recorded for every size, so sizes are multiples of a 64th of the tokens; and reads what it needs again in
-    its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a place
-    of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
+    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens; and reads what it needs again
+    in its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a
+    place of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
     """
 
     def __init__(self, decoder: Decoder, together: int = 4):
@@ -624,13 +634,16 @@ class StepStack(Stack):
         if not count:
             self.places.append(0)
             return None
-        unit = BLOCK if self.graphs is None else -(-rows * length // (64 * BLOCK)) * BLOCK
-        size = min(len(some), max(LEAST, -(-count // unit) * unit))
+        unit = BLOCK if self.graphs is None else -(-rows * length // (128 * BLOCK)) * BLOCK
+        size = max(LEAST, -(-count // unit) * unit)
+        known = isinstance(self.went_on[-1], list)
+        if not known:
+            size = self.foresight.kept(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
+        size = min(len(some), size)
         self.places.append(size)
         until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
         place = torch.where(some, until - 1, until[-1] + entries - until)
         place = torch.empty_like(place).scatter_(0, place, entries)[:size]
-        known = isinstance(self.went_on[-1], list)
         live = None if known and size == count else entries[:size] < until[-1]
         return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, live)
 
@@ -808,16 +821,18 @@ class StepStack(Stack):
         """The mask in the form that the backend reads."""
         if self.ranged and isinstance(chosen, Flat):
             start, stop = self.bounds.index_select(2, chosen.index)
-            if chosen.live is not None:  # others see nothing; ends must not fall
-                end = self.bounds[1, :, -1:]
-                start, stop = torch.where(chosen.live, start, end), torch.where(chosen.live, stop, end)
+            if chosen.live is not None:  # others see nothing; ends must not fall, nor reach beyond what others see
+                last = stop.index_select(1, (chosen.live.sum(0, keepdim=True) - 1).clamp(min=0))
+                start, stop = torch.where(chosen.live, start, NOWHERE), torch.where(chosen.live, stop, last)
             slots = sum(self.sizes) if self.appends else self.order.numel()
             if not self.appends:  # one slot of each token
                 start, stop = start[:1], stop[:1]
             readers = readers_of(start, stop, slots) if torch.is_grad_enabled() else None
             config = self.decoder.config
             heads = config.num_attention_heads // config.num_key_value_heads
-            return TokenRanges(start, stop, readers, longest_first(start, stop, heads))
+            # of all tokens there are so many blocks that the order does not matter
+            order = None if start.shape[1] == self.real.numel() else longest_first(start, stop, heads)
+            return TokenRanges(start, stop, readers, order)
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:
@@ -866,11 +881,11 @@ class StepStack(Stack):
             pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in layers)
             self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
             return
-        ran, starts = self.ran_by_row(), [0, *itertools.accumulate(self.sizes)]
+        ran = self.ran_by_row()
         last, others = [passes == step + 1 for step in steps], [passes > step + 1 for step in steps[:-1]]
         place = torch.arange(passes.numel() if self.flat else passes.shape[1], device=passes.device)
         if not self.flat:  # every step's slots have a place for every token
-            place = place.expand_as(passes)
+            place, starts = place.expand_as(passes), [0, *itertools.accumulate(self.sizes)]
             wanted = {step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(last)}
             wanted |= {
                 segments + step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(others)
@@ -882,15 +897,11 @@ class StepStack(Stack):
             counts = [now - later for now, later in zip(ran[step], ran[step + 1], strict=True)]
             wanted[step] = Piece(tokens, counts, 0, place.view(passes.shape))
         for step, tokens in enumerate(others):
-            column = _numbered(tokens) + (starts[step + 1] - starts[1])
-            wanted[segments + step] = Piece(tokens, ran[step + 1], 1, column)
-        self.store(wanted, [(self.slots[-1][layer][:2] for layer in layers), map(self.replaced, layers)])
-
-    def replaced(self, layer: int) -> KeyValue | None:
-        """The slots that made way for those of each step, as `replace_flat` left them; where all did, all of the step
-        before."""
-        lefts = [left[layer] for left in self.slots]
-        return _joined([now[2:] or before[:2] for before, now in itertools.pairwise(lefts)])
+            wanted[segments + step] = Piece(tokens, ran[step + 1], step + 1, _numbered(tokens))
+        banks: list[Any] = [(left[:2] for left in self.slots[-1])]
+        for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
+            banks.append((new[2:] or old[:2] for old, new in zip(before, now, strict=True)))
+        self.store(wanted, banks)
 
     def ran_by_row(self) -> list[list[int]]:
         """Of every step and one after the last, how many tokens of each row ran it, padding in the first among them;

@@ -48,8 +48,8 @@ TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(64, 32, 4, 3), "keys": 
 WIDE_TILES = {"forward": Tile(64, 64, 4, 3), "queries": Tile(64, 64, 4, 2), "keys": Tile(32, 64, 4, 2)}
 # Where there are more keys than queries, as in a step of few tokens: 3 to 28 % less for both gradients of such steps.
 SEVERAL = {**TILES, "keys": Tile(64, 64, 4, 1)}
-# Where blocks of queries have an order: all have as many rows.
-ORDERED_TILE = TILES["forward"]._replace(rows=ORDERED)
+# Where blocks of queries have an order, all have as many rows; of one segment, and of several.
+ORDERED_TILES = Tile(ORDERED, 64, 4, 3), Tile(ORDERED, 32, 4, 3)
 
 # Bytes of shared memory of a program, as compiled for up to 64, 128 and 256 channels, by bytes of a number: Turing GPUs
 # have too few for any, Ada and consumer Ampere ones for the larger, an A100 for the largest.
@@ -318,7 +318,7 @@ def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[A
         tiles = SEVERAL
     tile = tiles[by]
     if constants.get("HAS_ORDER") and tile.rows != ORDERED:
-        tile = ORDERED_TILE
+        tile = ORDERED_TILES[constants["SEGMENTS"] > 1]
     if width > 128 or not short:
         tile = tile._replace(keys=tile.keys // 2)
     programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)

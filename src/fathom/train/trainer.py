@@ -361,6 +361,8 @@ def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: 
     else:
         for layer in model.model.layers:
             layer.compile(backend=backend)
+    for score in model.depth.scores:
+        score.compile(backend=backend, dynamic=True)
     for function in (gradients_of_chunk, losses_of_chunk, mixture_of_chunk):
         model.compiled[function] = torch.compile(function, backend=backend)
 
