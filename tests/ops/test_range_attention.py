@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fathom.ops import biased_attention
 from fathom.ops.biased_attention import MASKED, ChannelBias, RangeBias, causal_ranges
-from fathom.ops.token_blocks import TokenRanges, longest_first, readers_of, sees, token_ranges
+from fathom.ops.token_blocks import TokenRanges, listed_blocks, readers_of, sees, token_ranges
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,9 @@ def dense(query, key, value, seen, scaling, bias=0):
     return weights.nan_to_num(0) @ value  # of a query that sees nothing
 
 
-def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None, ordered=False):
+def assert_near_dense(
+    query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None, listed=False, rows=None
+):
     from fathom.ops.range_attention import range_attention, serves
 
     query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
@@ -56,10 +58,12 @@ def assert_near_dense(query, keys, first, heads, groups, width, dtype, limit, hi
             ranges.start[:, hidden], ranges.stop[:, hidden] = NOWHERE, ranges.stop[:, hidden.start - 1, None]
         ranges = TokenRanges(ranges.start, ranges.stop, readers_of(ranges.start, ranges.stop, len(key)))
         seen[hidden] = False
-    if ordered:
-        blocks = len(longest_first(ranges.start, ranges.stop, heads // groups))
-        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
-        ranges = dataclasses.replace(ranges, order=order)
+    if listed:
+        blocks = listed_blocks(ranges.start, ranges.stop, heads // groups, rows)
+        every = torch.cat([torch.arange(begin, begin + count) for begin, count in blocks.T.tolist()])
+        assert torch.equal(every.sort().values, torch.arange(len(query)))
+        mixed = torch.randperm(blocks.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        ranges = dataclasses.replace(ranges, blocks=blocks[:, mixed].contiguous())
     torch.manual_seed(1)
     q, grad = (torch.randn(1, len(query), heads, width).to(dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, groups, len(key), width).to(dtype) for _ in range(2))
@@ -89,26 +93,34 @@ def test_output_and_gradients_are_those_of_a_dense_mask(shares, heads, groups, w
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (2, 2, 32), (8, 1, 16)])
 @pytest.mark.parametrize("shares", [(), (0.7,), (0.6, 0.5)], ids=["all", "second", "third"])
-def test_blocks_of_queries_in_any_order(shares, heads, groups, width):
-    assert_near_dense(*segments(3, 50, shares), heads, groups, width, torch.float32, 5e-6, ordered=True)
+@pytest.mark.parametrize("aligned", [False, True], ids=["across rows", "within rows"])
+def test_blocks_of_queries_in_any_order(aligned, shares, heads, groups, width):
+    rows = 3 if aligned else None
+    given = *segments(3, 50, shares), heads, groups, width, torch.float32, 5e-6
+    assert_near_dense(*given, listed=True, rows=rows)
 
 
-def test_the_longest_blocks_come_first():
-    """Three rows of 64 tokens, of which 16 make a block, and two tokens more: 64 heads times queries."""
-    stop = torch.cat([torch.arange(1, 65) + row * 64 for row in range(3)] + [torch.tensor([193, 194])])[None]
-    start = torch.tensor([0, 64, 128]).repeat_interleave(64)
-    start = torch.cat((start, torch.tensor([192, 192])))[None]
-    order = longest_first(start.int(), stop.int(), 4).tolist()
-    assert [block % 4 for block in order] == [3] * 3 + [2] * 3 + [1] * 3 + [0] * 4 and order[-1] == 12
+def test_the_longest_blocks_come_first_and_hold_one_row_each():
+    """Rows of 64, 40 and 66 tokens and three that see nothing, 16 to a block: 64 heads times queries."""
+    lengths = torch.tensor([64, 40, 66])
+    begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    stop = torch.cat((torch.arange(1, 171), torch.full((3,), 170)))[None].int()
+    start = torch.cat((begin, torch.full((3,), NOWHERE)))[None].int()
+    first, count = listed_blocks(start, stop, 4, 3).tolist()
+    known = [(168, 2), (48, 16), (152, 16), (32, 16), (136, 16), (96, 8), (16, 16), (80, 16), (120, 16)]
+    assert list(zip(first, count))[:9] == known
+    assert sorted(zip(first, count))[-4:] == [(168, 2), (170, 3), (172, 0), (172, 0)]
+    plain, numbers = listed_blocks(start, stop, 4, None).tolist()
+    assert sorted(plain) == list(range(0, 173, 16)) and sum(numbers) == 173 and min(numbers) == 13
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("heads, groups, width", [(4, 1, 64), (2, 1, 128)])
-@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "in an order"])
-def test_16_bits(ordered, dtype, limit, heads, groups, width):
+@pytest.mark.parametrize("listed", [False, True], ids=["as they come", "listed"])
+def test_16_bits(listed, dtype, limit, heads, groups, width):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
-    assert_near_dense(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit, ordered=ordered)
+    assert_near_dense(*segments(3, 70, (0.6, 0.5)), heads, groups, width, dtype, limit, listed=listed)
 
 
 def test_rows_of_one_token_and_of_none():
@@ -139,11 +151,11 @@ def test_a_bias_in_16_bits(dtype, limit):
     assert_near_dense(query, keys, first, 4, 1, 64, dtype, limit, bias=biased(sum(map(len, keys))))
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "in an order"])
+@pytest.mark.parametrize("listed", [False, True], ids=["as they come", "listed"])
 @pytest.mark.parametrize("rows, hidden", [(1, slice(0, 5)), (3, slice(-20, None)), (3, slice(-75, None))])
-def test_queries_that_see_nothing_give_zero_and_no_gradient(rows, hidden, ordered):
+def test_queries_that_see_nothing_give_zero_and_no_gradient(rows, hidden, listed):
     query, keys, first = segments(rows, 60, (0.8,))
-    assert_near_dense(query, keys, first, 4, 2, 16, torch.float32, 5e-6, hidden=hidden, ordered=ordered)
+    assert_near_dense(query, keys, first, 4, 2, 16, torch.float32, 5e-6, hidden=hidden, listed=listed, rows=rows)
 
 
 def rows_of_slots(rows, slots, heads, groups, width, dtype):

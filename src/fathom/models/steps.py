@@ -32,7 +32,7 @@ from fathom.models.decoder import Decoder, LayerGroup, Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, longest_first, readers_of, sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, TokenRanges, listed_blocks, readers_of, sees, token_block_mask
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -341,12 +341,13 @@ def replace_flat(
     return keys, values, (keys, values, *replaced)
 
 
-def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
+def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"], out: Tensor) -> None:
     """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
     costs by the number."""
-    fits = x.shape[-1] * x.element_size() % 8 == 0 and not (x.requires_grad and torch.is_grad_enabled())
-    numbers = x.contiguous().view(torch.int64) if fits else x
-    return _take(numbers.expand(len(index), -1, -1, -1), index, 2).view(x.dtype)
+    if x.shape[-1] * x.element_size() % 8 == 0:
+        x, out = x.contiguous().view(torch.int64), out.view(torch.int64)
+    x = x.expand(len(index), -1, -1, -1)
+    torch.gather(x, 2, _along(index, x, 2).expand(out.shape), out=out)
 
 
 def _columns_of(
@@ -354,12 +355,21 @@ def _columns_of(
 ) -> Iterator[KeyValue]:
     """By layer, some slots of each bank, one bank's after the other's; a few layers at a time, as calls for each would
     take longer than the copies."""
+    sizes = [index.shape[1] for index in indices]
     while some := [[x for pair in itertools.islice(bank, together) for x in pair] for bank in banks]:
         if not some[0]:
             return
         heads = some[0][0].shape[1]
-        found = [_columns(torch.cat(every, dim=1), index) for every, index in zip(some, indices, strict=True)]
-        parts = (found[0] if len(found) == 1 else torch.cat(found, dim=2)).split(heads, dim=1)
+        every = [torch.cat(tensors, dim=1) for tensors in some]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in every):
+            found = torch.cat(
+                [_take(x.expand(len(i), -1, -1, -1), i, 2) for x, i in zip(every, indices, strict=True)], 2
+            )
+        else:
+            found = every[0].new_empty(len(indices[0]), every[0].shape[1], sum(sizes), every[0].shape[3])
+            for x, index, out in zip(every, indices, found.split(sizes, dim=2), strict=True):
+                _columns(x, index, out)
+        parts = found.split(heads, dim=1)
         yield from zip(parts[::2], parts[1::2], strict=True)
 
 
@@ -406,7 +416,7 @@ def of_any_length(*given: Any) -> None:
         if isinstance(x, (list, tuple)):
             of_any_length(*x)
         elif isinstance(x, TokenRanges):
-            of_any_length(x.start, x.stop, x.readers, x.order)
+            of_any_length(x.start, x.stop, x.readers, x.blocks)
         elif isinstance(x, Tensor):
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
 
@@ -638,7 +648,7 @@ class StepStack(Stack):
         size = max(LEAST, -(-count // unit) * unit)
         known = isinstance(self.went_on[-1], list)
         if not known:
-            size = self.foresight.kept(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
+            size = self.foresight.kept(self.occasion, len(self.ran), size, size + unit)  # type: ignore[union-attr]
         size = min(len(some), size)
         self.places.append(size)
         until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
@@ -831,8 +841,9 @@ class StepStack(Stack):
             config = self.decoder.config
             heads = config.num_attention_heads // config.num_key_value_heads
             # of all tokens there are so many blocks that the order does not matter
-            order = None if start.shape[1] == self.real.numel() else longest_first(start, stop, heads)
-            return TokenRanges(start, stop, readers, order)
+            rows = None if restarts_are_documents(self) else len(self.real)
+            blocks = None if start.shape[1] == self.real.numel() else listed_blocks(start, stop, heads, rows)
+            return TokenRanges(start, stop, readers, blocks)
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:

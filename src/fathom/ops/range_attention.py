@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from fathom.ops.kernels import FLOATS
-from fathom.ops.token_blocks import ORDERED, RUN, TokenRanges
+from fathom.ops.token_blocks import ROWS, RUN, TokenRanges
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
@@ -48,8 +48,8 @@ TILES = {"forward": Tile(128, 64, 4, 3), "queries": Tile(64, 32, 4, 3), "keys": 
 WIDE_TILES = {"forward": Tile(64, 64, 4, 3), "queries": Tile(64, 64, 4, 2), "keys": Tile(32, 64, 4, 2)}
 # Where there are more keys than queries, as in a step of few tokens: 3 to 28 % less for both gradients of such steps.
 SEVERAL = {**TILES, "keys": Tile(64, 64, 4, 1)}
-# Where blocks of queries have an order, all have as many rows; of one segment, and of several.
-ORDERED_TILES = Tile(ORDERED, 64, 4, 3), Tile(ORDERED, 32, 4, 3)
+# Where blocks of queries are listed, all have as many rows; of one segment, and of several.
+LISTED_TILES = Tile(ROWS, 64, 4, 3), Tile(ROWS, 32, 4, 3)
 
 # Bytes of shared memory of a program, as compiled for up to 64, 128 and 256 channels, by bytes of a number: Turing GPUs
 # have too few for any, Ada and consumer Ampere ones for the larger, an A100 for the largest.
@@ -107,33 +107,37 @@ def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_
 
 
 @triton.jit
-def _ends(start, stop, first, last, KEYS: tl.constexpr):
-    """Of the keys that the queries `first` to `last` see: the first, where all see from, where all see to, and the
+def _ends(start, stop, first, count, KEYS: tl.constexpr):
+    """Of the keys that `count` queries from `first` on see: the first, where all see from, where all see to, and the
     last, the first three in whole blocks. Ends do not fall from one query to the next."""
+    last = first + tl.maximum(count, 1) - 1
     begin = tl.load(start + first) // KEYS * KEYS
     full = tl.cdiv(tl.load(start + last), KEYS) * KEYS
-    return begin, full, tl.maximum(full, tl.load(stop + first) // KEYS * KEYS), tl.load(stop + last)
+    end = tl.where(count > 0, tl.load(stop + last), 0)
+    return begin, full, tl.maximum(full, tl.load(stop + first) // KEYS * KEYS), end
 
 
 @triton.jit
-def _block(order, HAS_ORDER: tl.constexpr):
-    """The program's block of queries, the longest first."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    if HAS_ORDER:
-        block = tl.load(order + tl.program_id(0))
-    return block
+def _block(blocks, queries, HAS_BLOCKS: tl.constexpr, TOKENS: tl.constexpr):
+    """The program's queries: the first, and how many. Without a list, the last ones first: they see most."""
+    if HAS_BLOCKS:
+        first = tl.load(blocks + tl.program_id(0))
+        count = tl.load(blocks + tl.num_programs(0) + tl.program_id(0))
+    else:
+        first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+        count = tl.minimum(TOKENS, queries - first)
+    return first, count
 
 
 @triton.jit
-def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
-             HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+def _forward(q, k, v, bias, o, lse, start, stop, blocks, scale, queries, keys, q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n,
+             HAS_BIAS: tl.constexpr, HAS_BLOCKS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
              WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    first = _block(order, HAS_ORDER) * TOKENS
-    given = first + row // HEADS
-    token = tl.minimum(given, queries - 1)
+    first, count = _block(blocks, queries, HAS_BLOCKS, TOKENS)
+    token = first + tl.minimum(row // HEADS, tl.maximum(count, 1) - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
     far = token.to(tl.int64)
@@ -144,9 +148,7 @@ def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_
     top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
-        begin, full, full_end, end = _ends(
-            start + i * queries, stop + i * queries, first, tl.minimum(first + TOKENS, queries) - 1, KEYS
-        )
+        begin, full, full_end, end = _ends(start + i * queries, stop + i * queries, first, count, KEYS)
         acc, top, total = _sweep(acc, top, total, query, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
                                  k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
         acc, top, total = _sweep(acc, top, total, query, k, v, bias, full, full_end, low, high, scale,
@@ -154,7 +156,7 @@ def _forward(q, k, v, bias, o, lse, start, stop, order, scale, queries, keys, q_
         acc, top, total = _sweep(acc, top, total, query, k, v, bias, full_end, end, low, high, scale,
                                  k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
     total = tl.where(total > 0, total, 1.0)
-    real = given < queries
+    real = row // HEADS < count
     tl.store(o + (head * o_h + far * o_n)[:, None] + at[None, :], (acc / total[:, None]).to(o.dtype.element_ty),
              mask=real[:, None])  # fmt: skip
     tl.store(lse + far * (tl.num_programs(1) * HEADS) + head, top + tl.log2(total), mask=real)
@@ -178,21 +180,20 @@ def _sweep_keys(dq, q, do, lse, delta, k, v, bias, begin, end, low, high, scale,
 
 
 @triton.jit
-def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, order, scale, scaling, queries, keys,
+def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, blocks, scale, scaling, queries, keys,
                       q_h, q_n, k_g, k_n, v_g, v_n, o_h, o_n, do_h, do_n, dq_h, dq_n,
-                      HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+                      HAS_BIAS: tl.constexpr, HAS_BLOCKS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
                       WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """dq, and δ for `_backward_keys`."""
     scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)  # fp64 from compiled graphs
     TOKENS: tl.constexpr = ROWS // HEADS
     row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    first = _block(order, HAS_ORDER) * TOKENS
-    given = first + row // HEADS
-    token = tl.minimum(given, queries - 1)
+    first, count = _block(blocks, queries, HAS_BLOCKS, TOKENS)
+    token = first + tl.minimum(row // HEADS, tl.maximum(count, 1) - 1)
     group = tl.program_id(1)
     head = (group * HEADS + row % HEADS).to(tl.int64)
     far = token.to(tl.int64)
-    real = given < queries
+    real = row // HEADS < count
     query = tl.load(q + (head * q_h + far * q_n)[:, None] + at[None, :])
     grad = tl.load(do + (head * do_h + far * do_n)[:, None] + at[None, :])
     output = tl.load(o + (head * o_h + far * o_n)[:, None] + at[None, :])
@@ -205,9 +206,7 @@ def _backward_queries(q, k, v, bias, o, do, lse, delta, dq, start, stop, order, 
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in range(SEGMENTS):
         low, high = tl.load(start + i * queries + token), tl.load(stop + i * queries + token)
-        begin, full, full_end, end = _ends(
-            start + i * queries, stop + i * queries, first, tl.minimum(first + TOKENS, queries) - 1, KEYS
-        )
+        begin, full, full_end, end = _ends(start + i * queries, stop + i * queries, first, count, KEYS)
         acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, begin, tl.minimum(full, end), low, high, scale,
                           k_n, v_n, keys - 1, at, HAS_BIAS, True, KEYS)  # fmt: skip
         acc = _sweep_keys(acc, query, grad, mass, drift, k, v, bias, full, full_end, low, high, scale,
@@ -309,7 +308,15 @@ def serves(width: int, heads: int, dtype: torch.dtype) -> bool:
     return NEEDED[dtype.itemsize][0 if width <= 64 else 1 if width == 128 else 2] <= SHARED_MEMORY
 
 
-def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
+def _launch(
+    kernel: Any,
+    by: str,
+    query: Tensor,
+    key: Tensor,
+    blocks: Tensor | None,
+    arguments: tuple[Any, ...],
+    **constants: Any,
+) -> None:
     """A kernel over its tiles of all queries, or by "keys" of all of those."""
     groups, keys = key.shape[1:3]
     heads, width, short = query.shape[1] // groups, query.shape[3], query.element_size() == 2
@@ -317,11 +324,14 @@ def _launch(kernel: Any, by: str, query: Tensor, key: Tensor, arguments: tuple[A
     if tiles is TILES and query.shape[2] < keys:
         tiles = SEVERAL
     tile = tiles[by]
-    if constants.get("HAS_ORDER") and tile.rows != ORDERED:
-        tile = ORDERED_TILES[constants["SEGMENTS"] > 1]
+    if blocks is not None and by != "keys" and tile.rows != ROWS:
+        tile = LISTED_TILES[constants["SEGMENTS"] > 1]
     if width > 128 or not short:
         tile = tile._replace(keys=tile.keys // 2)
-    programs = triton.cdiv(keys, tile.keys) if by == "keys" else triton.cdiv(query.shape[2], tile.rows // heads)
+    if by == "keys":
+        programs = triton.cdiv(keys, tile.keys)
+    else:
+        programs = triton.cdiv(query.shape[2], tile.rows // heads) if blocks is None else blocks.shape[1]
     wrap_triton(kernel)[(programs, groups)](
         *arguments, **constants, HEADS=heads, WIDTH=width, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps,
         num_stages=tile.stages,
@@ -337,15 +347,15 @@ def _in_base_2(bias: Tensor | None, other: Tensor) -> Tensor:
     return other if bias is None else bias * LOG2_E
 
 
-def _order(order: Tensor | None, other: Tensor) -> Tensor:
-    """Of the blocks; without one `other`, which kernels do not read."""
-    return other if order is None else order
+def _blocks(blocks: Tensor | None, other: Tensor) -> Tensor:
+    """The list of blocks; without one `other`, which kernels do not read."""
+    return other if blocks is None else blocks
 
 
 @triton_op("fathom::range_attention", mutates_args={})
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor,
-    readers: Tensor | None, order: Tensor | None, scaling: float,
+    readers: Tensor | None, blocks: Tensor | None, scaling: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output [1, H, N, D], and log₂ of Σ_s 2^(score/ln 2) of every query and head. `readers` is
     kept for the backward pass."""
@@ -353,18 +363,18 @@ def _attend(
     output = query.new_empty(1, queries, heads, width).transpose(1, 2)
     lse = query.new_empty(queries, heads, dtype=torch.float32)
     arguments = (
-        query, key, value, _in_base_2(bias, start), output, lse, start, stop, _order(order, start), scaling * LOG2_E,
+        query, key, value, _in_base_2(bias, start), output, lse, start, stop, _blocks(blocks, start), scaling * LOG2_E,
         queries, key.shape[2], *_strides(query, key, value, output),
     )  # fmt: skip
-    constants = {"HAS_BIAS": bias is not None, "HAS_ORDER": order is not None, "SEGMENTS": start.shape[0]}
-    _launch(_forward, "forward", query, key, arguments, **constants)
+    constants = {"HAS_BIAS": bias is not None, "HAS_BLOCKS": blocks is not None, "SEGMENTS": start.shape[0]}
+    _launch(_forward, "forward", query, key, blocks, arguments, **constants)
     return output, lse
 
 
 @triton_op("fathom::range_attention_backward", mutates_args={})
 def _gradients(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, readers: Tensor,
-    order: Tensor | None, output: Tensor, lse: Tensor, grad: Tensor, scaling: float,
+    blocks: Tensor | None, output: Tensor, lse: Tensor, grad: Tensor, scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, and the bias's of every key/value head, [G, keys] (not
     written without one)."""
@@ -378,16 +388,16 @@ def _gradients(
     db = lse.new_empty(groups, keys)
     numbers = scaling * LOG2_E, scaling, queries, keys
     arguments: tuple[Any, ...] = (
-        query, key, value, shift, output, grad, lse, delta, dq, start, stop, _order(order, start), *numbers,
+        query, key, value, shift, output, grad, lse, delta, dq, start, stop, _blocks(blocks, start), *numbers,
         *_strides(query, key, value, output, grad, dq),
     )  # fmt: skip
     constants = {"HAS_BIAS": bias is not None, "SEGMENTS": start.shape[0]}
-    _launch(_backward_queries, "queries", query, key, arguments, **constants, HAS_ORDER=order is not None)
+    _launch(_backward_queries, "queries", query, key, blocks, arguments, **constants, HAS_BLOCKS=blocks is not None)
     arguments = (
         query, key, value, shift, grad, lse, delta, dk, dv, db, start, stop, readers, *numbers,
         *_strides(query, key, value, grad, dk, dv),
     )  # fmt: skip
-    _launch(_backward_keys, "keys", query, key, arguments, **constants, RUN=RUN)
+    _launch(_backward_keys, "keys", query, key, blocks, arguments, **constants, RUN=RUN)
     return dq, dk, dv, db
 
 
@@ -397,10 +407,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, bias, start, stop, readers, order, output, lse = ctx.saved_tensors
+    query, key, value, bias, start, stop, readers, blocks, output, lse = ctx.saved_tensors
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    *gradients, db = _gradients(query, key, value, bias, start, stop, readers, order, output, lse, grad, ctx.scaling)
+    *gradients, db = _gradients(query, key, value, bias, start, stop, readers, blocks, output, lse, grad, ctx.scaling)
     return *gradients, None if bias is None else db.sum(0), None, None, None, None, None
 
 
@@ -424,4 +434,4 @@ def range_attention(
         )
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     bias = None if bias is None else bias.float()
-    return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, ranges.order, scaling)[0]
+    return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, ranges.blocks, scaling)[0]

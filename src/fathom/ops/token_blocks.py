@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 RUN = 32  # keys whose readers are listed together
-ORDERED = 64  # queries times heads of a block that has a place in an order
+ROWS = 64  # queries times heads of a listed block, at most
 
 
 def sees(
@@ -87,13 +87,14 @@ class TokenRanges:
         readers: of each run of `RUN` keys, by segment: the first query that sees its first key, the first that sees its
             last or a later one, and one after the last that sees its first and its last. None where no gradient is
             wanted.
-        order: of the blocks of queries, those that see the most first. None: from the last to the first.
+        blocks: the first query, and the number, of each block of queries that a program takes. None: as many to each,
+            from the last to the first.
     """
 
     start: Int[Tensor, "segments N"]
     stop: Int[Tensor, "segments N"]
     readers: Int[Tensor, "4 segments runs"] | None
-    order: Int[Tensor, " blocks"] | None = None
+    blocks: Int[Tensor, "2 blocks"] | None = None
 
 
 def token_ranges(
@@ -113,15 +114,26 @@ def token_ranges(
     return TokenRanges(start, stop, readers_of(start, stop, before))
 
 
-def longest_first(
-    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], heads: int
-) -> Int[Tensor, " blocks"]:
-    """`TokenRanges.order`, for so many heads of a key/value head. Programs that begin last should be short, or most of
-    the GPU waits for a few: rows of tokens end with their longest."""
-    size, queries = ORDERED // heads, start.shape[1]
-    begin = torch.arange(0, queries, size, device=start.device)
-    end = (begin + (size - 1)).clamp(max=queries - 1)
-    return (stop.index_select(1, end) - start.index_select(1, begin)).sum(0).argsort(descending=True).int()
+def listed_blocks(
+    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], heads: int, rows: int | None
+) -> Int[Tensor, "2 blocks"]:
+    """`TokenRanges.blocks`, for so many heads of a key/value head. `rows`: the queries are of so many rows, and queries
+    of two do not share a block, as most of what one of them sees the other does not. None: they may be of any number.
+
+    Programs that begin last should be short, or most of the GPU waits for a few: rows of tokens end with their longest.
+    """
+    size, queries = ROWS // heads, start.shape[1]
+    place = torch.arange(queries, device=start.device)
+    begin = 0 if rows is None else torch.searchsorted(start[0], start[0])  # of the row
+    heads_of = (place - begin) % size == 0
+    most = -(-queries // size) + (0 if rows is None else rows + 1)  # and those that see nothing
+    first = place.new_full((most + 2,), queries)
+    first.scatter_(0, torch.where(heads_of, heads_of.cumsum(0) - 1, most + 1), place)
+    first, count = first[:most], first[1 : most + 1] - first[:most]
+    first = first.clamp(max=queries - 1)
+    last = first + (count - 1).clamp(min=0)
+    seen = (stop.index_select(1, last) - start.index_select(1, first)).sum(0).masked_fill(count == 0, -(2**40))
+    return torch.stack((first, count))[:, seen.argsort(descending=True)].int()
 
 
 def readers_of(
