@@ -341,13 +341,18 @@ def replace_flat(
     return keys, values, (keys, values, *replaced)
 
 
-def _columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"], out: Tensor) -> None:
+def _columns(
+    x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"], out: Tensor | None = None
+) -> Float[Tensor, "B G m D"]:
     """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
     costs by the number."""
-    if x.shape[-1] * x.element_size() % 8 == 0:
-        x, out = x.contiguous().view(torch.int64), out.view(torch.int64)
     x = x.expand(len(index), -1, -1, -1)
-    torch.gather(x, 2, _along(index, x, 2).expand(out.shape), out=out)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _take(x, index, 2)
+    found = x.new_empty(*x.shape[:2], index.shape[1], x.shape[3]) if out is None else out
+    numbers = torch.int64 if x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1 else x.dtype
+    torch.gather(x.view(numbers), 2, _along(index, x, 2).expand_as(found.view(numbers)), out=found.view(numbers))
+    return found
 
 
 def _columns_of(
