@@ -10,9 +10,10 @@ matrix products that ran over the fixed model's (attention, and the head that ev
 run. Routers and gates have random weights and a threshold found by bisection for each S, so the real decisions are
 made and timed. Fixed-K and adaptive models share weights and take turns, block by block; medians with their spread.
 
-Prefill and training are compiled, by default the whole model: a step is then one graph, whatever its size, and one of
-few tokens is not held up by the launching of its kernels. `--compile layers` compiles one layer for all, in a fraction
-of the time, and `--compile no` nothing. Training: adaptive_latent_cot, forward, backward and AdamW;
+Prefill and training are compiled, by default as CUDA graphs of groups of layers, on both sides, with sizes foreseen from
+earlier calls. Every call takes other rows, so that forecasts can be wrong (`repeated_calls`); routers see what tokens
+have of their own only, so that those that go on lie in all rows. `--compile model` compiles the whole model, `--compile
+layers` one layer for all, in a fraction of the time, and `--compile no` nothing. Training: adaptive_latent_cot, forward, backward and AdamW;
 "mixture" and "step" are its `correctness_from` (the heads of "step" come on top). AdaPonderLM trains densely by
 definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and at 32 staggered
 (fathom.models.staggered), where they do not; the prompt is read in both.
@@ -49,7 +50,7 @@ STEPS = 3
 COT = {"name": "adaptive_latent_cot", "steps": STEPS, "correctness_from": "mixture", "threshold": 0.5}
 ADA = {"name": "adaponderlm", "steps": STEPS, "threshold": 0.5}
 BOTH = (COT, ADA)
-WARM = 12  # calls before timing
+WARM = 24  # calls before timing: a forecast remembers 16
 
 
 class Watched:

@@ -653,7 +653,7 @@ class StepStack(Stack):
         size = max(LEAST, -(-count // unit) * unit)
         known = isinstance(self.went_on[-1], list)
         if not known:
-            size = self.foresight.kept(self.occasion, len(self.ran), size, size + unit)  # type: ignore[union-attr]
+            size = self.foresight.kept(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
         size = min(len(some), size)
         self.places.append(size)
         until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
