@@ -10,13 +10,13 @@ matrix products that ran over the fixed model's (attention, and the head that ev
 run. Routers and gates have random weights and a threshold found by bisection for each S, so the real decisions are
 made and timed. Fixed-K and adaptive models share weights and take turns, block by block; medians with their spread.
 
-Prefill and training are compiled, by default as CUDA graphs of groups of layers, on both sides, with sizes foreseen from
+Prefill and training are compiled, by default as CUDA graphs of groups of layers, on both sides, in sizes foreseen from
 earlier calls. Every call takes other rows, so that forecasts can be wrong (`repeated_calls`); routers see what tokens
 have of their own only, so that those that go on lie in all rows. `--compile model` compiles the whole model, `--compile
-layers` one layer for all, in a fraction of the time, and `--compile no` nothing. Training: adaptive_latent_cot, forward, backward and AdamW;
-"mixture" and "step" are its `correctness_from` (the heads of "step" come on top). AdaPonderLM trains densely by
-definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and at 32 staggered
-(fathom.models.staggered), where they do not; the prompt is read in both.
+layers` one layer for all, in a fraction of the time, and `--compile no` nothing. Training: adaptive_latent_cot,
+forward, backward and AdamW; "mixture" and "step" are its `correctness_from` (the heads of "step" come on top).
+AdaPonderLM trains densely by definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and
+at 32 staggered (fathom.models.staggered), where they do not; the prompt is read in both.
 
 The file is written after every row; a row that fails is noted in it, and after `--minutes` no other is begun.
 """

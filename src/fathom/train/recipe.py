@@ -128,7 +128,7 @@ class Training:
     # "layers" compiles one layer at a time: minutes less where a step runs the layers many times (ponderlm2, ponderlm3,
     # the adaptive methods). So are products with the vocabulary; what else lies between layers stays uncompiled.
     # "graphs": and where tokens are gathered in training (adaptive_latent_cot), layers replay as CUDA graphs, as steps
-    # of few tokens are over before the CPU has launched them.
+    # of few tokens are over before the CPU has launched them. For long runs: every new size of a step takes seconds.
     compile: bool | Literal["layers", "graphs"] = False
     gradient_checkpointing: bool = False
     fused: bool = True  # AdamW as one kernel
