@@ -3,6 +3,8 @@ token: both forms of `StepStack` under a dense mask in float64."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -393,3 +395,50 @@ def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
         same_slots(one, two)
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+
+
+@both
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_layers(depth, monkeypatch):
+    """Asked for, layers run one by one and steps wait: no group hides them, no repeated loop adds its own."""
+    lay_flat(monkeypatch, True, True)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    ids, model = tokens(4, 128), make(depth)
+    wanted = model(ids, output_hidden_states=True).hidden_states
+    model.step_graphs, model.foresight = StepGraphs(model.model), Foresight(least=2)
+    for _ in range(2):
+        model.foresight.note((False, 4, 128), [1, 1, 1])
+    found = model(ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(wanted) > 3 and model.foresight.repeated == 0
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, 1e-12)
+
+
+def test_a_repeated_loop_does_not_hold_what_the_first_computed(monkeypatch):
+    lay_flat(monkeypatch, True, True)
+    model, ids, outputs, alive = make(COT).train(), tokens(4, 128), [], []
+    model.foresight = Foresight(least=2)
+    for _ in range(2):
+        model.foresight.note((True, 4, 128), [1, 1, 1])
+
+    def look(layer, given, output):
+        if len(given[0]) == 4:  # the first step of either run
+            alive.append(sum(reference() is not None for reference in outputs))
+        outputs.append(weakref.ref(output[0]))
+
+    model.model.layers[1].register_forward_hook(look)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.foresight.repeated == 1 and alive == [0, 0] and len(outputs) > 5
+
+
+@torch.no_grad()
+def test_steps_that_nobody_ran_leave_no_trace(monkeypatch):
+    lay_flat(monkeypatch, True, True)
+    model, ids = make({**COT, "threshold": 0.97}), tokens(4, 128)
+    model.foresight, exits = Foresight(least=2), []
+    for _ in range(2):
+        model.foresight.note((False, 4, 128), [300, 200, 100])
+    model.depth.register_forward_hook(lambda module, given, out: exits.append((out.trace["exit"], given[0])))
+    model(ids, use_cache=False)
+    [(exit_mass, stack)] = exits
+    assert len(stack.ran) == 4 and stack.reached == 1 and exit_mass.shape == (4, 128, 1) and (exit_mass == 1).all()

@@ -191,10 +191,10 @@ class AdaPonderLM(DepthMethod):
     def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
         if not self.options.steps:
             return DepthOutput(stack(embeddings))
-        return self.step_by_step(stack, embeddings, vocabulary)
+        return stack.run_all(self.step_by_step, embeddings, vocabulary)
 
     @torch.compiler.disable(recursive=False)  # how many tokens run next is known when a pass has run
-    def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput:
+    def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput | None:
         options = self.options
         if self.training and options.gates and self.progress is None:
             self.progress = 0.0
@@ -232,8 +232,8 @@ class AdaPonderLM(DepthMethod):
             before = following.take(inputs if options.accumulate else first)
             inputs, chosen = following.put(inputs, before + thought), following
 
-        if not stack.settled():  # more went on than were foreseen
-            return self.step_by_step(stack, embeddings, vocabulary)
+        if not stack.settled():
+            return None
         if stack.cache is not None:
             stack.store_replaced(passes)
         if options.gates and not self.training:

@@ -137,10 +137,10 @@ class AdaptiveLatentCoT(DepthMethod):
     def forward(self, stack, embeddings, vocabulary) -> DepthOutput:
         if not self.options.steps:
             return DepthOutput(stack(embeddings))
-        return self.step_by_step(stack, embeddings, vocabulary)
+        return stack.run_all(self.step_by_step, embeddings, vocabulary)
 
     @torch.compiler.disable(recursive=False)  # how many tokens run next is known when a step has run
-    def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput:
+    def step_by_step(self, stack, embeddings, vocabulary) -> DepthOutput | None:
         options = self.options
         penalised = self.training and stack.targets is not None and options.routers > 0
         wide = torch.promote_types(embeddings.dtype, torch.float32)
@@ -179,8 +179,9 @@ class AdaptiveLatentCoT(DepthMethod):
             inputs = following.from_before(z.detach() if options.detach_between_steps else z)
             reach, chosen = chosen.put(reach, onward), following
 
-        if not stack.settled():  # more went on than were foreseen
-            return self.step_by_step(stack, embeddings, vocabulary)
+        if not stack.settled():
+            return None
+        del exits[stack.reached :]  # of steps that some were to run and none did
         if stack.cache is not None:
             stack.store_appended(passes)
         if options.routers:

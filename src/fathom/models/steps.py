@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -444,7 +444,8 @@ class Foresight:
         if len(seen) < self.least:
             return None
         counts = [numbers[step] if step < len(numbers) else 0 for numbers in seen]
-        return max(*counts, math.ceil(statistics.fmean(counts) + 3 * statistics.stdev(counts)))
+        deviation = statistics.stdev(counts) if len(counts) > 1 else 0.0
+        return max(*counts, math.ceil(statistics.fmean(counts) + 3 * deviation))
 
     def kept(self, occasion: Any, step: int, least: int, most: int) -> int:
         """The size that the step had the last time if it is one of these, else the least: another size is another CUDA
@@ -575,11 +576,11 @@ class StepStack(Stack):
         if self.ranged:
             self.bounds = torch.zeros(2, self.most, rows * length, dtype=torch.int32, device=device)
             self.bounds[0, 0], self.bounds[1, 0] = self.first.flatten(), self.order.flatten() + 1  # type: ignore[union-attr]
-        if not self.ranged or self.hidden_states is not None or self.attentions is not None:
+        if not self.ranged:
             self.graphs = self.foresight = None
         self.occasion, self.random = (self.decoder.training, rows, length), None
         if self.foresight is not None and self.decoder.training:
-            self.random = (torch.cuda if self.real.is_cuda else torch).get_rng_state()
+            self.random = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         if self.graphs is not None:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -636,7 +637,7 @@ class StepStack(Stack):
         by_row = runs.view(rows, length).sum(1)
         all_do = every and self.attention_mask is None
         count = None
-        if self.foresight is not None and not all_do:
+        if self.foresight is not None and not all_do and not self.watched:
             count = self.foresight.most(self.occasion, len(self.ran) - 1)
         if count is not None:
             self.went_on.append(self.sent(by_row))
@@ -660,7 +661,7 @@ class StepStack(Stack):
         place = torch.where(some, until - 1, until[-1] + entries - until)
         place = torch.empty_like(place).scatter_(0, place, entries)[:size]
         live = None if known and size == count else entries[:size] < until[-1]
-        return Flat(chosen.index[place] if isinstance(chosen, Flat) else place, place, live)
+        return Flat(chosen.index.index_select(0, place) if isinstance(chosen, Flat) else place, place, live)
 
     def bound(self, runs: Bool[Tensor, " n"]) -> None:
         """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
@@ -680,11 +681,22 @@ class StepStack(Stack):
         self.arrival.record()
         return here
 
+    @property
+    def watched(self) -> bool:
+        """Whether what happens in every layer is wanted."""
+        return self.hidden_states is not None or self.attentions is not None
+
+    @torch.compiler.disable(recursive=False)
+    def run_all(self, steps: Callable[..., Any], *given: Any) -> Any:
+        """What a method's loop of steps gives; it gives None if they are not `settled`, and then runs once more."""
+        output = steps(self, *given)
+        return steps(self, *given) if output is None else output
+
     @torch.compiler.disable
     def settled(self) -> bool:
         """Waits until it is known who ran. False if more tokens went on than had a place: the stack is then as it was
         made, with all steps to be run again, and waits at each."""
-        if self.foresight is None or not self.ranged or not self.flat:
+        if self.foresight is None or not self.flat:
             return True
         if self.arrival is not None:
             self.arrival.synchronize()
@@ -696,10 +708,10 @@ class StepStack(Stack):
         self.foresight.forget(self.occasion)
         self.ran, self.slots, self.sizes, self.own, self.computed = [], [], [], [], 0
         self.places, self.went_on, self.arrival = [], [], None
-        random = self.random
+        random, device = self.random, self.real.device
         self.__post_init__()
         if random is not None:
-            (torch.cuda if self.real.is_cuda else torch).set_rng_state(random)
+            torch.cuda.set_rng_state(random, device) if device.type == "cuda" else torch.set_rng_state(random)
         return False
 
     @property
@@ -787,7 +799,7 @@ class StepStack(Stack):
             read=read,
             earlier=earlier,
         )
-        if self.graphs is not None and self.flat:
+        if self.graphs is not None and self.flat and not self.watched:
             stack.groups = self.graphs.groups
             inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):

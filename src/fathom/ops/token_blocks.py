@@ -125,10 +125,10 @@ def listed_blocks(
     size, queries = ROWS // heads, start.shape[1]
     place = torch.arange(queries, device=start.device)
     begin = 0 if rows is None else torch.searchsorted(start[0], start[0])  # of the row
-    heads_of = (place - begin) % size == 0
+    opens = (place - begin) % size == 0
     most = -(-queries // size) + (0 if rows is None else rows + 1)  # and those that see nothing
-    first = place.new_full((most + 2,), queries)
-    first.scatter_(0, torch.where(heads_of, heads_of.cumsum(0) - 1, most + 1), place)
+    first = place.new_full((most + 1 + queries,), queries)  # what opens no block goes behind, to a place of its own
+    first.scatter_(0, torch.where(opens, opens.cumsum(0) - 1, place + (most + 1)), place)
     first, count = first[:most], first[1 : most + 1] - first[:most]
     first = first.clamp(max=queries - 1)
     last = first + (count - 1).clamp(min=0)
