@@ -10,7 +10,10 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import decoder
-from fathom.models.steps import LEAST, NOWHERE, Chosen, Flat, Foresight, StepGraphs, StepStack
+from fathom.models.step_cache import NOWHERE
+from fathom.models.step_graphs import Foresight, StepGraphs
+from fathom.models.step_tokens import Chosen, Flat
+from fathom.models.steps import LEAST, StepStack
 from fathom.ops.token_blocks import BLOCK
 from tiny import assert_close, tiny_model, tokens
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.steps import Chosen, replaced_segments
+from fathom.models.step_cache import replaced_segments
+from fathom.models.step_tokens import Chosen
 
 CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
 

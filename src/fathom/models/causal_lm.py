@@ -25,7 +25,9 @@ from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.steps import Foresight, StepGraphs, StepLayer, StepStack, hold_steps
+from fathom.models.step_cache import StepLayer, hold_steps
+from fathom.models.step_graphs import Foresight, StepGraphs
+from fathom.models.steps import StepStack
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
 

@@ -6,294 +6,35 @@ at the token's position. What a slot sees is decided by tokens alone, with one o
     append     slot (t, k) sees (t', k')  iff  t' ≤ t and k' ≤ k                        (2-D causal)
     replace    slot (t, k) sees (t', k')  iff  t' ≤ t and k' is the last step ≤ k that t' ran   (frozen keys)
 
-`StepStack` is the layer stack for such methods, `StepLayer` the cache layer. Only slots that ran are computed and kept.
-A step gathers its tokens within their rows (`Chosen`), all rows as long as the longest; or lays those of all rows end
+`StepStack` is the layer stack for such methods, `StepLayer` (step_cache.py) the cache layer. Only slots that ran are
+computed and kept. A step (step_tokens.py) gathers its tokens within their rows (`Chosen`), all rows as long as the longest; or lays those of all rows end
 to end as one row (`Flat`), where the kernel skips what belongs to other rows: then a step costs what its tokens cost.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.decoder import Decoder, LayerGroup, Stack
+from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
+from fathom.models.step_cache import NOWHERE, KeyValue, columns_of, joined
+from fathom.models.step_graphs import Foresight, StepGraphs
+from fathom.models.step_tokens import Chosen, Flat, choose, put
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
 from fathom.ops.token_blocks import BLOCK, TokenRanges, listed_blocks, readers_of, sees, token_block_mask
 
-NOWHERE = 2**30  # the token number of a slot that no live slot may see
-FOREVER = 2**30  # the last step at which a slot of such a segment is visible
-BUCKET = 64  # above it, numbers of gathered tokens are multiples of it, so that compiled kernels meet few shapes
 LEAST = 2 * BLOCK  # tokens laid end to end, dead ones included: compiled, a single block would be another graph
 PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps that stopped rows left
-
-KeyValue = tuple[Float[Tensor, "B G n D"], Float[Tensor, "B G n D"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Some of the T new tokens of every row, in their order.
-
-    Attributes:
-        index: of the tokens; rows with fewer than the longest name others at the end. None: all T, in place.
-        live: which entries are chosen ones. None: all.
-        before: the places of their entries in the step before. None: the same.
-    """
-
-    index: Int[Tensor, "B n"] | None = None
-    live: Bool[Tensor, "B n"] | None = None
-    before: Int[Tensor, "B n"] | None = None
-
-    @torch.compiler.disable  # every shape would be compiled by itself; `_take` and `_put` are traced where they pay
-    def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The chosen entries of `x` along its token dimension."""
-        return _take(x, self.index, dim)
-
-    @torch.compiler.disable
-    def put(self, x: Tensor, new: Tensor, dim: int = 1) -> Tensor:
-        """`x` with the chosen entries replaced by `new`."""
-        return _put(x, new, self.index, self.live, dim)
-
-    @torch.compiler.disable
-    def from_before(self, x: Tensor) -> Tensor:
-        """The chosen entries of `x`, which has those of the step before."""
-        return _take(x, self.before, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """Some of the B·T new tokens of all rows, in their order, laid end to end as one row.
-
-    Attributes:
-        index: of the tokens; behind them of some that were not chosen, each once, to fill up the shape.
-        before: the places of their entries in the step before, laid end to end likewise.
-        live: which entries are chosen ones. None: all.
-    """
-
-    index: Int[Tensor, " N"]
-    before: Int[Tensor, " N"]
-    live: Bool[Tensor, " N"] | None
-
-    @torch.compiler.disable
-    def take(self, x: Tensor) -> Tensor:
-        """The chosen entries of `x`: [1, N, …] of [B, T, …]."""
-        return x.flatten(0, 1).index_select(0, self.index)[None]
-
-    @torch.compiler.disable
-    def put(self, x: Tensor, new: Tensor) -> Tensor:
-        """`x` with the chosen entries replaced by `new`."""
-        return _copied(x.flatten(0, 1), 0, self.index, self.live, new[0]).view(x.shape)
-
-    @torch.compiler.disable
-    def from_before(self, x: Tensor) -> Tensor:
-        """The chosen entries of `x`, which has those of the step before."""
-        return x.flatten(0, 1).index_select(0, self.before)[None]
-
-
-def _take(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    if index is None:
-        return x
-    shape = [*x.shape]
-    shape[dim] = index.shape[1]
-    return x.gather(dim, _along(index, x, dim).expand(shape))
-
-
-def _put(x: Tensor, new: Tensor, index: Tensor | None, live: Tensor | None, dim: int) -> Tensor:
-    if live is not None:
-        new = torch.where(_along(live, x, dim), new, _take(x, index, dim))
-    return new if index is None else x.scatter(dim, _along(index, x, dim).expand_as(new), new)
-
-
-def _copied(x: Tensor, dim: int, index: Int[Tensor, " N"], live: Bool[Tensor, " N"] | None, new: Tensor) -> Tensor:
-    """`x` with some entries replaced by those of the new ones that are live."""
-    if live is not None:
-        new = torch.where(live.view(-1, *(1,) * (x.ndim - dim - 1)), new, x.index_select(dim, index))
-    return x.index_copy(dim, index, new)
-
-
-def _along(index: Tensor, x: Tensor, dim: int) -> Tensor:
-    """[B, n] shaped to broadcast against `x` whose token dimension is `dim`."""
-    return index.view(index.shape[0], *(1,) * (dim - 1), index.shape[1], *(1,) * (x.ndim - dim - 1))
-
-
-@torch.compiler.disable
-def choose(*masks: Bool[Tensor, "B T"], counts: list[list[int]] | None = None) -> list[Chosen | None]:
-    """The tokens of each mask, None for a mask without any. `counts`: of each in every row; if not given, waits for the
-    device once.
-
-    On the meta device, which has no values, every mask chooses all.
-    """
-    if masks[0].is_meta:
-        return [Chosen() for _ in masks]
-    length, every = masks[0].shape[1], torch.stack(masks)
-    if counts is None:
-        fewest, most = torch.stack(every.sum(2).aminmax(dim=1)).tolist()
-    else:
-        fewest, most = [min(rows) for rows in counts], [max(rows) for rows in counts]
-    sizes = [min(length, high if high <= BUCKET else -(-high // BUCKET) * BUCKET) for high in most]
-    order = None
-    if any(0 < size < length for size in sizes):
-        order = (~every).to(torch.uint8).argsort(dim=2, stable=True)
-    chosen: list[Chosen | None] = []
-    for number, (mask, size, low) in enumerate(zip(masks, sizes, fewest, strict=True)):
-        if size in (0, length) or order is None:
-            chosen.append(None if size == 0 else Chosen(None, None if low == length else mask))
-            continue
-        index = order[number, :, :size]
-        chosen.append(Chosen(index, None if low == size else mask.gather(1, index)))
-    return chosen
-
-
-def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """Of the rule `append`: a slot stays visible from its step on."""
-    return tuple((step, FOREVER) for step in range(steps))
-
-
-def replaced_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """Of the rule `replace`: a token's last slot stays visible, every other one at its own step only."""
-    return appended_segments(steps) + tuple((step, step) for step in range(steps - 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """A tidier order of a cache's columns, the same in all layers: where they come from, and what they then are."""
-
-    index: Int[Tensor, "B columns"]
-    token: Int[Tensor, "B columns"]
-    sizes: list[int]
-    gaps: bool
-
-
-class StepLayer(DynamicLayer):
-    """A growing cache layer of the slots that ran, ordered by segment; lengths and crops are in tokens.
-
-    Attributes:
-        segments: (first, last) step at which slots of each segment are visible.
-        sizes: columns of each segment.
-        token: the number of every slot's token, `NOWHERE` for columns that a row does not use.
-        gaps: whether there may be such columns.
-        tokens: how many the slots belong to.
-    """
-
-    token: Int[Tensor, "B columns"]
-
-    def __init__(self, segments: tuple[tuple[int, int], ...]):
-        super().__init__()
-        self.segments = segments
-        self.sizes, self.tokens, self.gaps, self.unpacked = [0] * len(segments), 0, False, 0
-
-    def reset(self) -> None:
-        super().reset()
-        self.sizes, self.tokens, self.gaps, self.unpacked = [0] * len(self.segments), 0, False, 0
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def visible(self, step: int) -> list[slice]:
-        """The columns that a slot of this step may see."""
-        slices: list[slice] = []
-        stop = 0
-        for (first, last), size in zip(self.segments, self.sizes, strict=True):
-            start, stop = stop, stop + size
-            if first <= step <= last and size:
-                if slices and slices[-1].stop == start:
-                    start = slices.pop().start
-                slices.append(slice(start, stop))
-        return slices
-
-    def append(
-        self, tokens: int, slots: KeyValue, token: Tensor, sizes: list[int], gaps: bool, numbers: Tensor | None
-    ) -> Tensor:
-        """Add slots ordered by segment, so many of each, with their tokens' numbers. `numbers`: what a layer with the
-        same slots has returned, so that all share one tensor."""
-        if not self.is_initialized:
-            self.lazy_initialization(*slots)
-        keys, values = slots
-        if self.tokens:
-            keys = _merged(self.keys, keys, self.sizes, sizes, 2)  # type: ignore[arg-type]
-            values = _merged(self.values, values, self.sizes, sizes, 2)  # type: ignore[arg-type]
-            token = _merged(self.token, token, self.sizes, sizes, 1) if numbers is None else numbers
-        self.keys, self.values, self.token = keys, values, token
-        self.sizes = [held + new for held, new in zip(self.sizes, sizes, strict=True)]
-        self.tokens += tokens
-        self.gaps |= gaps
-        self.unpacked += sum(sizes) * gaps
-        return token
-
-    def packing(self) -> Packing:
-        """Every row's used columns at the front of their segment, without the columns that no row uses."""
-        parts = self.token.split(self.sizes, 1)
-        used = torch.stack([(part != NOWHERE).sum(1).amax() for part in parts]).tolist()
-        columns, start = [], 0
-        for size, part in zip(used, parts, strict=True):
-            order = (part == NOWHERE).to(torch.uint8).argsort(dim=1, stable=True)
-            columns.append(order[:, :size] + start)
-            start += part.shape[1]
-        index = torch.cat(columns, dim=1)
-        token = self.token.gather(1, index)
-        return Packing(index, token, used, bool((token == NOWHERE).any()))
-
-    def pack(self, to: Packing) -> None:
-        self.keys, self.values = _columns(self.keys, to.index), _columns(self.values, to.index)  # type: ignore[arg-type]
-        self.token, self.sizes, self.gaps, self.unpacked = to.token, [*to.sizes], to.gaps, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:  # older callers name the length to keep
-            tokens_to_remove -= self.tokens
-        if tokens_to_remove >= 0 or not self.is_initialized:
-            return
-        self.tokens = max(self.tokens + tokens_to_remove, 0)
-        stay = self.token < self.tokens
-        columns = stay.any(0)
-        self.sizes = [int(part.sum()) for part in columns.split(self.sizes)]
-        self.keys, self.values = self.keys[..., columns, :], self.values[..., columns, :]  # type: ignore[index]
-        self.token = torch.where(stay, self.token, NOWHERE)[:, columns]
-        self.gaps |= bool((self.token == NOWHERE).any())  # rows as long as each other lose different columns
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self.token = self.token.index_select(0, beam_idx.to(self.token.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.token = self.token.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.token = self.token[indices]
-
-
-def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, int], ...], depth: str) -> None:
-    """Make the layers of an empty dynamic cache `StepLayer`s; refuse a cache that holds anything else."""
-    layers: list[Any] = cache.layers
-    if layers and all(type(layer) is StepLayer and layer.segments == segments for layer in layers):
-        return
-    if any(layer.get_seq_length() for layer in layers):
-        raise ValueError(
-            f"{hf_versions.CACHE_NAME} holds another method's slots, or those of other options, not those of "
-            f"depth={depth!r} with these; pass an empty DynamicCache()"
-        )
-    kinds = {type(layer).__name__ for layer in layers if not isinstance(layer, DynamicLayer)}
-    if kinds:
-        raise ValueError(
-            f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kinds))}, but depth={depth!r} keeps as "
-            "many slots as a token runs, which only dynamic layers hold; pass a DynamicCache(), "
-            "and no cache_implementation to generate()"
-        )
-    layers[:] = [StepLayer(segments) for _ in range(config.num_hidden_layers)]
 
 
 def append(key: Tensor, value: Tensor, earlier: KeyValue | None) -> tuple[Tensor, Tensor, KeyValue]:
@@ -309,7 +50,7 @@ def replace(
     """Attention reads one slot a token: K ← where(ran, K_new, K), V likewise; these are left."""
     past, last, index, live = earlier
     if last is not None:
-        key, value = _put(last[0], key, index, live, 2), _put(last[1], value, index, live, 2)
+        key, value = put(last[0], key, index, live, 2), put(last[1], value, index, live, 2)
     return *append(key, value, past)[:2], (key, value)
 
 
@@ -341,63 +82,6 @@ def replace_flat(
     return keys, values, (keys, values, *replaced)
 
 
-def _columns(
-    x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"], out: Tensor | None = None
-) -> Float[Tensor, "B G m D"]:
-    """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
-    costs by the number."""
-    x = x.expand(len(index), -1, -1, -1)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _take(x, index, 2)
-    found = x.new_empty(*x.shape[:2], index.shape[1], x.shape[3]) if out is None else out
-    numbers = torch.int64 if x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1 else x.dtype
-    torch.gather(x.view(numbers), 2, _along(index, x, 2).expand_as(found.view(numbers)), out=found.view(numbers))
-    return found
-
-
-def _columns_of(
-    banks: Sequence[Iterator[KeyValue]], indices: Sequence[Int[Tensor, "B m"]], together: int = 8
-) -> Iterator[KeyValue]:
-    """By layer, some slots of each bank, one bank's after the other's; a few layers at a time, as calls for each would
-    take longer than the copies."""
-    sizes = [index.shape[1] for index in indices]
-    while some := [[x for pair in itertools.islice(bank, together) for x in pair] for bank in banks]:
-        if not some[0]:
-            return
-        heads = some[0][0].shape[1]
-        every = [torch.cat(tensors, dim=1) for tensors in some]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in every):
-            found = torch.cat(
-                [_take(x.expand(len(i), -1, -1, -1), i, 2) for x, i in zip(every, indices, strict=True)], 2
-            )
-        else:
-            found = every[0].new_empty(len(indices[0]), every[0].shape[1], sum(sizes), every[0].shape[3])
-            for x, index, out in zip(every, indices, found.split(sizes, dim=2), strict=True):
-                _columns(x, index, out)
-        parts = found.split(heads, dim=1)
-        yield from zip(parts[::2], parts[1::2], strict=True)
-
-
-def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:
-    """The new slots of each segment after those it holds."""
-    parts, start, stop, taken = [], 0, 0, 0
-    for size, more in zip(sizes, added, strict=True):
-        stop += size
-        if more:  # what lies between two such segments stays in one piece: decoding waits for the calls
-            parts += [held.narrow(dim, start, stop - start), new.narrow(dim, taken, more)]
-            start, taken = stop, taken + more
-    parts.append(held.narrow(dim, start, held.shape[dim] - start))
-    return torch.cat([part for part in parts if part.shape[dim]], dim)
-
-
-def _joined(slots: list[KeyValue]) -> KeyValue | None:
-    """Some slots after the others."""
-    if len(slots) < 2:
-        return slots[0] if slots else None
-    keys, values = zip(*slots, strict=True)
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-
 def _numbered(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """The place of every chosen token among those of all rows; any of others."""
     return (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)
@@ -424,78 +108,6 @@ def of_any_length(*given: Any) -> None:
             of_any_length(x.start, x.stop, x.readers, x.blocks)
         elif isinstance(x, Tensor):
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
-
-
-class Foresight:
-    """How many tokens will run each step, as far as those of late tell: then no step waits for the number of the last.
-
-    Of calls with as many tokens, the most or the mean and three deviations, whichever is above. Where more go on, the
-    call is made again with all numbers waited for (`StepStack.settled`), and observation starts anew.
-    """
-
-    def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
-        self.least, self.remembered, self.occasions, self.repeated = least, remembered, occasions, 0
-        self.counts: dict[Any, collections.deque[list[int]]] = {}
-        self.sizes: dict[Any, int] = {}  # by occasion and step
-
-    def most(self, occasion: Any, step: int) -> int | None:
-        """How many may go on after this step; None: not known yet."""
-        seen = self.counts.get(occasion, ())
-        if len(seen) < self.least:
-            return None
-        counts = [numbers[step] if step < len(numbers) else 0 for numbers in seen]
-        deviation = statistics.stdev(counts) if len(counts) > 1 else 0.0
-        return max(*counts, math.ceil(statistics.fmean(counts) + 3 * deviation))
-
-    def kept(self, occasion: Any, step: int, least: int, most: int) -> int:
-        """The size that the step had the last time if it is one of these, else the least: another size is another CUDA
-        graph."""
-        size = self.sizes.get((occasion, step), 0)
-        self.sizes[occasion, step] = size = size if least <= size <= most else least
-        return size
-
-    def note(self, occasion: Any, counts: list[int]) -> None:
-        """How many went on after each step."""
-        self.counts.setdefault(occasion, collections.deque(maxlen=self.remembered)).append(counts)
-        if len(self.counts) > self.occasions:
-            oldest = next(iter(self.counts))
-            self.counts.pop(oldest)
-            self.sizes = {key: size for key, size in self.sizes.items() if key[0] != oldest}
-
-    def forget(self, occasion: Any) -> None:
-        """A call had to be made again."""
-        self.counts.pop(occasion, None)
-        self.repeated += 1
-
-
-class StepGraphs:
-    """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
-    kernels.
-
-    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens; and reads what it needs again
-    in its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a
-    place of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
-    """
-
-    def __init__(self, decoder: Decoder, together: int = 4):
-        torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None  # many sizes are what it is for
-        layers: list[Any] = list(decoder.layers)
-        together = max(number for number in range(1, together + 1) if len(layers) % number == 0)
-        groups = [LayerGroup(layers[n : n + together]) for n in range(0, len(layers), together)]
-        self.groups = [torch.compile(group, mode="reduce-overhead") for group in groups]
-        self.places: dict[tuple[Any, ...], Tensor] = {}
-
-    def place(self, x: Tensor, *name: Any, shared: bool = True) -> Tensor:
-        """The same numbers where they were the last time that there were so many of this name; what all layers read is
-        read there, and not copied for each."""
-        numbers = 1 << max(x.numel() - 1, 0).bit_length()
-        place = self.places.get((*name, numbers, x.dtype))
-        if place is None:
-            place = self.places[(*name, numbers, x.dtype)] = x.new_empty(numbers, requires_grad=False)
-        placed = place.detach()[: x.numel()].view(x.shape).copy_(x)
-        if shared:
-            torch._dynamo.mark_static_address(placed, guard=False)
-        return placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -728,7 +340,7 @@ class StepStack(Stack):
         earlier: list[Any] = self.slots[-1] if self.slots else [None] * layers
         if self.past is not None:
             earlier = [
-                _joined([*self.past_slots(layer, step), *([self.appended(layer)] if self.slots else [])])
+                joined([*self.past_slots(layer, step), *([self.appended(layer)] if self.slots else [])])
                 for layer in range(layers)
             ]
         self.appends, query = True, self.order
@@ -764,7 +376,7 @@ class StepStack(Stack):
             step, index, live = len(self.ran), chosen.index, chosen.live
             if index is not None and live is None:  # both or none: one compiled graph less
                 live = torch.ones_like(index, dtype=torch.bool)
-            read, earlier = replace, [(_joined(self.past_slots(n, step)), last[n], index, live) for n in layers]
+            read, earlier = replace, [(joined(self.past_slots(n, step)), last[n], index, live) for n in layers]
             self.sizes.append(order.shape[1])
         return self.run(inputs, chosen, self.order if self.ranged else chosen.take(self.order), [order], read, earlier)
 
@@ -906,7 +518,7 @@ class StepStack(Stack):
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
             final = len(self.ran) - 1
             kept = {final: final} | {segments + step: step for step in range(final)}
-            pairs = (_joined([self.slots[step][n] for step in kept.values()]) for n in layers)
+            pairs = (joined([self.slots[step][n] for step in kept.values()]) for n in layers)
             self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
             return
         ran = self.ran_by_row()
@@ -918,7 +530,7 @@ class StepStack(Stack):
             wanted |= {
                 segments + step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(others)
             }
-            self.store(wanted, [(_joined([left[layer][-2:] for left in self.slots]) for layer in layers)])  # type: ignore[misc]
+            self.store(wanted, [(joined([left[layer][-2:] for left in self.slots]) for layer in layers)])  # type: ignore[misc]
             return
         wanted = {}
         for step, tokens in enumerate(last):
@@ -951,7 +563,7 @@ class StepStack(Stack):
         ]
         token = [_hidden(chosen.take(self.numbers), chosen) for *_, chosen in pieces]
         widths = {segment: part.shape[1] for (segment, *_), part in zip(pieces, token, strict=True)}
-        slots = _columns_of([banks[bank] for bank in used], indices)
+        slots = columns_of([banks[bank] for bank in used], indices)
         self.keep(slots, torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])
 
     def keep(

@@ -34,7 +34,7 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks, collate
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
-from fathom.models.steps import Foresight, StepGraphs
+from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.train import checkpoints
