@@ -7,8 +7,9 @@ at the token's position. What a slot sees is decided by tokens alone, with one o
     replace    slot (t, k) sees (t', k')  iff  t' ≤ t and k' is the last step ≤ k that t' ran   (frozen keys)
 
 `StepStack` is the layer stack for such methods, `StepLayer` (step_cache.py) the cache layer. Only slots that ran are
-computed and kept. A step (step_tokens.py) gathers its tokens within their rows (`Chosen`), all rows as long as the longest; or lays those of all rows end
-to end as one row (`Flat`), where the kernel skips what belongs to other rows: then a step costs what its tokens cost.
+computed and kept. A step (step_tokens.py) gathers its tokens within their rows (`Chosen`), all rows as long as the
+longest; or lays those of all rows end to end as one row (`Flat`), where the kernel skips what belongs to other rows:
+then a step costs what its tokens cost.
 """
 
 from __future__ import annotations
