@@ -74,7 +74,8 @@ class Flat:
         return x.flatten(0, 1).index_select(0, self.before)[None]
 
 
-def take(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
+def take(x: Tensor, index: Int[Tensor, "B n"] | None, dim: int) -> Tensor:
+    """Some entries of every row along its token dimension; all without an index."""
     if index is None:
         return x
     shape = [*x.shape]
@@ -83,6 +84,7 @@ def take(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
 
 
 def put(x: Tensor, new: Tensor, index: Tensor | None, live: Tensor | None, dim: int) -> Tensor:
+    """`x` with some entries of every row replaced by those of the new ones that are live."""
     if live is not None:
         new = torch.where(along(live, x, dim), new, take(x, index, dim))
     return new if index is None else x.scatter(dim, along(index, x, dim).expand_as(new), new)
