@@ -353,8 +353,8 @@ def has_trained(folder: Path) -> bool:
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
     """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
 
-    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not with
-    a mixer, whose layers read each other's states.
+    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
+    with a mixer, whose layers read each other's states.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
     if graphs and model.model.mixer is None:
