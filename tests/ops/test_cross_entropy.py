@@ -32,9 +32,13 @@ def plain(hidden, weight, targets):
 @pytest.mark.parametrize("chunk", [1, 4, 20, 21, 4096])
 def test_value_and_gradients(dtype, tolerance, chunk):
     hidden, weight, targets = inputs(dtype)
-    expected, actual = plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, chunk)
+    expected, actual = plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, chunk)[0]
     assert actual.dtype == dtype
     assert_close(actual, expected, tolerance)
+    terms = linear_cross_entropy(hidden, weight, targets, chunk)[1]
+    each = F.cross_entropy((hidden @ weight.T).transpose(1, 2), targets, ignore_index=-100, reduction="none")
+    assert_close(terms, each, tolerance)
+    assert not terms.requires_grad
     for a, b in zip(
         torch.autograd.grad(3.5 * actual, (hidden, weight)),
         torch.autograd.grad(3.5 * expected, (hidden, weight)),
@@ -47,7 +51,7 @@ def test_value_and_gradients(dtype, tolerance, chunk):
 def test_only_what_needs_a_gradient_gets_one(needs):
     hidden, weight, targets = inputs()
     hidden, weight = (x.detach().requires_grad_(n) for x, n in zip((hidden, weight), needs, strict=True))
-    loss = linear_cross_entropy(hidden, weight, targets, 4)
+    loss = linear_cross_entropy(hidden, weight, targets, 4)[0]
     assert_close(loss, plain(hidden, weight, targets), 1e-12)
     assert loss.requires_grad == any(needs)
     if any(needs):
@@ -57,12 +61,12 @@ def test_only_what_needs_a_gradient_gets_one(needs):
 
 def test_gradcheck():
     hidden, weight, targets = inputs()
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 4), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 4)[0], (hidden, weight))
 
 
 def test_second_derivatives_are_refused_not_left_out():
     hidden, weight, targets = inputs()
-    loss = linear_cross_entropy(hidden, weight, targets, 4)
+    loss = linear_cross_entropy(hidden, weight, targets, 4)[0]
     with pytest.raises(RuntimeError, match=r"create_graph=True: .* no second derivatives; use eval mode"):
         torch.autograd.grad(loss, (hidden, weight), create_graph=True)
 
@@ -71,7 +75,7 @@ def test_second_derivatives_are_refused_not_left_out():
 def test_the_mean_over_items_is_not_rounded_before_it_scales(dtype):
     """1/37 in bf16 is 0.23 % off: every gradient would be, in the same direction."""
     hidden, weight, targets = inputs(dtype)
-    loss = linear_cross_entropy(hidden, weight, targets, 4)
+    loss = linear_cross_entropy(hidden, weight, targets, 4)[0]
     sums = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     for mean, total in zip(torch.autograd.grad(loss / 37, (hidden, weight)), sums, strict=True):
         assert torch.equal(mean, (total.double() / 37).to(dtype))
@@ -79,7 +83,7 @@ def test_the_mean_over_items_is_not_rounded_before_it_scales(dtype):
 
 def test_all_targets_ignored():
     hidden, weight, targets = inputs()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), 4)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), 4)[0]
     loss.backward()
     assert loss.item() == 0 and hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0
 
@@ -87,7 +91,7 @@ def test_all_targets_ignored():
 def test_large_logits_do_not_overflow():
     hidden, weight, targets = inputs(torch.float32)
     big, expected = hidden * 1e4, plain(hidden.double() * 1e4, weight.double(), targets)
-    loss = linear_cross_entropy(big, weight, targets, 4)
+    loss = linear_cross_entropy(big, weight, targets, 4)[0]
     assert loss.isfinite()
     assert_close(loss.double(), expected)
     assert torch.autograd.grad(loss, weight)[0].isfinite().all()
@@ -98,7 +102,7 @@ def test_half_precision_is_as_near_as_its_logits_allow(dtype):
     """Against float64 on the same rounded inputs."""
     hidden, weight, targets = inputs(dtype)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected, actual = plain(*exact, targets), linear_cross_entropy(hidden, weight, targets, 4)
+    expected, actual = plain(*exact, targets), linear_cross_entropy(hidden, weight, targets, 4)[0]
     assert actual.dtype == torch.float32
     assert_close(actual.double(), expected, torch.finfo(dtype).eps)
     for a, b in zip(torch.autograd.grad(actual, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True):
@@ -110,7 +114,7 @@ def test_autocast_gives_full_precision_gradients_near_the_exact_ones():
     hidden, weight, targets = inputs(torch.float32)
     expected = plain(hidden, weight, targets)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = linear_cross_entropy(hidden, weight, targets, 4)
+        actual = linear_cross_entropy(hidden, weight, targets, 4)[0]
     assert actual.dtype == torch.float32
     assert_close(actual, expected, 0.01)
     for a, b in zip(
@@ -125,7 +129,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_kept():
     weight = torch.randn(1000, 4, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        linear_cross_entropy(hidden, weight, torch.zeros(1, 512, dtype=torch.long), 64)
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 512, dtype=torch.long), 64)[0]
     assert kept and max(kept) < 512 * 1000 / 10
 
 
@@ -133,7 +137,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_kept():
 def test_the_plain_form_sums_in_fp32_or_wider(dtype):
     hidden, weight, targets = inputs(dtype)
     logits = (hidden @ weight.T).flatten(0, 1)
-    loss = plain_cross_entropy(logits, targets.flatten())
+    loss = plain_cross_entropy(logits, targets.flatten()).sum()
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     kept = targets.flatten() != -100
     exact = -logits.double().log_softmax(-1)[kept, targets.flatten()[kept]].sum()
@@ -148,7 +152,7 @@ def test_compiled_chunks_are_the_plain_ones(dtype):
     of_chunk = torch.compile(gradients_of_chunk, backend="aot_eager")
     losses = torch.compile(losses_of_chunk, backend="aot_eager")
     pairs = [
-        (plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, 4, of_chunk)),
+        (plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, 4, of_chunk)[0]),
         *((token_cross_entropies(hidden, weight, targets, f).square().sum() for f in (losses_of_chunk, losses)),),
     ]
     mix = torch.compile(mixture_of_chunk, backend="aot_eager")

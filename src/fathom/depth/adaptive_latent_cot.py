@@ -195,12 +195,20 @@ class AdaptiveLatentCoT(DepthMethod):
             return DepthOutput(
                 states[-1], trace=trace, objective=self.exit_gate_objective(states, exits, stack, vocabulary)
             )
+        objective = None
         if options.halting == "act":
             charge = passes + remainder
-        elif options.correctness_from == "mixture":
-            charge = charge * self.correctness(hidden_states, stack.targets, vocabulary)
+        elif options.correctness_from == "mixture" and self.scored:  # the loss of the prediction says how right it is
+            total, losses = vocabulary.loss(hidden_states, stack.targets)
+            objective = total / (stack.targets != IGNORE).sum().clamp(min=1)
+            charge = charge * (-options.beta * losses).exp()
         penalty = options.penalty * mean_over_targets(charge, self.predicted(stack)) + self.no_gradient()
-        return DepthOutput(hidden_states, {"penalty": penalty}, trace)
+        return DepthOutput(hidden_states, {"penalty": penalty}, trace, objective)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the penalty depends on how right a prediction is."""
+        return self.options.beta != 0 and self.options.penalty != 0
 
     def no_gradient(self) -> Tensor:
         """0 of every router: one whose step no token got to would have no gradient, which DDP does not allow."""
@@ -272,7 +280,7 @@ class AdaptiveLatentCoT(DepthMethod):
 
     def correctness(self, states, targets, vocabulary) -> Tensor | float:
         """sg(p^β) of the true next token."""
-        if not self.options.beta or not self.options.penalty:
+        if not self.scored:
             return 1.0
         with torch.no_grad():
             return (-self.options.beta * vocabulary.losses(states, targets)).exp()
@@ -296,8 +304,8 @@ class AdaptiveLatentCoT(DepthMethod):
         routing = routed * (2 * d + 4)
         mixing = slots * 2 * d if options.halting in ("router", "act") else 0
         scored: float = 0  # heads whose logits only say how right a state is; they have no backward pass
-        if options.halting == "router" and options.beta and options.penalty:
-            scored = routed if options.correctness_from == "step" else 1
+        if options.halting == "router" and options.correctness_from == "step" and options.beta and options.penalty:
+            scored = routed
         if options.halting == "exit_gate":
             # trains on every step's head: all but one, which is counted, forward and backward; the logits of all again
             scored = 3 * options.steps + (options.steps + 1)

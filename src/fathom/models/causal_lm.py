@@ -29,7 +29,7 @@ from fathom.models.step_cache import StepLayer, hold_steps
 from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.steps import StepStack
 from fathom.models.vocabulary import Vocabulary
-from fathom.ops.cross_entropy import IGNORE, cross_entropy, gradients_of_chunk, linear_cross_entropy
+from fathom.ops.cross_entropy import IGNORE, cross_entropy
 
 # What data collators tell flash kernels of packed documents, in tokens.
 TOKEN_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -143,11 +143,10 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             if out.objective is not None:
                 total = out.objective * own
             elif self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
-                of_chunk = self.compiled.get(gradients_of_chunk, gradients_of_chunk)
-                total = linear_cross_entropy(out.hidden_states, self.lm_head.weight, targets, of_chunk=of_chunk)
+                total, _ = self.vocabulary().loss(out.hidden_states, targets)
             else:
                 logits = self.lm_head(out.hidden_states)
-                total = cross_entropy(logits.flatten(0, 1), targets.flatten())
+                total = cross_entropy(logits.flatten(0, 1), targets.flatten()).sum()
                 logits = slice_positions(logits, logits_to_keep)
             items = own if num_items_in_batch is None else num_items_in_batch
             loss = total / items

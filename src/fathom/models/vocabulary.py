@@ -10,7 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fathom.models.adapters import linear_matrix, table_matrix
-from fathom.ops.cross_entropy import losses_of_chunk, token_cross_entropies
+from fathom.ops.cross_entropy import (
+    cross_entropy,
+    gradients_of_chunk,
+    linear_cross_entropy,
+    losses_of_chunk,
+    token_cross_entropies,
+)
 from fathom.ops.vocabulary_mixture import mixture_of_chunk, vocabulary_mixture
 
 
@@ -39,6 +45,16 @@ class Vocabulary:
             of_chunk=self.compiled.get(mixture_of_chunk, mixture_of_chunk),
         )  # fmt: skip
         return mixed if self.scale == 1.0 else mixed * self.scale
+
+    def loss(
+        self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
+        """The sum of `losses`, and these without gradient: for training, at the price of the sum alone."""
+        if type(self.head) is not nn.Linear:  # an adapter's dropout is of states
+            losses = cross_entropy(self.head(hidden_states).flatten(0, 1), targets.flatten())
+            return losses.sum(), losses.detach().view_as(targets)
+        of_chunk = self.compiled.get(gradients_of_chunk, gradients_of_chunk)
+        return linear_cross_entropy(hidden_states, self.head.weight, targets, of_chunk=of_chunk)
 
     def losses(self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """−log p of every target token, 0 where it is −100."""

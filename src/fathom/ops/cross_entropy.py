@@ -21,10 +21,10 @@ IGNORE = -100
 CHUNK_TOKENS = 8192  # 8192 tokens × 50k vocabulary × 2 bytes = 0.8 GB of transient logits
 
 
-def cross_entropy(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-    """The sum over targets, in fp32 or wider: the reference."""
+def cross_entropy(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """−log softmax(logits)[target] of every token, 0 without one; in fp32 or wider: the reference."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORE, reduction="none")
 
 
 def mean_over_targets(values: Float[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
@@ -36,10 +36,8 @@ def mean_over_targets(values: Float[Tensor, "B T"], targets: Int[Tensor, "B T"])
 def losses_of_chunk(
     hidden: Float[Tensor, "N d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " N"]
 ) -> Float[Tensor, " N"]:
-    """−log softmax(h Wᵀ)[target] of every token, 0 without one."""
-    logits = F.linear(hidden, weight)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="none")
+    """`cross_entropy` of h Wᵀ."""
+    return cross_entropy(F.linear(hidden, weight), targets)
 
 
 def token_cross_entropies(
@@ -63,40 +61,39 @@ def gradients_of_chunk(
     targets: Int[Tensor, " N"],
     need_hidden: bool,
     need_weight: bool,
-) -> tuple[Float[Tensor, ""], Float[Tensor, "N d"] | None, Float[Tensor, "V d"] | None]:
-    """The sum of the cross-entropies, and its gradients of h and W where needed."""
+) -> tuple[Float[Tensor, " N"], Float[Tensor, "N d"] | None, Float[Tensor, "V d"] | None]:
+    """The cross-entropies, and the gradients of h and W of their sum where needed."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = F.linear(hidden, weight).to(wide)
     valid = targets != IGNORE
     safe = targets.clamp(min=0)
     log_normaliser = logits.logsumexp(dim=-1)
     picked = logits.gather(-1, safe[:, None])[:, 0]
-    loss = ((log_normaliser - picked) * valid).sum()
+    losses = (log_normaliser - picked) * valid
     if not need_hidden and not need_weight:
-        return loss, None, None
+        return losses, None, None
     p = (logits - log_normaliser[:, None]).exp()
     onehot = safe[:, None] == torch.arange(weight.shape[0], device=targets.device)
     grad_logits = ((p - onehot.to(wide)) * valid[:, None]).to(hidden.dtype)
     grad_hidden = grad_logits @ weight.to(hidden.dtype) if need_hidden else None
     # not gradᵀ h, for which the compiler would write a transposed copy of grad_logits: 1.6 GB of a step of 16k tokens
-    return loss, grad_hidden, (hidden.T @ grad_logits).T if need_weight else None
+    return losses, grad_hidden, (hidden.T @ grad_logits).T if need_weight else None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies of h Wᵀ, its gradients made in the forward pass."""
+    """Sum of cross-entropies of h Wᵀ, its gradients made in the forward pass; and each of them, without gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, of_chunk: Callable[..., Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        grad_hidden = []
+        losses, grad_hidden = [], []
         for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            loss, of_hidden, of_weight = of_chunk(h, weight, y, need_hidden, need_weight)
-            total = total + loss
+            found, of_hidden, of_weight = of_chunk(h, weight, y, need_hidden, need_weight)
+            losses.append(found)
             grad_hidden.append(of_hidden)
             if grad_weight is not None:
                 grad_weight += of_weight.to(wide)
@@ -104,10 +101,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             torch.cat(grad_hidden) if need_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
         )
-        return total
+        every = torch.cat(losses)
+        ctx.mark_non_differentiable(every)
+        return every.sum(), every
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, _: Any):  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph: second gradients would lack the part of these, which have no graph
             raise RuntimeError(
                 "create_graph=True: the loss of training mode has no second derivatives; use eval mode, or take the "
@@ -124,9 +123,10 @@ def linear_cross_entropy(
     targets: Int[Tensor, "B T"],
     chunk: int = CHUNK_TOKENS,
     of_chunk: Callable[..., Any] = gradients_of_chunk,
-) -> Float[Tensor, ""]:
-    """Sum over all targets ≠ −100 of −log softmax(h Wᵀ)[target], in fp32 or wider. `of_chunk`: `gradients_of_chunk`, or
-    that function compiled."""
-    return LinearCrossEntropy.apply(
+) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
+    """Sum over all targets ≠ −100 of −log softmax(h Wᵀ)[target], in fp32 or wider; and its terms, which have no
+    gradient. `of_chunk`: `gradients_of_chunk`, or that function compiled."""
+    total, losses = LinearCrossEntropy.apply(
         hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), chunk, of_chunk
     )
+    return total, losses.view(targets.shape)
