@@ -400,6 +400,35 @@ def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
         torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
 
 
+@pytest.mark.parametrize("frozen", [(), ("q_proj",)], ids=["all", "some"])
+def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypatch):
+    """And the gradients of all are summed in fp32: as without a cache of casts, and as in no step's own dtype."""
+    lay_flat(monkeypatch, True, True)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    ids, found = tokens(4, 64), []
+    for grouped in (False, True):
+        model = make(COT, num_hidden_layers=4).float().train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        graphs = model.step_graphs = StepGraphs(model.model, together=2) if grouped else None
+        model.depth.progress = 1.0
+        for _ in range(2):  # the second at the places of the first
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    places = [place for name, place in graphs.places.items() if name[0] == "weight"]
+    linear = [part for part in model.model.layers.modules() if isinstance(part, torch.nn.Linear)]
+    assert len(places) == len(linear) and all(place.dtype == torch.bfloat16 for place in places)
+    (loss, gradients), (other_loss, other_gradients) = found
+    assert_close(other_loss, loss, 1e-6)
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (other_gradients[name] is None) == any(part in name for part in frozen)
+        if gradient is not None:
+            torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
 @both
 @torch.no_grad()
 def test_hidden_states_are_those_of_the_layers(depth, monkeypatch):

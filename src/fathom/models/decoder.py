@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -241,11 +242,25 @@ class LayerGroup(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, stream: Any, residual: Any, earlier: list[Any], **inputs: Any) -> tuple[Any, list[Any]]:
-        """Returns the stream, and what `read` leaves of each layer (models/steps.py)."""
+    def forward(
+        self,
+        stream: Any,
+        residual: Any,
+        earlier: list[Any],
+        weights: list[dict[str, Tensor]] | None = None,
+        **inputs: Any,
+    ) -> tuple[Any, list[Any]]:
+        """Returns the stream, and what `read` leaves of each layer (models/steps.py). `weights`: some of each layer's,
+        by name, to be used instead of its own."""
         left = []
-        for layer, slots in zip(self.layers, earlier, strict=True):
-            stream, *_, kept = layer(stream, residual, earlier=slots, **inputs)
+        for layer, slots, own in zip(self.layers, earlier, weights or [{}] * len(earlier), strict=True):
+            inputs["earlier"] = slots
+            called = (
+                layer(stream, residual, **inputs)
+                if not own
+                else functional_call(layer, own, (stream, residual), inputs)
+            )
+            stream, *_, kept = called
             left.append(kept)
         return stream, left
 
@@ -300,6 +315,7 @@ class Stack:
     earlier: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
     groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
+    weights: list[Any] | None = None  # of each group's layers, to be used instead of their own (`LayerGroup`)
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -358,6 +374,7 @@ class Stack:
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
                 read=self.read,
+                weights=None if self.weights is None else self.weights[number],
                 **self.layer_kwargs,
             )
             self.kept += left

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathom.models.decoder import Decoder, LayerGroup
 
@@ -55,6 +55,28 @@ class Foresight:
         self.repeated += 1
 
 
+class CastOnce(torch.autograd.Function):
+    """Weights in another dtype, copied to the places given, once for each of some steps: all share these numbers, and
+    the gradients of all are summed in the weights' own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, places: list[Tensor], steps: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_copy_(places, weights)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return tuple(place.detach() for _ in range(steps) for place in places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[override]
+        sums: list[Tensor | None] = [None] * len(ctx.dtypes)
+        for number, gradient in enumerate(gradients):
+            place = number % len(sums)
+            if gradient is not None:
+                total = sums[place]
+                sums[place] = gradient.to(ctx.dtypes[place], copy=True) if total is None else total.add_(gradient)
+        return None, None, *sums
+
+
 class StepGraphs:
     """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
     kernels.
@@ -69,16 +91,51 @@ class StepGraphs:
         layers: list[Any] = list(decoder.layers)
         together = max(number for number in range(1, together + 1) if len(layers) % number == 0)
         groups = [LayerGroup(layers[n : n + together]) for n in range(0, len(layers), together)]
+        self.layers = [group.layers for group in groups]
         self.groups = [torch.compile(group, mode="reduce-overhead") for group in groups]
         self.places: dict[tuple[Any, ...], Tensor] = {}
+
+    def weights(self, steps: int) -> list[list[list[dict[str, Tensor]]]] | None:
+        """Under autocast, the matrices of each group's layers as it casts them, for each step: else every step would
+        cast all of them, and add its gradients to those of the others by calls of their own."""
+        device = self.layers[0][0].input_layernorm.weight.device.type
+        if not torch.is_autocast_enabled(device):
+            return None
+        dtype, cast = torch.get_autocast_dtype(device), []
+        for number, layers in enumerate(self.layers):
+            named = [
+                (layer, f"{name}.{part}", tensor)
+                for layer, block in enumerate(layers)
+                for name, module in block.named_modules()
+                if type(module) is nn.Linear
+                for part, tensor in module.named_parameters()
+                if tensor.dtype != dtype
+            ]
+            own = [tensor for *_, tensor in named]
+            places = [
+                self.room(("weight", number, n), tensor.numel(), dtype, tensor.device) for n, tensor in enumerate(own)
+            ]
+            copies = CastOnce.apply([p.view(w.shape) for p, w in zip(places, own, strict=True)], steps, *own)
+            by_step: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
+            for n, copy in enumerate(copies):
+                layer, name, _ = named[n % len(named)]
+                torch._dynamo.mark_static_address(copy, guard=False)
+                by_step[n // len(named)][layer][name] = copy
+            cast.append(by_step)
+        return cast
+
+    def room(self, name: tuple[Any, ...], numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A place of this name for so many numbers, the same in every call."""
+        place = self.places.get((*name, numbers, dtype))
+        if place is None:
+            with torch.inference_mode(False):  # others write to it, too
+                place = self.places[(*name, numbers, dtype)] = torch.empty(numbers, dtype=dtype, device=device)
+        return place
 
     def place(self, x: Tensor, *name: Any, shared: bool = True) -> Tensor:
         """The same numbers where they were the last time that there were so many of this name; what all layers read is
         read there, and not copied for each."""
-        numbers = 1 << max(x.numel() - 1, 0).bit_length()
-        place = self.places.get((*name, numbers, x.dtype))
-        if place is None:
-            place = self.places[(*name, numbers, x.dtype)] = x.new_empty(numbers, requires_grad=False)
+        place = self.room(name, 1 << max(x.numel() - 1, 0).bit_length(), x.dtype, x.device)
         placed = place.detach()[: x.numel()].view(x.shape).copy_(x)
         if shared:
             torch._dynamo.mark_static_address(placed, guard=False)

@@ -73,11 +73,14 @@ def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor,
 def replace_flat(
     key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens; the slots that make way are left, too."""
+    """`replace` in one row of all rows' tokens, in place where no gradient needs what was there; the slots that make way
+    are left, too."""
     last_key, last_value, index, live = earlier
     replaced = last_key.index_select(2, index), last_value.index_select(2, index)
     keys, values = (
-        last.index_copy(2, index, torch.where(live[:, None], new, old))
+        (last.index_copy if torch.is_grad_enabled() else last.index_copy_)(
+            2, index, torch.where(live[:, None], new, old)
+        )
         for last, new, old in zip((last_key, last_value), (key, value), replaced, strict=True)
     )
     return keys, values, (keys, values, *replaced)
@@ -158,6 +161,7 @@ class StepStack(Stack):
     computed: int = 0
     graphs: StepGraphs | None = None
     foresight: Foresight | None = None
+    casts: list[Any] | None = None  # of its layers' weights, by group and step
     went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
     places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
     arrival: torch.cuda.Event | None = None  # of those numbers
@@ -426,6 +430,10 @@ class StepStack(Stack):
         """What the layers of this step read, at the places that their graphs know."""
         assert self.graphs is not None
         step, place = len(self.ran), self.graphs.place
+        if step == 1:
+            self.casts = self.graphs.weights(self.most)
+        if self.casts is not None:
+            stack.weights = [steps[step - 1] for steps in self.casts]
         if stack.position_embeddings is not None:
             cos, sin = stack.position_embeddings
             stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
