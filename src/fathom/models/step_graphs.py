@@ -17,13 +17,13 @@ class Foresight:
     """How many tokens will run each step, as far as those of late tell: then no step waits for the number of the last.
 
     Of calls with as many tokens, the most or the mean and three deviations, whichever is above. Where more go on, the
-    call is made again with all numbers waited for (`StepStack.settled`), and observation starts anew.
+    call is made again with all numbers waited for (`StepStack.settled`).
     """
 
     def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
         self.least, self.remembered, self.occasions, self.repeated = least, remembered, occasions, 0
         self.counts: dict[Any, collections.deque[list[int]]] = {}
-        self.sizes: dict[Any, int] = {}  # by occasion and step
+        self.sizes: dict[Any, set[int]] = {}  # by occasion and step
 
     def most(self, occasion: Any, step: int) -> int | None:
         """How many may go on after this step; None: not known yet."""
@@ -34,11 +34,11 @@ class Foresight:
         deviation = statistics.stdev(counts) if len(counts) > 1 else 0.0
         return max(*counts, math.ceil(statistics.fmean(counts) + 3 * deviation))
 
-    def kept(self, occasion: Any, step: int, least: int, most: int) -> int:
-        """The size that the step had the last time if it is one of these, else the least: another size is another CUDA
-        graph."""
-        size = self.sizes.get((occasion, step), 0)
-        self.sizes[occasion, step] = size = size if least <= size <= most else least
+    def size(self, occasion: Any, step: int, least: int, most: int) -> int:
+        """The smallest of these sizes that the step has had, else the least: a new one is another CUDA graph."""
+        had = self.sizes.setdefault((occasion, step), set())
+        size = min((size for size in had if least <= size <= most), default=least)
+        had.add(size)
         return size
 
     def note(self, occasion: Any, counts: list[int]) -> None:
@@ -47,12 +47,7 @@ class Foresight:
         if len(self.counts) > self.occasions:
             oldest = next(iter(self.counts))
             self.counts.pop(oldest)
-            self.sizes = {key: size for key, size in self.sizes.items() if key[0] != oldest}
-
-    def forget(self, occasion: Any) -> None:
-        """A call had to be made again."""
-        self.counts.pop(occasion, None)
-        self.repeated += 1
+            self.sizes = {key: sizes for key, sizes in self.sizes.items() if key[0] != oldest}
 
 
 class CastOnce(torch.autograd.Function):
@@ -81,7 +76,7 @@ class StepGraphs:
     """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
     kernels.
 
-    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens; and reads what it needs again
+    A graph is recorded for every size, so sizes are multiples of a 256th of the tokens; and reads what it needs again
     in its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a
     place of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
     """

@@ -73,8 +73,8 @@ def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor,
 def replace_flat(
     key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens, in place where no gradient needs what was there; the slots that make way
-    are left, too."""
+    """`replace` in one row of all rows' tokens, in place where no gradient needs what was there; the slots that make
+    way are left, too."""
     last_key, last_value, index, live = earlier
     replaced = last_key.index_select(2, index), last_value.index_select(2, index)
     keys, values = (
@@ -165,6 +165,7 @@ class StepStack(Stack):
     went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
     places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
     arrival: torch.cuda.Event | None = None  # of those numbers
+    again: bool = False  # more tokens went on than was foreseen: all steps once more, waited for
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -254,7 +255,7 @@ class StepStack(Stack):
         by_row = runs.view(rows, length).sum(1)
         all_do = every and self.attention_mask is None
         count = None
-        if self.foresight is not None and not all_do and not self.watched:
+        if self.foresight is not None and not all_do and not self.watched and not self.again:
             count = self.foresight.most(self.occasion, len(self.ran) - 1)
         if count is not None:
             self.went_on.append(self.sent(by_row))
@@ -267,11 +268,11 @@ class StepStack(Stack):
         if not count:
             self.places.append(0)
             return None
-        unit = BLOCK if self.graphs is None else -(-rows * length // (128 * BLOCK)) * BLOCK
+        unit = BLOCK if self.graphs is None else -(-rows * length // (256 * BLOCK)) * BLOCK
         size = max(LEAST, -(-count // unit) * unit)
         known = isinstance(self.went_on[-1], list)
         if not known:
-            size = self.foresight.kept(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
+            size = self.foresight.size(self.occasion, len(self.ran), size, size + 4 * unit)  # type: ignore[union-attr]
         size = min(len(some), size)
         self.places.append(size)
         until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
@@ -322,7 +323,8 @@ class StepStack(Stack):
         if all(count <= size for count, size in zip(counts, self.places, strict=True)):
             self.foresight.note(self.occasion, counts)
             return True
-        self.foresight.forget(self.occasion)
+        self.foresight.repeated += 1
+        self.again = True
         self.ran, self.slots, self.sizes, self.own, self.computed = [], [], [], [], 0
         self.places, self.went_on, self.arrival = [], [], None
         random, device = self.random, self.real.device
