@@ -378,7 +378,7 @@ def test_a_forecast_is_above_what_was_seen():
 def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
     """What `StepGraphs` compiles, not compiled."""
     lay_flat(monkeypatch, True, True)
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     ids = tokens(4, 64)
     found, calls = [], []
     for grouped in (False, True):
@@ -408,7 +408,7 @@ def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
 def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypatch):
     """And the gradients of all are summed in fp32: as without a cache of casts, and as in no step's own dtype."""
     lay_flat(monkeypatch, True, True)
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     ids, found = tokens(4, 64), []
     for grouped in (False, True):
         model = make(COT, num_hidden_layers=4).float().train()
@@ -422,6 +422,8 @@ def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypa
                 loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert StepGraphs(make(COT, num_hidden_layers=4).bfloat16().model).weights(4) is None
     places = [place for name, place in graphs.places.items() if name[0] == "weight"]
     linear = [part for part in model.model.layers.modules() if isinstance(part, torch.nn.Linear)]
     assert len(places) == len(linear) and all(place.dtype == torch.bfloat16 for place in places)
@@ -438,7 +440,7 @@ def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypa
 def test_hidden_states_are_those_of_the_layers(depth, monkeypatch):
     """Asked for, layers run one by one and steps wait: no group hides them, no repeated loop adds its own."""
     lay_flat(monkeypatch, True, True)
-    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     ids, model = tokens(4, 128), make(depth)
     wanted = model(ids, output_hidden_states=True).hidden_states
     model.step_graphs, model.foresight = StepGraphs(model.model), Foresight(least=2)

@@ -206,13 +206,14 @@ class AdaPonderLM(DepthMethod):
             )
         dense = self.training or not options.freeze_readout
         stack.flat = stack.flat and not dense
-        inputs = first = embeddings * options.steps if options.premultiply_steps else embeddings
+        first = embeddings * options.steps if options.premultiply_steps else embeddings
+        inputs = first  # of the tokens that run
         out, passes, logits, active = embeddings, torch.zeros_like(stack.numbers), [], stack.real
         planned = self.planned(stack)
         chosen = Chosen()
 
         for i in range(options.steps + 1):
-            h = stack.replace(chosen.take(inputs), chosen)
+            h = stack.replace(inputs, chosen)
             out = chosen.put(out, h) if i and options.freeze_readout else h
             passes = chosen.put(passes, chosen.take(passes) + 1)
             if i == options.steps:
@@ -228,10 +229,15 @@ class AdaPonderLM(DepthMethod):
             if following is None:
                 break
             thought = vocabulary.mixture(following.from_before(h), top_k=options.top_k)
-            if strength is not None:
-                thought = following.from_before(strength)[..., None] * thought
-            before = following.take(inputs if options.accumulate else first)
-            inputs, chosen = following.put(inputs, before + thought), following
+            before = following.from_before(inputs)
+            inputs = before if options.accumulate else following.take(first)
+            if strength is None:
+                inputs = inputs + thought
+            else:
+                inputs = torch.addcmul(inputs, following.from_before(strength)[..., None], thought)
+            if dense:  # halted tokens keep theirs
+                inputs = torch.where(active[..., None], inputs, before)
+            chosen = following
 
         if not stack.settled():
             return None

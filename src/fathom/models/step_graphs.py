@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,26 +51,33 @@ class Foresight:
             self.sizes = {key: sizes for key, sizes in self.sizes.items() if key[0] != oldest}
 
 
+def sums(parts: list[list[Tensor]], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Of each list, in its dtype."""
+    return [
+        sum((part.to(dtype) for part in some[1:]), some[0].to(dtype)) for some, dtype in zip(parts, dtypes, strict=True)
+    ]
+
+
 class CastOnce(torch.autograd.Function):
     """Weights in another dtype, copied to the places given, once for each of some steps: all share these numbers, and
-    the gradients of all are summed in the weights' own dtype."""
+    the gradients of all are summed in the weights' own dtype, by `sums` or that function compiled."""
 
     @staticmethod
-    def forward(ctx: Any, places: list[Tensor], steps: int, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, places: list[Tensor], steps: int, sums: Callable[..., list[Tensor]], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         torch._foreach_copy_(places, weights)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.sums, ctx.dtypes = sums, [weight.dtype for weight in weights]
         return tuple(place.detach() for _ in range(steps) for place in places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[override]
-        sums: list[Tensor | None] = [None] * len(ctx.dtypes)
-        for number, gradient in enumerate(gradients):
-            place = number % len(sums)
-            if gradient is not None:
-                total = sums[place]
-                sums[place] = gradient.to(ctx.dtypes[place], copy=True) if total is None else total.add_(gradient)
-        return None, None, *sums
+        number = len(ctx.dtypes)
+        parts = [[part for part in gradients[n::number] if part is not None] for n in range(number)]
+        some = [n for n in range(number) if parts[n]]
+        found = dict(zip(some, ctx.sums([parts[n] for n in some], [ctx.dtypes[n] for n in some]), strict=True))
+        return None, None, None, *(found.get(n) for n in range(number))
 
 
 class StepGraphs:
@@ -88,6 +96,7 @@ class StepGraphs:
         groups = [LayerGroup(layers[n : n + together]) for n in range(0, len(layers), together)]
         self.layers = [group.layers for group in groups]
         self.groups = [torch.compile(group, mode="reduce-overhead") for group in groups]
+        self.sums = torch.compile(sums, dynamic=False)
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
     def weights(self, steps: int) -> list[list[list[dict[str, Tensor]]]] | None:
@@ -106,11 +115,13 @@ class StepGraphs:
                 for part, tensor in module.named_parameters()
                 if tensor.dtype != dtype
             ]
+            if not named:
+                return None
             own = [tensor for *_, tensor in named]
             places = [
                 self.room(("weight", number, n), tensor.numel(), dtype, tensor.device) for n, tensor in enumerate(own)
             ]
-            copies = CastOnce.apply([p.view(w.shape) for p, w in zip(places, own, strict=True)], steps, *own)
+            copies = CastOnce.apply([p.view(w.shape) for p, w in zip(places, own, strict=True)], steps, self.sums, *own)
             by_step: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
             for n, copy in enumerate(copies):
                 layer, name, _ = named[n % len(named)]
@@ -127,11 +138,10 @@ class StepGraphs:
                 place = self.places[(*name, numbers, dtype)] = torch.empty(numbers, dtype=dtype, device=device)
         return place
 
-    def place(self, x: Tensor, *name: Any, shared: bool = True) -> Tensor:
-        """The same numbers where they were the last time that there were so many of this name; what all layers read is
-        read there, and not copied for each."""
+    def place(self, x: Tensor, *name: Any) -> Tensor:
+        """The same numbers where they were the last time that there were so many of this name: graphs read them there,
+        and need no copy of their own."""
         place = self.room(name, 1 << max(x.numel() - 1, 0).bit_length(), x.dtype, x.device)
         placed = place.detach()[: x.numel()].view(x.shape).copy_(x)
-        if shared:
-            torch._dynamo.mark_static_address(placed, guard=False)
+        torch._dynamo.mark_static_address(placed, guard=False)
         return placed

@@ -443,7 +443,7 @@ class StepStack(Stack):
             given = vars(ranges).items()
             placed: dict[str, Any] = {name: x if x is None else place(x, step, name) for name, x in given}
             stack.attention_mask = TokenRanges(**placed)
-        return place(inputs, step, "inputs", shared=False)
+        return place(inputs, step, "inputs")
 
     @torch.compiler.disable
     def past_slots(self, layer: int, step: int) -> list[KeyValue]:
