@@ -18,7 +18,8 @@ class Foresight:
     """How many tokens will run each step, as far as those of late tell: then no step waits for the number of the last.
 
     Of calls with as many tokens, the most or the mean and three deviations, whichever is above. Where more go on, the
-    call is made again with all numbers waited for (`StepStack.settled`).
+    call is made again with all numbers waited for (`StepStack.settled`). Numbers far from those before, as after
+    a change of threshold, start the observation anew.
     """
 
     def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
@@ -26,14 +27,18 @@ class Foresight:
         self.counts: dict[Any, collections.deque[list[int]]] = {}
         self.sizes: dict[Any, set[int]] = {}  # by occasion and step
 
+    def seen(self, occasion: Any, step: int) -> tuple[int, float, float] | None:
+        """The most that went on after this step, their mean and standard deviation; None: not known yet."""
+        calls = self.counts.get(occasion, ())
+        if len(calls) < self.least:
+            return None
+        counts = [numbers[step] if step < len(numbers) else 0 for numbers in calls]
+        return max(counts), statistics.fmean(counts), statistics.stdev(counts) if len(counts) > 1 else 0.0
+
     def most(self, occasion: Any, step: int) -> int | None:
         """How many may go on after this step; None: not known yet."""
-        seen = self.counts.get(occasion, ())
-        if len(seen) < self.least:
-            return None
-        counts = [numbers[step] if step < len(numbers) else 0 for numbers in seen]
-        deviation = statistics.stdev(counts) if len(counts) > 1 else 0.0
-        return max(*counts, math.ceil(statistics.fmean(counts) + 3 * deviation))
+        seen = self.seen(occasion, step)
+        return None if seen is None else max(seen[0], math.ceil(seen[1] + 3 * seen[2]))
 
     def size(self, occasion: Any, step: int, least: int, most: int) -> int:
         """The smallest of these sizes that the step has had, else the least: a new one is another CUDA graph."""
@@ -44,6 +49,10 @@ class Foresight:
 
     def note(self, occasion: Any, counts: list[int]) -> None:
         """How many went on after each step."""
+        for step, count in enumerate(counts):
+            seen = self.seen(occasion, step)
+            if seen is not None and abs(count - seen[1]) > 6 * max(seen[2], math.sqrt(seen[1])):
+                del self.counts[occasion]
         self.counts.setdefault(occasion, collections.deque(maxlen=self.remembered)).append(counts)
         if len(self.counts) > self.occasions:
             oldest = next(iter(self.counts))
@@ -102,7 +111,7 @@ class StepGraphs:
     def weights(self, steps: int) -> list[list[list[dict[str, Tensor]]]] | None:
         """Under autocast, the matrices of each group's layers as it casts them, for each step: else every step would
         cast all of them, and add its gradients to those of the others by calls of their own."""
-        device = self.layers[0][0].input_layernorm.weight.device.type
+        device = next(self.layers[0].parameters()).device.type
         if not torch.is_autocast_enabled(device):
             return None
         dtype, cast = torch.get_autocast_dtype(device), []
