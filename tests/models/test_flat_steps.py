@@ -418,6 +418,8 @@ def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypa
         model = make(COT, num_hidden_layers=4).float().train()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
+        for layer in model.model.layers[:2]:
+            layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight  # two names, one tensor
         graphs = model.step_graphs = StepGraphs(model.model, together=2) if grouped else None
         model.depth.progress = 1.0
         for _ in range(2):  # the second at the places of the first
@@ -426,17 +428,38 @@ def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypa
                 loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert StepGraphs(make(COT, num_hidden_layers=4).bfloat16().model).weights(4) is None
     places = [place for name, place in graphs.places.items() if name[0] == "weight"]
     linear = [part for part in model.model.layers.modules() if isinstance(part, torch.nn.Linear)]
-    assert len(places) == len(linear) and all(place.dtype == torch.bfloat16 for place in places)
+    assert len(places) == len(linear) - 2 and all(place.dtype == torch.bfloat16 for place in places)
     (loss, gradients), (other_loss, other_gradients) = found
     assert_close(other_loss, loss, 1e-6)
     for name, gradient in gradients.items():
         assert (gradient is None) == (other_gradients[name] is None) == any(part in name for part in frozen)
         if gradient is not None:
-            torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+            tied = ".0.mlp.gate" in name or ".1.mlp.gate" in name  # used twice in a step: that sum is bf16's
+            bound = 1e-2 if tied else 1e-5
+            assert (other_gradients[name] - gradient).norm() <= bound * gradient.norm(), name
+
+
+def test_what_is_cast_and_what_needs_a_gradient(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = make(COT, num_hidden_layers=2)
+    graphs = StepGraphs(model.model, together=1)
+    assert graphs.weights(4) is None  # no autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graphs.weights(2) == [[[{}], [{}]], [[{}], [{}]]]  # which leaves fp64 alone
+        first, second = model.model.layers
+        first.bfloat16(), second.float()
+        second.mlp.requires_grad_(False)
+        nothing, cast = graphs.weights(2)
+    assert nothing == [[{}], [{}]]
+    for [weights] in cast:
+        assert {name: copy.requires_grad for name, copy in weights.items()} == {
+            f"{name}.weight": "mlp" not in name
+            for name, module in second.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        assert all(torch.equal(copy, second.get_parameter(name).bfloat16()) for name, copy in weights.items())
 
 
 @both

@@ -265,8 +265,10 @@ class AdaPonderLM(DepthMethod):
         logits = torch.stack([gate(h) for gate in self.gates])
         logit = logits.gather(0, step.clamp(max=self.options.steps - 1)[None, :, None])[0]
         goes_on = (logit >= self.options.threshold_logit) & (step[:, None] < self.options.steps)
-        thought = logit.sigmoid().to(h.dtype)[..., None] * vocabulary.mixture(h, top_k=self.options.top_k)
-        latest = (latest if self.options.accumulate else first) + thought
+        thought = vocabulary.mixture(h, top_k=self.options.top_k)
+        latest = torch.addcmul(
+            latest if self.options.accumulate else first, logit.sigmoid().to(h.dtype)[..., None], thought
+        )
         return goes_on[:, 0], latest, (first, latest), h
 
     def planned(self, stack) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.models.decoder import Decoder, LayerGroup
+from fathom.ops.autocast import autocasts
 
 
 class Foresight:
@@ -78,7 +80,10 @@ class CastOnce(torch.autograd.Function):
         torch._foreach_copy_(places, weights)
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.dtypes = sums, [weight.dtype for weight in weights]
-        return tuple(place.detach() for _ in range(steps) for place in places)
+        copies = [place.detach() for _ in range(steps) for place in places]
+        frozen = [not needed for needed in ctx.needs_input_grad[3:]] * steps
+        ctx.mark_non_differentiable(*itertools.compress(copies, frozen))
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[override]
@@ -112,39 +117,39 @@ class StepGraphs:
         """Under autocast, the matrices of each group's layers as it casts them, for each step: else every step would
         cast all of them, and add its gradients to those of the others by calls of their own."""
         device = next(self.layers[0].parameters()).device.type
-        if not torch.is_autocast_enabled(device):
+        if not autocasts(device):
             return None
         dtype, cast = torch.get_autocast_dtype(device), []
         for number, layers in enumerate(self.layers):
-            named = [
-                (layer, f"{name}.{part}", tensor)
+            # A layer's names of a tensor that it has twice are one to `functional_call`. Autocast leaves fp64 alone.
+            named = {
+                (layer, id(tensor)): (f"{name}.{part}", tensor)
                 for layer, block in enumerate(layers)
                 for name, module in block.named_modules()
                 if type(module) is nn.Linear
                 for part, tensor in module.named_parameters()
-                if tensor.dtype != dtype
-            ]
-            if not named:
-                return None
-            own = [tensor for *_, tensor in named]
-            places = [
-                self.room(("weight", number, n), tensor.numel(), dtype, tensor.device) for n, tensor in enumerate(own)
-            ]
-            copies = CastOnce.apply([p.view(w.shape) for p, w in zip(places, own, strict=True)], steps, self.sums, *own)
+                if tensor.dtype not in (dtype, torch.float64)
+            }
             by_step: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
-            for n, copy in enumerate(copies):
-                layer, name, _ = named[n % len(named)]
-                torch._dynamo.mark_static_address(copy, guard=False)
-                by_step[n // len(named)][layer][name] = copy
             cast.append(by_step)
+            if not named:
+                continue
+            own = [tensor for _, tensor in named.values()]
+            rooms = (self.room(("weight", number, n), x.numel(), dtype, x.device) for n, x in enumerate(own))
+            places = [room.view(x.shape) for room, x in zip(rooms, own, strict=True)]
+            copies = iter(CastOnce.apply(places, steps, self.sums, *own))
+            for weights in by_step:
+                for ((layer, _), (name, _)), copy in zip(named.items(), copies, strict=False):
+                    torch._dynamo.mark_static_address(copy, guard=False)
+                    weights[layer][name] = copy
         return cast
 
     def room(self, name: tuple[Any, ...], numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A place of this name for so many numbers, the same in every call."""
-        place = self.places.get((*name, numbers, dtype))
+        place = self.places.get((*name, numbers, dtype, device))
         if place is None:
             with torch.inference_mode(False):  # others write to it, too
-                place = self.places[(*name, numbers, dtype)] = torch.empty(numbers, dtype=dtype, device=device)
+                place = self.places[(*name, numbers, dtype, device)] = torch.empty(numbers, dtype=dtype, device=device)
         return place
 
     def place(self, x: Tensor, *name: Any) -> Tensor:
