@@ -3,6 +3,7 @@ token: both forms of `StepStack` under a dense mask in float64."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import pytest
@@ -408,11 +409,15 @@ def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
         torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("frozen", [(), ("q_proj",)], ids=["all", "some"])
-def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypatch):
+@pytest.mark.parametrize(
+    "traced, frozen", [(False, ()), (False, ("q_proj",)), (True, ())], ids=["plain", "frozen", "traced"]
+)
+def test_under_autocast_all_steps_share_one_cast_of_the_weights(traced, frozen, monkeypatch):
     """And the gradients of all are summed in fp32: as without a cache of casts, and as in no step's own dtype."""
     lay_flat(monkeypatch, True, True)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function) if traced else function)
+    torch._dynamo.reset()
     ids, found = tokens(4, 64), []
     for grouped in (False, True):
         model = make(COT, num_hidden_layers=4).float().train()
@@ -424,7 +429,8 @@ def test_under_autocast_all_steps_share_one_cast_of_the_weights(frozen, monkeypa
         model.depth.progress = 1.0
         for _ in range(2):  # the second at the places of the first
             model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+            with autocast, torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
@@ -445,14 +451,15 @@ def test_what_is_cast_and_what_needs_a_gradient(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = make(COT, num_hidden_layers=2)
     graphs = StepGraphs(model.model, together=1)
-    assert graphs.weights(4) is None  # no autocast
+    assert graphs.weights(0, 2) == [[{}], [{}]]  # no autocast
     with torch.autocast("cpu", torch.bfloat16):
-        assert graphs.weights(2) == [[[{}], [{}]], [[{}], [{}]]]  # which leaves fp64 alone
+        assert graphs.weights(0, 2) == [[{}], [{}]]  # which leaves fp64 alone
         first, second = model.model.layers
         first.bfloat16(), second.float()
         second.mlp.requires_grad_(False)
-        nothing, cast = graphs.weights(2)
-    assert nothing == [[{}], [{}]]
+        assert graphs.weights(0, 2) == [[{}], [{}]]
+        cast = graphs.weights(1, 2)
+    assert len(cast) == 2
     for [weights] in cast:
         assert {name: copy.requires_grad for name, copy in weights.items()} == {
             f"{name}.weight": "mlp" not in name

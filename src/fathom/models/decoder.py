@@ -243,24 +243,17 @@ class LayerGroup(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(
-        self,
-        stream: Any,
-        residual: Any,
-        earlier: list[Any],
-        weights: list[dict[str, Tensor]] | None = None,
-        **inputs: Any,
+        self, stream: Any, residual: Any, earlier: list[Any], *, weights: list[dict[str, Tensor]], **inputs: Any
     ) -> tuple[Any, list[Any]]:
-        """Returns the stream, and what `read` leaves of each layer (models/steps.py). `weights`: some of each layer's,
-        by name, to be used instead of its own."""
+        """Returns the stream, and what `read` leaves of each layer (models/steps.py). `weights`: of each layer, what
+        stands for its own of that name."""
         left = []
-        for layer, slots, own in zip(self.layers, earlier, weights or [{}] * len(earlier), strict=True):
-            inputs["earlier"] = slots
-            called = (
-                layer(stream, residual, **inputs)
-                if not own
-                else functional_call(layer, own, (stream, residual), inputs)
-            )
-            stream, *_, kept = called
+        for layer, slots, others in zip(self.layers, earlier, weights, strict=True):
+            given = dict(inputs, earlier=slots)
+            if others:
+                stream, *_, kept = functional_call(layer, others, (stream, residual), given)
+            else:
+                stream, *_, kept = layer(stream, residual, **given)
             left.append(kept)
         return stream, left
 
@@ -315,7 +308,6 @@ class Stack:
     earlier: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
     groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
-    weights: list[Any] | None = None  # of each group's layers, to be used instead of their own (`LayerGroup`)
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -374,7 +366,6 @@ class Stack:
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
                 read=self.read,
-                weights=None if self.weights is None else self.weights[number],
                 **self.layer_kwargs,
             )
             self.kept += left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import statistics
@@ -113,36 +114,45 @@ class StepGraphs:
         self.sums = torch.compile(sums, dynamic=False)
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
-    def weights(self, steps: int) -> list[list[list[dict[str, Tensor]]]] | None:
-        """Under autocast, the matrices of each group's layers as it casts them, for each step: else every step would
-        cast all of them, and add its gradients to those of the others by calls of their own."""
-        device = next(self.layers[0].parameters()).device.type
+    def bound(self, step: int, steps: int, casts: dict[int, list[Any]]) -> list[Callable[..., Any]]:
+        """The groups for one step of some. `casts`: the `weights` of this forward's steps, filled by the first."""
+
+        def run(number: int, *given: Any, **inputs: Any) -> Any:
+            if number not in casts:  # while the device runs the groups before
+                casts[number] = self.weights(number, steps)
+            return self.groups[number](*given, weights=casts[number][step], **inputs)
+
+        return [functools.partial(run, number) for number in range(len(self.groups))]
+
+    def weights(self, number: int, steps: int) -> list[list[dict[str, Tensor]]]:
+        """Under autocast, the matrices of a group's layers as it casts them, for each step: else every step would cast
+        all of them, and add its gradients to those of the others by calls of their own."""
+        layers = self.layers[number]
+        found: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
+        device = next(layers.parameters()).device.type
         if not autocasts(device):
-            return None
-        dtype, cast = torch.get_autocast_dtype(device), []
-        for number, layers in enumerate(self.layers):
-            # A layer's names of a tensor that it has twice are one to `functional_call`. Autocast leaves fp64 alone.
-            named = {
-                (layer, id(tensor)): (f"{name}.{part}", tensor)
-                for layer, block in enumerate(layers)
-                for name, module in block.named_modules()
-                if type(module) is nn.Linear
-                for part, tensor in module.named_parameters()
-                if tensor.dtype not in (dtype, torch.float64)
-            }
-            by_step: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
-            cast.append(by_step)
-            if not named:
-                continue
-            own = [tensor for _, tensor in named.values()]
-            rooms = (self.room(("weight", number, n), x.numel(), dtype, x.device) for n, x in enumerate(own))
-            places = [room.view(x.shape) for room, x in zip(rooms, own, strict=True)]
-            copies = iter(CastOnce.apply(places, steps, self.sums, *own))
-            for weights in by_step:
-                for ((layer, _), (name, _)), copy in zip(named.items(), copies, strict=False):
-                    torch._dynamo.mark_static_address(copy, guard=False)
-                    weights[layer][name] = copy
-        return cast
+            return found
+        dtype = torch.get_autocast_dtype(device)
+        # A layer's names of a tensor that it has twice are one to `functional_call`. Autocast leaves fp64 alone.
+        named = {
+            (layer, id(tensor)): (f"{name}.{part}", tensor)
+            for layer, block in enumerate(layers)
+            for name, module in block.named_modules()
+            if type(module) is nn.Linear
+            for part, tensor in module.named_parameters()
+            if tensor.dtype not in (dtype, torch.float64)
+        }
+        if not named:
+            return found
+        own = [tensor for _, tensor in named.values()]
+        rooms = (self.room(("weight", number, n), x.numel(), dtype, x.device) for n, x in enumerate(own))
+        places = [room.view(x.shape) for room, x in zip(rooms, own, strict=True)]
+        copies = iter(CastOnce.apply(places, steps, self.sums, *own))
+        for weights in found:
+            for ((layer, _), (name, _)), copy in zip(named.items(), copies, strict=False):
+                torch._dynamo.mark_static_address(copy, guard=False)
+                weights[layer][name] = copy
+        return found
 
     def room(self, name: tuple[Any, ...], numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A place of this name for so many numbers, the same in every call."""

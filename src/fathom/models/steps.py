@@ -161,7 +161,7 @@ class StepStack(Stack):
     computed: int = 0
     graphs: StepGraphs | None = None
     foresight: Foresight | None = None
-    casts: list[Any] | None = None  # of its layers' weights, by group and step
+    casts: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # of its layers' weights, by group
     went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
     places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
     arrival: torch.cuda.Event | None = None  # of those numbers
@@ -419,7 +419,6 @@ class StepStack(Stack):
             earlier=earlier,
         )
         if self.graphs is not None and self.flat and not self.watched:
-            stack.groups = self.graphs.groups
             inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
@@ -432,10 +431,7 @@ class StepStack(Stack):
         """What the layers of this step read, at the places that their graphs know."""
         assert self.graphs is not None
         step, place = len(self.ran), self.graphs.place
-        if step == 1:
-            self.casts = self.graphs.weights(self.most)
-        if self.casts is not None:
-            stack.weights = [steps[step - 1] for steps in self.casts]
+        stack.groups = self.graphs.bound(step - 1, self.most, self.casts)
         if stack.position_embeddings is not None:
             cos, sin = stack.position_embeddings
             stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
