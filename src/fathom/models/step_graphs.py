@@ -99,7 +99,7 @@ class StepGraphs:
     """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
     kernels.
 
-    A graph is recorded for every size, so sizes are multiples of a 256th of the tokens; and reads what it needs again
+    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens; and reads what it needs again
     in its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a
     place of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
     """

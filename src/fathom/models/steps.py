@@ -268,11 +268,11 @@ class StepStack(Stack):
         if not count:
             self.places.append(0)
             return None
-        unit = BLOCK if self.graphs is None else -(-rows * length // (256 * BLOCK)) * BLOCK
+        unit = BLOCK if self.graphs is None else -(-rows * length // (128 * BLOCK)) * BLOCK
         size = max(LEAST, -(-count // unit) * unit)
         known = isinstance(self.went_on[-1], list)
         if not known:
-            size = self.foresight.size(self.occasion, len(self.ran), size, size + 4 * unit)  # type: ignore[union-attr]
+            size = self.foresight.size(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
         size = min(len(some), size)
         self.places.append(size)
         until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
