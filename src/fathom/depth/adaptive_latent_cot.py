@@ -116,6 +116,11 @@ class AdaptiveLatentCoT(DepthMethod):
                 return 0
             return self.steps if self.router_per_step else 1
 
+        @property
+        def scored(self) -> bool:
+            """Whether the penalty depends on how right a prediction is."""
+            return self.beta != 0 and self.penalty != 0
+
     def __init__(self, config, options):
         super().__init__(config, options)
         self.routers = nn.ModuleList(Score(config.hidden_size, options.router_bias) for _ in range(options.routers))
@@ -198,17 +203,13 @@ class AdaptiveLatentCoT(DepthMethod):
         objective = None
         if options.halting == "act":
             charge = passes + remainder
-        elif options.correctness_from == "mixture" and self.scored:  # the loss of the prediction says how right it is
+        elif options.correctness_from == "mixture" and options.scored:
+            # how right the prediction is, its loss says
             total, losses = vocabulary.loss(hidden_states, stack.targets)
             objective = total / (stack.targets != IGNORE).sum().clamp(min=1)
             charge = charge * (-options.beta * losses).exp()
         penalty = options.penalty * mean_over_targets(charge, self.predicted(stack)) + self.no_gradient()
         return DepthOutput(hidden_states, {"penalty": penalty}, trace, objective)
-
-    @property
-    def scored(self) -> bool:
-        """Whether the penalty depends on how right a prediction is."""
-        return self.options.beta != 0 and self.options.penalty != 0
 
     def no_gradient(self) -> Tensor:
         """0 of every router: one whose step no token got to would have no gradient, which DDP does not allow."""
@@ -280,7 +281,7 @@ class AdaptiveLatentCoT(DepthMethod):
 
     def correctness(self, states, targets, vocabulary) -> Tensor | float:
         """sg(p^β) of the true next token."""
-        if not self.scored:
+        if not self.options.scored:
             return 1.0
         with torch.no_grad():
             return (-self.options.beta * vocabulary.losses(states, targets)).exp()
@@ -304,7 +305,7 @@ class AdaptiveLatentCoT(DepthMethod):
         routing = routed * (2 * d + 4)
         mixing = slots * 2 * d if options.halting in ("router", "act") else 0
         scored: float = 0  # heads whose logits only say how right a state is; they have no backward pass
-        if options.halting == "router" and options.correctness_from == "step" and options.beta and options.penalty:
+        if options.halting == "router" and options.correctness_from == "step" and options.scored:
             scored = routed
         if options.halting == "exit_gate":
             # trains on every step's head: all but one, which is counted, forward and backward; the logits of all again

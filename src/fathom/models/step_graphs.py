@@ -114,7 +114,7 @@ class StepGraphs:
         self.sums = torch.compile(sums, dynamic=False)
         self.places: dict[tuple[Any, ...], Tensor] = {}
 
-    def bound(self, step: int, steps: int, casts: dict[int, list[Any]]) -> list[Callable[..., Any]]:
+    def of_step(self, step: int, steps: int, casts: dict[int, list[Any]]) -> list[Callable[..., Any]]:
         """The groups for one step of some. `casts`: the `weights` of this forward's steps, filled by the first."""
 
         def run(number: int, *given: Any, **inputs: Any) -> Any:

@@ -431,7 +431,7 @@ class StepStack(Stack):
         """What the layers of this step read, at the places that their graphs know."""
         assert self.graphs is not None
         step, place = len(self.ran), self.graphs.place
-        stack.groups = self.graphs.bound(step - 1, self.most, self.casts)
+        stack.groups = self.graphs.of_step(step - 1, self.most, self.casts)
         if stack.position_embeddings is not None:
             cos, sin = stack.position_embeddings
             stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
