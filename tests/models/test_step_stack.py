@@ -20,7 +20,7 @@ both = pytest.mark.parametrize("depth", [COT, ADA], ids=lambda depth: depth["nam
 
 def test_chosen_tokens_are_taken_and_put_back_in_place():
     mask = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    [chosen] = choose(mask)
+    chosen = choose(mask)
     assert chosen.index.shape == (3, 3) and chosen.index[0].tolist() == [1, 3, 4] and chosen.index[1, 0] == 0
     assert chosen.live.tolist() == [[True] * 3, [True, False, False], [False] * 3]
     for dim, x in ((1, torch.randn(3, 5)), (1, torch.randn(3, 5, 4)), (2, torch.randn(3, 2, 5, 4))):
@@ -33,9 +33,8 @@ def test_chosen_tokens_are_taken_and_put_back_in_place():
 
 def test_choosing_all_some_and_none():
     everyone, nobody = torch.ones(2, 4).bool(), torch.zeros(2, 4).bool()
-    whole, none = choose(everyone, nobody)
-    assert whole == Chosen() and none is None
-    [one_row] = choose(torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]).bool())
+    assert choose(everyone) == Chosen() and choose(nobody) is None
+    one_row = choose(torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]).bool())
     assert one_row.index is None and one_row.live.sum() == 5  # a row needs all: in place
 
 
@@ -43,7 +42,7 @@ def test_numbers_above_the_bucket_are_its_multiples():
     for wanted, size in ((BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET), (2 * BUCKET, 2 * BUCKET), (5 * BUCKET - 3, None)):
         mask = torch.zeros(1, 5 * BUCKET - 3).bool()
         mask[0, torch.randperm(mask.shape[1])[:wanted]] = True
-        [chosen] = choose(mask)
+        chosen = choose(mask)
         assert (None if chosen.index is None else chosen.index.shape[1]) == size
         live = torch.ones(1, size or mask.shape[1]).bool() if chosen.live is None else chosen.live
         assert live.sum() == wanted

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.step_tokens import along, take
+from fathom.models.step_tokens import take
+from fathom.ops.kernels import has_kernel, wants_gradient
 
 NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
@@ -161,39 +161,31 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
     layers[:] = [StepLayer(segments) for _ in range(config.num_hidden_layers)]
 
 
-def columns(
-    x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"], out: Tensor | None = None
-) -> Float[Tensor, "B G m D"]:
+def columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
     """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
     costs by the number."""
-    x = x.expand(len(index), -1, -1, -1)
-    if x.requires_grad and torch.is_grad_enabled():
-        return take(x, index, 2)
-    found = x.new_empty(*x.shape[:2], index.shape[1], x.shape[3]) if out is None else out
-    numbers = torch.int64 if x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1 else x.dtype
-    torch.gather(x.view(numbers), 2, along(index, x, 2).expand_as(found.view(numbers)), out=found.view(numbers))
-    return found
+    x, dtype = x.expand(len(index), -1, -1, -1), x.dtype
+    if not wants_gradient(x) and x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1:
+        x = x.view(torch.int64)
+    return take(x, index, 2).view(dtype)
 
 
-def columns_of(
-    banks: Sequence[Iterator[KeyValue]], indices: Sequence[Int[Tensor, "B m"]], together: int = 8
-) -> Iterator[KeyValue]:
-    """By layer, some slots of each bank, one bank's after the other's; a few layers at a time, as calls for each would
-    take longer than the copies."""
-    sizes = [index.shape[1] for index in indices]
-    while some := [[x for pair in itertools.islice(bank, together) for x in pair] for bank in banks]:
-        if not some[0]:
+def slots_of(banks: list[list[KeyValue]], index: Int[Tensor, "B m"], together: int = 8) -> Iterator[KeyValue]:
+    """By layer, some slots of its banks, which lie one after the other; with a kernel a few layers at a time, as calls
+    for each would take longer than the copies."""
+    layers = len(banks[0])
+    if has_kernel(index.device.type):
+        from fathom.ops.gather_slots import gather_slots, serves
+
+        tensors = [[x for pair in bank for x in pair] for bank in banks]
+        if serves(tensors):
+            for start in range(0, 2 * layers, 2 * together):
+                found = gather_slots([bank[start : start + 2 * together] for bank in tensors], index).unbind()
+                yield from zip(found[::2], found[1::2], strict=True)
             return
-        heads = some[0][0].shape[1]
-        every = [torch.cat(tensors, dim=1) for tensors in some]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in every):
-            found = torch.cat([columns(x, index) for x, index in zip(every, indices, strict=True)], dim=2)
-        else:
-            found = every[0].new_empty(len(indices[0]), every[0].shape[1], sum(sizes), every[0].shape[3])
-            for x, index, out in zip(every, indices, found.split(sizes, dim=2), strict=True):
-                columns(x, index, out)
-        parts = found.split(heads, dim=1)
-        yield from zip(parts[::2], parts[1::2], strict=True)
+    for layer in range(layers):
+        key, value = joined([bank[layer] for bank in banks])  # type: ignore[misc]
+        yield columns(key, index), columns(value, index)
 
 
 def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:

@@ -95,29 +95,23 @@ def along(index: Tensor, x: Tensor, dim: int) -> Tensor:
     return index.view(index.shape[0], *(1,) * (dim - 1), index.shape[1], *(1,) * (x.ndim - dim - 1))
 
 
-@torch.compiler.disable
-def choose(*masks: Bool[Tensor, "B T"], counts: list[list[int]] | None = None) -> list[Chosen | None]:
-    """The tokens of each mask, None for a mask without any. `counts`: of each in every row; if not given, waits for the
-    device once.
+def rounded(most: int, length: int) -> int:
+    """For how many tokens a row gets place, if it has `length` and `most` of a row are chosen."""
+    return min(length, most if most <= BUCKET else -(-most // BUCKET) * BUCKET)
 
-    On the meta device, which has no values, every mask chooses all.
+
+@torch.compiler.disable
+def choose(mask: Bool[Tensor, "B T"]) -> Chosen | None:
+    """The tokens of the mask, None if there is none. Waits for the device once.
+
+    On the meta device, which has no values, the mask chooses all.
     """
-    if masks[0].is_meta:
-        return [Chosen() for _ in masks]
-    length, every = masks[0].shape[1], torch.stack(masks)
-    if counts is None:
-        fewest, most = torch.stack(every.sum(2).aminmax(dim=1)).tolist()
-    else:
-        fewest, most = [min(rows) for rows in counts], [max(rows) for rows in counts]
-    sizes = [min(length, high if high <= BUCKET else -(-high // BUCKET) * BUCKET) for high in most]
-    order = None
-    if any(0 < size < length for size in sizes):
-        order = (~every).to(torch.uint8).argsort(dim=2, stable=True)
-    chosen: list[Chosen | None] = []
-    for number, (mask, size, low) in enumerate(zip(masks, sizes, fewest, strict=True)):
-        if size in (0, length) or order is None:
-            chosen.append(None if size == 0 else Chosen(None, None if low == length else mask))
-            continue
-        index = order[number, :, :size]
-        chosen.append(Chosen(index, None if low == size else mask.gather(1, index)))
-    return chosen
+    if mask.is_meta:
+        return Chosen()
+    length = mask.shape[1]
+    fewest, most = torch.stack(mask.sum(1).aminmax()).tolist()
+    size = rounded(most, length)
+    if size in (0, length):
+        return None if size == 0 else Chosen(None, None if fewest == length else mask)
+    index = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :size]
+    return Chosen(index, None if fewest == size else mask.gather(1, index))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
-from fathom.models.step_cache import NOWHERE, KeyValue, columns_of, joined
+from fathom.models.step_cache import NOWHERE, KeyValue, joined, slots_of
 from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.step_tokens import Chosen, Flat, choose, put
+from fathom.models.step_tokens import Chosen, Flat, choose, put, rounded
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
 from fathom.ops.token_blocks import BLOCK, TokenRanges, listed_blocks, readers_of, sees, token_block_mask
@@ -86,11 +86,6 @@ def replace_flat(
     return keys, values, (keys, values, *replaced)
 
 
-def _numbered(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """The place of every chosen token among those of all rows; any of others."""
-    return (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)
-
-
 def _hides(chosen: Chosen | Flat) -> bool:
     """Whether some entries are dead."""
     return chosen.live is not None
@@ -112,23 +107,6 @@ def of_any_length(*given: Any) -> None:
             of_any_length(x.start, x.stop, x.readers, x.blocks)
         elif isinstance(x, Tensor):
             torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1 if not x.is_floating_point() else x.ndim - 2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Slots that fill a segment of the cache.
-
-    Attributes:
-        tokens: whose.
-        counts: how many of every row; empty if that must be counted.
-        bank: where they are,
-        column: and the place there of every token's.
-    """
-
-    tokens: Bool[Tensor, "B T"]
-    counts: list[int]
-    bank: int
-    column: Int[Tensor, "B T"]
 
 
 @dataclasses.dataclass
@@ -234,7 +212,7 @@ class StepStack(Stack):
             return self.choose_flat(chosen, goes_on, every)
         assert isinstance(chosen, Chosen)
         live = self.real if chosen.index is None and chosen.live is None else chosen.live
-        [picked] = choose(goes_on if live is None else goes_on & live)
+        picked = choose(goes_on if live is None else goes_on & live)
         if picked is None or chosen.index is None:
             return picked and dataclasses.replace(picked, before=picked.index)
         if picked.index is None:
@@ -506,78 +484,91 @@ class StepStack(Stack):
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds step k's."""
-        layers = range(len(self.decoder.layers))
+        layers, steps = range(len(self.decoder.layers)), len(self.ran)
         if not self.flat:
-            self.keep((self.appended(n) for n in layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), self.ran)
+            gaps = any(map(_hides, self.ran))
+            self.keep(map(self.appended, layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), gaps)
             return
-        ran, starts = self.ran_by_row(), [0, *itertools.accumulate(self.sizes)]
-        wanted = {
-            step: Piece(passes > step, ran[step], 0, _numbered(passes > step) + starts[step])
-            for step in range(len(self.ran))
-        }
-        self.store(wanted, [(self.slots[-1][layer] for layer in layers)])
+        ran = passes > torch.arange(steps, device=passes.device)[:, None, None]
+        starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
+        columns = ran.flatten(1).cumsum(1) + (starts[:, None] - 1)
+        self.store(range(steps), ran, columns.view(ran.shape), self.ran_by_row()[:-1], [self.slots[-1]])
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
         """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
-        steps, segments = range(len(self.ran)), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
+        steps, segments = len(self.ran), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
         layers = range(len(self.decoder.layers))
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
-            final = len(self.ran) - 1
-            kept = {final: final} | {segments + step: step for step in range(final)}
+            kept = {steps - 1: steps - 1} | {segments + step: step for step in range(steps - 1)}
             pairs = (joined([self.slots[step][n] for step in kept.values()]) for n in layers)
-            self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), self.ran)  # type: ignore[arg-type]
+            self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), False)  # type: ignore[arg-type]
             return
-        ran = self.ran_by_row()
-        last, others = [passes == step + 1 for step in steps], [passes > step + 1 for step in steps[:-1]]
-        place = torch.arange(passes.numel() if self.flat else passes.shape[1], device=passes.device)
+        step = torch.arange(steps, device=passes.device)[:, None, None]
+        tokens = torch.cat((passes == step + 1, passes > step[:-1] + 1))
+        numbers = torch.arange(passes.numel() if self.flat else passes.shape[1], device=passes.device)
+        counts: list[list[int]] | None = None
         if not self.flat:  # every step's slots have a place for every token
-            place, starts = place.expand_as(passes), [0, *itertools.accumulate(self.sizes)]
-            wanted = {step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(last)}
-            wanted |= {
-                segments + step: Piece(tokens, [], 0, place + starts[step]) for step, tokens in enumerate(others)
-            }
-            self.store(wanted, [(joined([left[layer][-2:] for left in self.slots]) for layer in layers)])  # type: ignore[misc]
-            return
-        wanted = {}
-        for step, tokens in enumerate(last):
-            counts = [now - later for now, later in zip(ran[step], ran[step + 1], strict=True)]
-            wanted[step] = Piece(tokens, counts, 0, place.view(passes.shape))
-        for step, tokens in enumerate(others):
-            wanted[segments + step] = Piece(tokens, ran[step + 1], step + 1, _numbered(tokens))
-        banks: list[Any] = [(left[:2] for left in self.slots[-1])]
-        for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
-            banks.append((new[2:] or old[:2] for old, new in zip(before, now, strict=True)))
-        self.store(wanted, banks)
+            banks = [[left[layer][-2:] for layer in layers] for left in self.slots]
+            starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
+            columns = (torch.cat((starts, starts[:-1]))[:, None, None] + numbers).expand_as(tokens)
+        else:
+            ran = self.ran_by_row()
+            counts = [[now - later for now, later in zip(*both, strict=True)] for both in itertools.pairwise(ran)]
+            counts += ran[1:-1]
+            banks = [[left[:2] for left in self.slots[-1]]]
+            for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
+                banks.append([new[2:] or old[:2] for old, new in zip(before, now, strict=True)])
+            starts = self.sent_from([*itertools.accumulate(bank[0][0].shape[2] for bank in banks[:-1])])
+            others = tokens[steps:].flatten(1).cumsum(1) + (starts[:, None] - 1)
+            columns = torch.cat((numbers.expand(steps, -1), others)).view(tokens.shape)
+        self.store([*range(steps), *range(segments, segments + steps - 1)], tokens, columns, counts, banks)
+
+    def sent_from(self, numbers: list[int]) -> Tensor:
+        """Numbers that the CPU has, without waiting for the device."""
+        device = self.position_ids.device
+        return torch.tensor(numbers, pin_memory=device.type == "cuda", dtype=torch.long).to(device, non_blocking=True)
 
     def ran_by_row(self) -> list[list[int]]:
-        """Of every step and one after the last, how many tokens of each row ran it, padding in the first among them;
-        empty if that must be counted."""
+        """Of every step laid end to end and one after the last, how many tokens of each row ran it, padding in the
+        first among them."""
         rows, length = self.real.shape
-        if not self.flat:
-            return [[]] * (len(self.ran) + 1)
         return [[length] * rows, *self.went_on[: len(self.ran) - 1], [0] * rows]
 
-    def store(self, wanted: dict[int, Piece], banks: list[Iterator[Any]]) -> None:
-        """Add to the cache, by segment; pieces of a bank come before those of the next."""
-        counts = [piece.counts for piece in wanted.values()] if self.flat else None
-        found = choose(*(piece.tokens for piece in wanted.values()), counts=counts)
-        pieces = [(*item, chosen) for item, chosen in zip(wanted.items(), found, strict=True) if chosen is not None]
-        used = sorted({piece.bank for _, piece, _ in pieces})
-        indices = [
-            torch.cat([chosen.take(piece.column) for _, piece, chosen in pieces if piece.bank == bank], dim=1)
-            for bank in used
-        ]
-        token = [_hidden(chosen.take(self.numbers), chosen) for *_, chosen in pieces]
-        widths = {segment: part.shape[1] for (segment, *_), part in zip(pieces, token, strict=True)}
-        slots = columns_of([banks[bank] for bank in used], indices)
-        self.keep(slots, torch.cat(token, 1), widths, [chosen for *_, chosen in pieces])
-
-    def keep(
-        self, slots: Iterable[KeyValue], token: Tensor, widths: dict[int, int], chosen: Sequence[Chosen | Flat]
+    def store(
+        self,
+        segments: Iterable[int],
+        tokens: Bool[Tensor, "S B T"],
+        columns: Int[Tensor, "S B T"],
+        counts: list[list[int]] | None,
+        banks: list[list[KeyValue]],
     ) -> None:
+        """Add slots of these segments to the cache.
+
+        Args:
+            tokens: whose, for each segment.
+            columns: where the banks have them, of all banks one after the other.
+            counts: how many of every row; None: waits for the device.
+            banks: by layer.
+        """
+        length = tokens.shape[2]
+        if counts is None:
+            counts = [[length]] * len(tokens) if tokens.is_meta else tokens.sum(2).tolist()
+        widths = [rounded(max(rows), length) for rows in counts]
+        starts, total = self.sent_from([0, *itertools.accumulate(widths[:-1])]), sum(widths)
+        places = torch.where(tokens, tokens.cumsum(2) + (starts[:, None, None] - 1), total).transpose(0, 1).flatten(1)
+
+        def laid(x: Tensor, otherwise: int) -> Int[Tensor, "B columns"]:
+            x, every = x.transpose(0, 1).flatten(1), x.new_full((x.shape[1], total + 1), otherwise)
+            return every.scatter_(1, places, x)[:, :total].contiguous()  # without what has no place
+
+        slots = slots_of(banks, laid(columns, 0))
+        gaps = any(min(rows) < width for rows, width in zip(counts, widths, strict=True))
+        self.keep(slots, laid(self.numbers.expand_as(tokens), NOWHERE), dict(zip(segments, widths, strict=True)), gaps)
+
+    def keep(self, slots: Iterable[KeyValue], token: Tensor, widths: dict[int, int], gaps: bool) -> None:
         """Add every layer's slots to the cache, ordered by segment, and the numbers of their tokens."""
-        gaps = self.attention_mask is not None or any(map(_hides, chosen))
+        gaps |= self.attention_mask is not None
         packing = self.past.packing() if self.past is not None and self.past.unpacked >= PACK_EVERY else None
         layers: list[Any] = self.cache.layers  # type: ignore[union-attr]
         sizes, numbers = [widths.get(segment, 0) for segment in range(len(layers[0].segments))], None
