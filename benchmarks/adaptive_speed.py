@@ -51,6 +51,7 @@ COT = {"name": "adaptive_latent_cot", "steps": STEPS, "correctness_from": "mixtu
 ADA = {"name": "adaponderlm", "steps": STEPS, "threshold": 0.5}
 BOTH = (COT, ADA)
 WARM = 24  # calls before timing: a forecast remembers 16
+CALLS = 6  # in a row, timed together: the device begins the first idle, which in training it never is
 
 
 class Watched:
@@ -175,7 +176,7 @@ class Rows:
         ratio = figures["median_s"] / fixed["median_s"]
         row = {
             "kind": kind, "method": depth["name"], "mean_steps": mean, "most_steps": STEPS + 1, **facts, **figures,
-            "fixed_median_s": fixed["median_s"], "fixed_min_s": fixed["min_s"], "fixed_max_s": fixed["max_s"],
+            **{f"fixed_{name}": fixed[name] for name in ("median_s", "min_s", "max_s", "turns_s")},
             "time_vs_fixed": ratio, "over_ideal": ratio / (mean / (STEPS + 1)),
         }  # fmt: skip
         self.results["rows"].append(row)
@@ -223,12 +224,12 @@ def prefill(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, length
             break
         with rows.surviving(f"prefill {depth['name']} {mean}"):
             adaptive.set_threshold(threshold)
-            for name in models:  # graphs are compiled in the first, recorded in those after, until sizes are foreseen
-                for _ in range(WARM):
+            for _ in range(WARM):  # graphs are compiled in the first, recorded in those after, until sizes are foreseen
+                for name in models:
                     run(name)
             rows.say(f"prefill {depth['name']} {mean}: warm")
             adaptive.passes.clear(), adaptive.repeated()
-            figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, 3) for n in models}, blocks)
+            figures = take_turns({n: lambda n=n: seconds_of(lambda: run(n), device, CALLS) for n in models}, blocks)
             facts = {"batch": batch, "length": length, "compile": compiled, "slots_run": adaptive.slots_run()}
             facts |= {"repeated_calls": adaptive.repeated(), "shares_by_row": adaptive.shares()}
             facts["flops_vs_fixed"] = adaptive.flops(length, False) / fixed.flops(length, False)
@@ -268,12 +269,12 @@ def training(rows: Rows, depth, sizes, vocab, device, means, batch, length, bloc
             break
         with rows.surviving(f"training {mean}"):
             models["adaptive"].set_threshold(threshold)
-            for step in steps.values():
-                for _ in range(WARM):
+            for _ in range(WARM):
+                for step in steps.values():
                     step()
             rows.say(f"training {depth['correctness_from']} {mean}: warm")
             models["adaptive"].passes.clear(), models["adaptive"].repeated()
-            figures = take_turns({n: lambda s=s: seconds_of(s, device, 2) for n, s in steps.items()}, blocks)
+            figures = take_turns({n: lambda s=s: seconds_of(s, device, CALLS) for n, s in steps.items()}, blocks)
             facts = {
                 "batch": batch, "length": length, "compile": compiled, "correctness_from": depth["correctness_from"],
                 "slots_run": models["adaptive"].slots_run(),

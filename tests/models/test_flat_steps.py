@@ -4,6 +4,7 @@ token: both forms of `StepStack` under a dense mask in float64."""
 from __future__ import annotations
 
 import functools
+import shutil
 import weakref
 
 import pytest
@@ -13,9 +14,9 @@ from transformers import DynamicCache
 from fathom.models import decoder
 from fathom.models.step_cache import NOWHERE
 from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.step_tokens import Chosen, Flat
+from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
 from fathom.models.steps import LEAST, StepStack
-from fathom.ops.token_blocks import BLOCK
+from fathom.ops.token_blocks import BLOCK, places_seen
 from tiny import assert_close, tiny_model, tokens
 
 COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0, "penalty": 0.7}
@@ -86,12 +87,41 @@ def layouts() -> dict[str, dict[str, torch.Tensor]]:
 def test_tokens_of_all_rows_are_taken_and_put_back_in_place():
     x, mask = torch.randn(3, 5, 4), torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
     index = torch.tensor([1, 3, 4, 5, 14, 0, 2])
-    flat = Flat(index, index, torch.arange(7) < 5)
+    flat = Flat(index, index, torch.arange(7) < 5, torch.tensor([3, 1, 1]))
     taken = flat.take(x)
     assert torch.equal(taken[0], x.view(15, 4)[index])
     new = torch.arange(28.0).view(1, 7, 4)
     put = flat.put(x, new)
     assert torch.equal(put[mask], new[0, :5]) and torch.equal(put[~mask], x[~mask])
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
+)
+def test_who_goes_on_and_where(compiled):
+    """Against lists of Python, for numbers that differ from call to call: compiled, one graph each serves all."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    functions = [torch.compile(f, dynamic=True) if compiled else f for f in (going_on, ahead, places_seen)]
+    generator = torch.Generator().manual_seed(0)
+    for rows, length, entries, size in ((3, 7, 11, 8), (2, 40, 60, 30), (5, 9, 45, 45), (4, 6, 12, 5)):
+        index = torch.randperm(rows * length, generator=generator)[:entries]
+        live, goes_on = torch.arange(entries) < entries - 2, torch.rand(1, entries, generator=generator) < 0.4
+        on = [n for n in range(entries) if goes_on[0, n] and n < entries - 2]
+        some, runs, by_row = functions[0](goes_on, index, live, rows, length)
+        assert some.nonzero()[:, 0].tolist() == on
+        assert sorted(runs.nonzero()[:, 0].tolist()) == sorted(index[on].tolist())
+        assert by_row.tolist() == [sum(index[n] // length == row for n in on) for row in range(rows)]
+        places = (on + [n for n in range(entries) if n not in on])[:size]
+        taken, before, alive = functions[1](some, index, size)
+        assert before.tolist() == places and torch.equal(taken, index[before])
+        assert alive.tolist() == [n < len(on) for n in range(size)]
+        first = torch.arange(rows * length) // length * length
+        seen = functions[2](runs, first.int(), 100).tolist()
+        begins = [100 + int(runs[:begin].sum()) for begin in first.tolist()]
+        assert seen == [begins, [100 + int(runs[: n + 1].sum()) for n in range(rows * length)]]
+    if compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @both

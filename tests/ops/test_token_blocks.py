@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from fathom.ops.token_blocks import BLOCK, sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, NOWHERE, ranges_of_some, sees, token_block_mask
 from tiny import assert_close
 
 
@@ -85,3 +87,40 @@ def test_flex_attention_equals_a_dense_mask(case):
     expected = torch.nn.functional.scaled_dot_product_attention(query, *groups, attn_mask=visible)
     some = visible.any(-1).expand(-1, 4, -1)  # a query before every key sees none
     assert_close(actual[some], expected[some])
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
+)
+def test_ranges_and_blocks_of_some_tokens(compiled):
+    """Of rows of which some, one or none of the tokens run, and of entries behind them: compiled, one graph for all
+    numbers."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    function = torch.compile(ranges_of_some, dynamic=True) if compiled else ranges_of_some
+    generator = torch.Generator().manual_seed(0)
+    for rows, length, counts, behind in (
+        (5, 90, [37, 1, 64, 0, 90], 26), (4, 50, [0, 50, 0, 3], 11), (2, 80, [0, 0], 7), (2, 20, [20, 20], 0)
+    ):  # fmt: skip
+        bounds = torch.randint(0, 4, (2, 3, rows * length), generator=generator).cumsum(2).int()
+        bounds[1] += bounds[0]
+        chosen = [torch.randperm(length, generator=generator)[:n].sort().values + row * length
+                  for row, n in enumerate(counts)]  # fmt: skip
+        total, index = sum(counts), torch.cat([*chosen, torch.randint(0, rows * length, (behind,))])
+        start, stop, readers, blocks = function(bounds, index, torch.tensor(counts), 900, 4, True)
+        assert torch.equal(start[:, :total], bounds[0][:, index[:total]]) and (start[:, total:] == NOWHERE).all()
+        assert torch.equal(stop[:, :total], bounds[1][:, index[:total]])
+        assert (stop.diff(dim=1) >= 0).all() and (total == 0 or (stop[:, total:] == stop[:, total - 1 :][:, :1]).all())
+        for number, ends in enumerate((stop, stop, start, start)):
+            key = torch.arange(0, 900, 32) + 31 * (number % 2)
+            first = [[int((row <= k).sum()) for k in key] for row in ends]
+            assert readers[number].tolist() == first
+        found, row = [], torch.cat([torch.full((n,), r) for r, n in enumerate([*counts, behind])])
+        for first, count in blocks.T.tolist():
+            assert 0 <= count <= 16 and (count == 0 or len(row[first : first + count].unique()) == 1)
+            found += range(first, first + count)
+        assert sorted(found) == list(range(total + behind))
+        work = [int((stop[:, f + n - 1] - start[:, f]).clamp(min=0).sum()) if n else -1 for f, n in blocks.T.tolist()]
+        assert work == sorted(work, reverse=True)
+    if compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

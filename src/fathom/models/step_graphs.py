@@ -113,6 +113,13 @@ class StepGraphs:
         self.groups = [torch.compile(group, mode="reduce-overhead") for group in groups]
         self.sums = torch.compile(sums, dynamic=False)
         self.places: dict[tuple[Any, ...], Tensor] = {}
+        self.functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled, for any sizes."""
+        if function not in self.functions:
+            self.functions[function] = torch.compile(function, dynamic=True)
+        return self.functions[function]
 
     def of_step(self, step: int, steps: int, casts: dict[int, list[Any]]) -> list[Callable[..., Any]]:
         """The groups for one step of some. `casts`: the `weights` of this forward's steps, filled by the first."""

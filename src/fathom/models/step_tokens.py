@@ -49,11 +49,13 @@ class Flat:
         index: of the tokens; behind them of some that were not chosen, each once, to fill up the shape.
         before: the places of their entries in the step before, laid end to end likewise.
         live: which entries are chosen ones. None: all.
+        by_row: how many are, of each row.
     """
 
     index: Int[Tensor, " N"]
     before: Int[Tensor, " N"]
     live: Bool[Tensor, " N"] | None
+    by_row: Int[Tensor, " B"]
 
     @torch.compiler.disable
     def take(self, x: Tensor) -> Tensor:
@@ -72,6 +74,31 @@ class Flat:
     def from_before(self, x: Tensor) -> Tensor:
         """The chosen entries of `x`, which has those of the step before."""
         return x.flatten(0, 1).index_select(0, self.before)[None]
+
+
+def going_on(
+    goes_on: Bool[Tensor, "R n"],
+    index: Int[Tensor, " N"] | None,
+    live: Bool[Tensor, "*R N"] | None,
+    rows: int,
+    length: int,
+) -> tuple[Bool[Tensor, " N"], Bool[Tensor, " B*T"], Int[Tensor, " B"]]:
+    """Of the entries of a step, those of `index` laid end to end or all tokens, and of all tokens, which go on; and how
+    many of each row."""
+    some = (goes_on if live is None else goes_on & live).flatten()
+    runs = some if index is None else some.new_zeros(rows * length).index_copy(0, index, some)
+    return some, runs, runs.view(rows, length).sum(1)
+
+
+def ahead(
+    some: Bool[Tensor, " N"], index: Int[Tensor, " N"] | None, size: int
+) -> tuple[Int[Tensor, " size"], Int[Tensor, " size"], Bool[Tensor, " size"]]:
+    """`Flat`'s index, before and live: the entries that go on first, then as many others as there is place for."""
+    until, entries = some.cumsum(0, dtype=torch.int32), torch.arange(len(some), device=some.device, dtype=torch.int32)
+    number, live = entries[:size], entries[:size] < until[-1]
+    others = torch.searchsorted(entries + 1 - until, number + 1 - until[-1])
+    place = torch.where(live, torch.searchsorted(until, number + 1), others)
+    return place if index is None else index.index_select(0, place), place, live
 
 
 def take(x: Tensor, index: Int[Tensor, "B n"] | None, dim: int) -> Tensor:

@@ -29,10 +29,10 @@ from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.models.step_cache import NOWHERE, KeyValue, joined, slots_of
 from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.step_tokens import Chosen, Flat, choose, put, rounded
+from fathom.models.step_tokens import Chosen, Flat, ahead, choose, going_on, put, rounded
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, listed_blocks, readers_of, sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, TokenRanges, places_seen, ranges_of_some, sees, token_block_mask
 
 LEAST = 2 * BLOCK  # tokens laid end to end, dead ones included: compiled, a single block would be another graph
 PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps that stopped rows left
@@ -222,15 +222,11 @@ class StepStack(Stack):
     def choose_flat(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool) -> Chosen | Flat | None:
         """Those that go on first, then as many others as there is place for; waits for the number only where there is
         no forecast of it."""
-        if isinstance(chosen, Flat):
-            some = goes_on[0] if chosen.live is None else goes_on[0] & chosen.live
-            runs = some.new_zeros(self.real.numel()).index_copy(0, chosen.index, some)
-        else:
-            some = runs = (goes_on & self.real).flatten()
+        (rows, length), index = self.real.shape, chosen.index if isinstance(chosen, Flat) else None
+        live = self.real if index is None else chosen.live
+        some, runs, by_row = self.fused(going_on, goes_on, index, live, rows, length)
         if self.ranged and self.appends:
             self.bound(runs)
-        rows, length = self.real.shape
-        by_row = runs.view(rows, length).sum(1)
         all_do = every and self.attention_mask is None
         count = None
         if self.foresight is not None and not all_do and not self.watched and not self.again:
@@ -253,20 +249,17 @@ class StepStack(Stack):
             size = self.foresight.size(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
         size = min(len(some), size)
         self.places.append(size)
-        until, entries = some.cumsum(0), torch.arange(len(some), device=some.device)
-        place = torch.where(some, until - 1, until[-1] + entries - until)
-        place = torch.empty_like(place).scatter_(0, place, entries)[:size]
-        live = None if known and size == count else entries[:size] < until[-1]
-        return Flat(chosen.index.index_select(0, place) if isinstance(chosen, Flat) else place, place, live)
+        index, place, live = self.fused(ahead, some, index, size)
+        return Flat(index, place, None if known and size == count else live, by_row)
+
+    def fused(self, function: Callable[..., Any], *given: Any) -> Any:
+        """The function's result: compiled where layers are, as a step of few tokens has not time for many calls."""
+        return (function if self.graphs is None else self.graphs.fused(function))(*given)
 
     def bound(self, runs: Bool[Tensor, " n"]) -> None:
         """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
         how many these are, so that the device does not wait for it."""
-        until = runs.cumsum(0, dtype=torch.int32)
-        before = (until - runs.int()).index_select(0, self.bounds[0, 0])
-        step, slots = len(self.ran), sum(self.sizes)
-        torch.add(before, slots, out=self.bounds[0, step])
-        torch.add(until, slots, out=self.bounds[1, step])
+        self.bounds[:, len(self.ran)] = self.fused(places_seen, runs, self.bounds[0, 0], sum(self.sizes))
 
     def sent(self, numbers: Tensor) -> Tensor:
         """On their way to the CPU."""
@@ -444,20 +437,15 @@ class StepStack(Stack):
     def mask(self, inputs: Tensor, chosen: Chosen | Flat, query: Tensor, keys: list[Tensor]) -> Any:
         """The mask in the form that the backend reads."""
         if self.ranged and isinstance(chosen, Flat):
-            start, stop = self.bounds.index_select(2, chosen.index)
-            if chosen.live is not None:  # others see nothing; ends must not fall, nor reach beyond what others see
-                last = stop.index_select(1, (chosen.live.sum(0, keepdim=True) - 1).clamp(min=0))
-                start, stop = torch.where(chosen.live, start, NOWHERE), torch.where(chosen.live, stop, last)
-            slots = sum(self.sizes) if self.appends else self.order.numel()
-            if not self.appends:  # one slot of each token
-                start, stop = start[:1], stop[:1]
-            readers = readers_of(start, stop, slots) if torch.is_grad_enabled() else None
             config = self.decoder.config
             heads = config.num_attention_heads // config.num_key_value_heads
             # of all tokens there are so many blocks that the order does not matter
-            rows = None if restarts_are_documents(self) else len(self.real)
-            blocks = None if start.shape[1] == self.real.numel() else listed_blocks(start, stop, heads, rows)
-            return TokenRanges(start, stop, readers, blocks)
+            listed = heads if len(chosen.index) < self.real.numel() else None
+            bounds, slots = (self.bounds, sum(self.sizes)) if self.appends else (self.bounds[:, :1], self.order.numel())
+            read = slots if torch.is_grad_enabled() else None
+            apart = not restarts_are_documents(self)
+            ranges = self.fused(ranges_of_some, bounds, chosen.index, chosen.by_row, read, listed, apart)
+            return TokenRanges(*ranges)
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 BLOCK = 128
 RUN = 32  # keys whose readers are listed together
 ROWS = 64  # queries times heads of a listed block, at most
+NOWHERE = 2**30  # a place that no key has
 
 
 def sees(
@@ -114,26 +115,63 @@ def token_ranges(
     return TokenRanges(start, stop, readers_of(start, stop, before))
 
 
+def places_seen(runs: Bool[Tensor, " tokens"], first: Int[Tensor, " tokens"], before: int) -> Int[Tensor, "2 tokens"]:
+    """From where and to where each token sees those that run, from its `first` one to itself, `before` slots being
+    before theirs."""
+    until = runs.cumsum(0, dtype=torch.int32)
+    return torch.stack(((until - runs.int()).index_select(0, first), until)) + before
+
+
+def ranges_of_some(
+    bounds: Int[Tensor, "2 segments tokens"],
+    index: Int[Tensor, " N"],
+    by_row: Int[Tensor, " B"],
+    keys: int | None,
+    heads: int | None,
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`TokenRanges` of queries of these tokens; those that are more than all rows have see nothing.
+
+    Args:
+        bounds: from where and to where each token sees each segment.
+        by_row: how many of the tokens are of each row.
+        keys: how many there are; None where no gradient is wanted.
+        heads: of a key/value head, for which blocks are listed; None: they are not.
+        apart: queries of two rows do not share a block, as most of what one of them sees the other does not.
+    """
+    until = by_row.cumsum(0).clamp(max=len(index))  # more went on than was foreseen: nobody will read what these make
+    by_row, total = until.diff(prepend=until.new_zeros(1)), until[-1:]
+    query = torch.arange(len(index), device=index.device)
+    live = query < total
+    # ends must not fall, nor reach beyond what others see
+    start, stop = bounds.index_select(2, index.index_select(0, torch.minimum(query, total - 1).clamp(min=0)))
+    start = torch.where(live, start, NOWHERE)
+    readers = None if keys is None else readers_of(start, stop, keys)
+    blocks = None if heads is None else listed_blocks(start, stop, heads, by_row if apart else total)
+    return start, stop, readers, blocks
+
+
 def listed_blocks(
-    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], heads: int, rows: int | None
+    start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], heads: int, counts: Int[Tensor, " rows"]
 ) -> Int[Tensor, "2 blocks"]:
-    """`TokenRanges.blocks`, for so many heads of a key/value head. `rows`: the queries are of so many rows, and queries
-    of two do not share a block, as most of what one of them sees the other does not. None: they may be of any number.
+    """`TokenRanges.blocks`, for so many heads of a key/value head. `counts`: after how many queries a block ends, each
+    time; those behind all these see nothing.
 
     Programs that begin last should be short, or most of the GPU waits for a few: rows of tokens end with their longest.
     """
     size, queries = ROWS // heads, start.shape[1]
-    place = torch.arange(queries, device=start.device)
-    begin = 0 if rows is None else torch.searchsorted(start[0], start[0])  # of the row
-    opens = (place - begin) % size == 0
-    most = -(-queries // size) + (0 if rows is None else rows + 1)  # and those that see nothing
-    first = place.new_full((most + 1 + queries,), queries)  # what opens no block goes behind, to a place of its own
-    first.scatter_(0, torch.where(opens, opens.cumsum(0) - 1, place + (most + 1)), place)
-    first, count = first[:most], first[1 : most + 1] - first[:most]
-    first = first.clamp(max=queries - 1)
+    counts = torch.cat((counts, queries - counts.sum(0, keepdim=True)))
+    number = (counts + (size - 1)) // size
+    until, begin = number.cumsum(0), counts.cumsum(0) - counts
+    block = torch.arange(queries // size + len(counts), device=start.device)  # those that are too many are empty
+    row = torch.searchsorted(until, block, right=True).clamp(max=len(counts) - 1)
+    before = (block - (until - number).index_select(0, row)) * size
+    first = (begin.index_select(0, row) + before).clamp(max=queries - 1)
+    count = (counts.index_select(0, row) - before).clamp(0, size)
     last = first + (count - 1).clamp(min=0)
-    seen = (stop.index_select(1, last) - start.index_select(1, first)).sum(0).masked_fill(count == 0, -(2**40))
-    return torch.stack((first, count))[:, seen.argsort(descending=True)].int()
+    seen = (stop.index_select(1, last) - start.index_select(1, first)).clamp(min=0).sum(0, dtype=torch.int32)
+    order = seen.masked_fill(count == 0, -1).argsort(descending=True)
+    return torch.stack((first, count)).index_select(1, order).int()
 
 
 def readers_of(

@@ -1,0 +1,45 @@
+"""The kernel that gathers slots of several banks against one gather along the banks joined."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs the package triton and a GPU (or TRITON_INTERPRET=1)",
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(90,), (7, 1, 90)], ids=["one bank", "three"])
+@pytest.mark.parametrize("rows, width", [(1, 16), (3, 12), (3, 64)])
+def test_slots_of_banks(rows, width, sizes, dtype):
+    from fathom.ops.gather_slots import gather_slots, serves
+
+    generator = torch.Generator().manual_seed(0)
+    banks = [[torch.randn(rows, 2, n, width, generator=generator).to(DEVICE, dtype) for _ in range(4)] for n in sizes]
+    banks[-1] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in banks[-1]]  # heads beside each other
+    index = torch.randint(0, sum(sizes), (3, 77), generator=generator).to(DEVICE)
+    assert serves(banks)
+    found = gather_slots(banks, index)
+    for number, x in enumerate(found):
+        every = torch.cat([bank[number] for bank in banks], dim=2).expand(3, -1, -1, -1)
+        assert torch.equal(x, every.gather(2, index[:, None, :, None].expand(-1, 2, -1, width)))
+
+
+def test_what_it_does_not_serve():
+    from fathom.ops.gather_slots import serves
+
+    x = torch.randn(1, 2, 5, 16, device=DEVICE)
+    assert not serves([[x[..., ::2]]]) and not serves([[x[..., 1:9]]]) and not serves([[x[..., :3]]])
+    assert not serves([[x], [x[..., :8]]]) and not serves([[x], [x[:, :1]]]) and not serves([[x, x.double()]])
+    wanted = torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True)
+    assert not serves([[x, wanted]])
+    with torch.no_grad():
+        assert serves([[x, wanted]])
