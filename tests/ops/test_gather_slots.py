@@ -20,26 +20,28 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize("sizes", [(90,), (7, 1, 90)], ids=["one bank", "three"])
 @pytest.mark.parametrize("rows, width", [(1, 16), (3, 12), (3, 64)])
 def test_slots_of_banks(rows, width, sizes, dtype):
-    from fathom.ops.gather_slots import gather_slots, serves
+    from fathom.ops.gather_slots import addresses, gather_slots
 
     generator = torch.Generator().manual_seed(0)
     banks = [[torch.randn(rows, 2, n, width, generator=generator).to(DEVICE, dtype) for _ in range(4)] for n in sizes]
     banks[-1] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in banks[-1]]  # heads beside each other
     index = torch.randint(0, sum(sizes), (3, 77), generator=generator).to(DEVICE)
-    assert serves(banks)
-    found = gather_slots(banks, index)
+    found = gather_slots(addresses(banks), banks[0][0], index)
+    assert found.dtype == dtype
     for number, x in enumerate(found):
         every = torch.cat([bank[number] for bank in banks], dim=2).expand(3, -1, -1, -1)
         assert torch.equal(x, every.gather(2, index[:, None, :, None].expand(-1, 2, -1, width)))
 
 
 def test_what_it_does_not_serve():
-    from fathom.ops.gather_slots import serves
+    from fathom.ops.gather_slots import addresses
 
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
-    assert not serves([[x[..., ::2]]]) and not serves([[x[..., 1:9]]]) and not serves([[x[..., :3]]])
-    assert not serves([[x], [x[..., :8]]]) and not serves([[x], [x[:, :1]]]) and not serves([[x, x.double()]])
+    for alone in (x[..., ::2], x[..., 1:9], x[..., :3]):
+        assert addresses([[alone]]) is None
+    for banks in ([[x], [x[..., :8]]], [[x], [x[:, :1]]], [[x, x.double()]], [[x, x[:, :, :4]]]):
+        assert addresses(banks) is None
     wanted = torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True)
-    assert not serves([[x, wanted]])
+    assert addresses([[x, wanted]]) is None
     with torch.no_grad():
-        assert serves([[x, wanted]])
+        assert addresses([[x, wanted]]) is not None

@@ -239,10 +239,10 @@ class AdaPonderLM(DepthMethod):
                 inputs = torch.where(active[..., None], inputs, before)
             chosen = following
 
-        if not stack.settled():
-            return None
         if stack.cache is not None:
             stack.store_replaced(passes)
+        if not stack.settled():
+            return None
         if options.gates and not self.training:
             self.watch(stack.reached if not dense else int(passes.max()), passes.shape[1])
         losses = {}

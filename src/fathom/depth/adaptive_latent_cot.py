@@ -185,11 +185,11 @@ class AdaptiveLatentCoT(DepthMethod):
             inputs = following.from_before(z.detach() if options.detach_between_steps else z)
             reach, chosen = chosen.put(reach, onward), following
 
+        if stack.cache is not None:
+            stack.store_appended(passes)
         if not stack.settled():
             return None
         del exits[stack.reached :]  # of steps that some were to run and none did
-        if stack.cache is not None:
-            stack.store_appended(passes)
         if options.routers:
             self.watch(stack.reached, passes.shape[1])
         trace = {"passes": passes, "exit": torch.stack(exits, dim=-1).detach()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,13 +79,17 @@ class StepLayer(DynamicLayer):
                 slices.append(slice(start, stop))
         return slices
 
+    def expect(self, key: Tensor, value: Tensor) -> None:
+        """Slots like these, if none have come yet."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+
     def append(
         self, tokens: int, slots: KeyValue, token: Tensor, sizes: list[int], gaps: bool, numbers: Tensor | None
     ) -> Tensor:
         """Add slots ordered by segment, so many of each, with their tokens' numbers. `numbers`: what a layer with the
         same slots has returned, so that all share one tensor."""
-        if not self.is_initialized:
-            self.lazy_initialization(*slots)
+        self.expect(*slots)
         keys, values = slots
         if self.tokens:
             keys = _merged(self.keys, keys, self.sizes, sizes, 2)  # type: ignore[arg-type]
@@ -170,22 +174,31 @@ def columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Te
     return take(x, index, 2).view(dtype)
 
 
-def slots_of(banks: list[list[KeyValue]], index: Int[Tensor, "B m"], together: int = 8) -> Iterator[KeyValue]:
-    """By layer, some slots of its banks, which lie one after the other; with a kernel a few layers at a time, as calls
-    for each would take longer than the copies."""
-    layers = len(banks[0])
-    if has_kernel(index.device.type):
-        from fathom.ops.gather_slots import gather_slots, serves
+def slots_of(banks: list[list[KeyValue]], together: int = 8) -> Callable[[Int[Tensor, "B m"]], Iterator[KeyValue]]:
+    """What gives, by layer, some slots of its banks, which lie one after the other; with a kernel a few layers at a
+    time, as calls for each would take longer than the copies."""
+    tensors = [[x for pair in bank for x in pair] for bank in banks]
+    like = tensors[0][0]
+    if has_kernel(like.device.type):
+        from fathom.ops.gather_slots import addresses, gather_slots
 
-        tensors = [[x for pair in bank for x in pair] for bank in banks]
-        if serves(tensors):
-            for start in range(0, 2 * layers, 2 * together):
-                found = gather_slots([bank[start : start + 2 * together] for bank in tensors], index).unbind()
-                yield from zip(found[::2], found[1::2], strict=True)
-            return
-    for layer in range(layers):
-        key, value = joined([bank[layer] for bank in banks])  # type: ignore[misc]
-        yield columns(key, index), columns(value, index)
+        table = addresses(tensors)
+        if table is not None:
+            parts = table.split(2 * together)
+
+            def gathered(index: Int[Tensor, "B m"]) -> Iterator[KeyValue]:
+                for part in parts:
+                    found = gather_slots(part, like, index).unbind()
+                    yield from zip(found[::2], found[1::2], strict=True)
+
+            return gathered
+
+    def each(index: Int[Tensor, "B m"]) -> Iterator[KeyValue]:
+        for pairs in zip(*banks, strict=True):
+            key, value = joined([*pairs])  # type: ignore[misc]
+            yield columns(key, index), columns(value, index)
+
+    return each
 
 
 def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:

@@ -6,7 +6,6 @@ import collections
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,9 @@ class Foresight:
         if len(calls) < self.least:
             return None
         counts = [numbers[step] if step < len(numbers) else 0 for numbers in calls]
-        return max(counts), statistics.fmean(counts), statistics.stdev(counts) if len(counts) > 1 else 0.0
+        mean = sum(counts) / len(counts)
+        squares = sum((count - mean) ** 2 for count in counts)  # `statistics` takes longer than a step's launches
+        return max(counts), mean, math.sqrt(squares / max(len(counts) - 1, 1))
 
     def most(self, occasion: Any, step: int) -> int | None:
         """How many may go on after this step; None: not known yet."""

@@ -143,6 +143,7 @@ class StepStack(Stack):
     went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
     places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
     arrival: torch.cuda.Event | None = None  # of those numbers
+    unfinished: Callable[[], None] | None = None  # what is to be stored
     again: bool = False  # more tokens went on than was foreseen: all steps once more, waited for
 
     def __post_init__(self) -> None:
@@ -283,21 +284,26 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def settled(self) -> bool:
-        """Waits until it is known who ran. False if more tokens went on than had a place: the stack is then as it was
-        made, with all steps to be run again, and waits at each."""
-        if self.foresight is None or not self.flat:
-            return True
-        if self.arrival is not None:
+        """Waits until it is known who ran, and then fills the cache with what is to be stored. False if more tokens
+        went on than had a place: the stack is then as it was made, with all steps to be run again, and waits at each.
+        """
+        waits = self.foresight is not None and self.flat
+        if waits and self.arrival is not None:
             self.arrival.synchronize()
         self.went_on = [rows if isinstance(rows, list) else rows.tolist() for rows in self.went_on]
         counts = [sum(rows) for rows in self.went_on]
-        if all(count <= size for count, size in zip(counts, self.places, strict=True)):
-            self.foresight.note(self.occasion, counts)
+        if not waits or all(count <= size for count, size in zip(counts, self.places, strict=True)):
+            if self.unfinished is not None:
+                self.unfinished()
+                self.unfinished = None
+            if waits:
+                self.foresight.note(self.occasion, counts)  # type: ignore[union-attr]
             return True
+        assert self.foresight is not None
         self.foresight.repeated += 1
         self.again = True
         self.ran, self.slots, self.sizes, self.own, self.computed = [], [], [], [], 0
-        self.places, self.went_on, self.arrival = [], [], None
+        self.places, self.went_on, self.arrival, self.unfinished = [], [], None, None
         random, device = self.random, self.real.device
         self.__post_init__()
         if random is not None:
@@ -471,7 +477,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache: segment k holds step k's."""
+        """Add the slots to the cache when `settled`: segment k holds step k's."""
         layers, steps = range(len(self.decoder.layers)), len(self.ran)
         if not self.flat:
             gaps = any(map(_hides, self.ran))
@@ -480,11 +486,12 @@ class StepStack(Stack):
         ran = passes > torch.arange(steps, device=passes.device)[:, None, None]
         starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
         columns = ran.flatten(1).cumsum(1) + (starts[:, None] - 1)
-        self.store(range(steps), ran, columns.view(ran.shape), self.ran_by_row()[:-1], [self.slots[-1]])
+        self.store(range(steps), ran, columns.view(ran.shape), lambda: self.ran_by_row()[:-1], [self.slots[-1]])
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache: segment k holds last slots of tokens that ran k + 1 steps, K + 1 + k others'."""
+        """Add the slots to the cache when `settled`: segment k holds last slots of tokens that ran k + 1 steps,
+        K + 1 + k others'."""
         steps, segments = len(self.ran), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
         layers = range(len(self.decoder.layers))
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
@@ -495,22 +502,25 @@ class StepStack(Stack):
         step = torch.arange(steps, device=passes.device)[:, None, None]
         tokens = torch.cat((passes == step + 1, passes > step[:-1] + 1))
         numbers = torch.arange(passes.numel() if self.flat else passes.shape[1], device=passes.device)
-        counts: list[list[int]] | None = None
-        if not self.flat:  # every step's slots have a place for every token
-            banks = [[left[layer][-2:] for layer in layers] for left in self.slots]
-            starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
-            columns = (torch.cat((starts, starts[:-1]))[:, None, None] + numbers).expand_as(tokens)
-        else:
+
+        def by_row() -> list[list[int]]:
             ran = self.ran_by_row()
-            counts = [[now - later for now, later in zip(*both, strict=True)] for both in itertools.pairwise(ran)]
-            counts += ran[1:-1]
+            last = [[now - later for now, later in zip(*both, strict=True)] for both in itertools.pairwise(ran)]
+            return last + ran[1:-1]
+
+        if self.flat:
             banks = [[left[:2] for left in self.slots[-1]]]
             for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
                 banks.append([new[2:] or old[:2] for old, new in zip(before, now, strict=True)])
             starts = self.sent_from([*itertools.accumulate(bank[0][0].shape[2] for bank in banks[:-1])])
             others = tokens[steps:].flatten(1).cumsum(1) + (starts[:, None] - 1)
             columns = torch.cat((numbers.expand(steps, -1), others)).view(tokens.shape)
-        self.store([*range(steps), *range(segments, segments + steps - 1)], tokens, columns, counts, banks)
+        else:  # every step's slots have a place for every token
+            banks = [[left[layer][-2:] for layer in layers] for left in self.slots]
+            starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
+            columns = (torch.cat((starts, starts[:-1]))[:, None, None] + numbers).expand_as(tokens)
+        segments_of = [*range(steps), *range(segments, segments + steps - 1)]
+        self.store(segments_of, tokens, columns, by_row if self.flat else None, banks)
 
     def sent_from(self, numbers: list[int]) -> Tensor:
         """Numbers that the CPU has, without waiting for the device."""
@@ -528,31 +538,43 @@ class StepStack(Stack):
         segments: Iterable[int],
         tokens: Bool[Tensor, "S B T"],
         columns: Int[Tensor, "S B T"],
-        counts: list[list[int]] | None,
+        by_row: Callable[[], list[list[int]]] | None,
         banks: list[list[KeyValue]],
     ) -> None:
-        """Add slots of these segments to the cache.
+        """Add slots of these segments to the cache. What need not wait until it is known who ran is done at once: the
+        device has the last steps before it, and afterwards will wait for the CPU.
 
         Args:
             tokens: whose, for each segment.
             columns: where the banks have them, of all banks one after the other.
-            counts: how many of every row; None: waits for the device.
+            by_row: how many of every row; None: waits for the device.
             banks: by layer.
         """
-        length = tokens.shape[2]
-        if counts is None:
-            counts = [[length]] * len(tokens) if tokens.is_meta else tokens.sum(2).tolist()
-        widths = [rounded(max(rows), length) for rows in counts]
-        starts, total = self.sent_from([0, *itertools.accumulate(widths[:-1])]), sum(widths)
-        places = torch.where(tokens, tokens.cumsum(2) + (starts[:, None, None] - 1), total).transpose(0, 1).flatten(1)
+        slots, length = slots_of(banks), tokens.shape[2]
+        for held, pair in zip(self.cache.layers, banks[0], strict=True):  # type: ignore[union-attr]
+            held.expect(*pair)  # type: ignore[attr-defined]
+        whose = self.numbers.expand_as(tokens)
+        tokens, columns, whose, until = (
+            x.transpose(0, 1).contiguous() for x in (tokens, columns, whose, tokens.cumsum(2) - 1)
+        )
 
-        def laid(x: Tensor, otherwise: int) -> Int[Tensor, "B columns"]:
-            x, every = x.transpose(0, 1).flatten(1), x.new_full((x.shape[1], total + 1), otherwise)
-            return every.scatter_(1, places, x)[:, :total].contiguous()  # without what has no place
+        def finish() -> None:
+            if by_row is not None:
+                counts = by_row()
+            else:
+                counts = [[length]] * tokens.shape[1] if tokens.is_meta else tokens.sum(2).T.tolist()
+            widths = [rounded(max(rows), length) for rows in counts]
+            starts, total = self.sent_from([0, *itertools.accumulate(widths[:-1])]), sum(widths)
+            places = torch.where(tokens, until + starts[:, None], total).flatten(1)
 
-        slots = slots_of(banks, laid(columns, 0))
-        gaps = any(min(rows) < width for rows, width in zip(counts, widths, strict=True))
-        self.keep(slots, laid(self.numbers.expand_as(tokens), NOWHERE), dict(zip(segments, widths, strict=True)), gaps)
+            def laid(x: Tensor, otherwise: int) -> Int[Tensor, "B columns"]:
+                every = x.new_full((len(x), total + 1), otherwise).scatter_(1, places, x.flatten(1))
+                return every[:, :total].contiguous()  # without what has no place
+
+            gaps = any(min(rows) < width for rows, width in zip(counts, widths, strict=True))
+            self.keep(slots(laid(columns, 0)), laid(whose, NOWHERE), dict(zip(segments, widths, strict=True)), gaps)
+
+        self.unfinished = finish
 
     def keep(self, slots: Iterable[KeyValue], token: Tensor, widths: dict[int, int], gaps: bool) -> None:
         """Add every layer's slots to the cache, ordered by segment, and the numbers of their tokens."""

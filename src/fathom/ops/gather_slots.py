@@ -37,43 +37,45 @@ def _gather(sources, index, target, slots, groups, WORDS: tl.constexpr, LANES: t
     tl.store(target + ((tensor * tl.num_programs(1) + pair) * slots + to_slot)[:, None] * WORDS + lane, x, mask=mask)
 
 
-def serves(banks: list[list[Tensor]]) -> bool:
-    """Whether the kernel takes these: alike but for their slots, channels in order and whole words, no gradient."""
-    like = banks[0][0]
-    if like.shape[-1] * like.element_size() % WORD:
-        return False
-    every = [x for bank in banks for x in bank]
-    alike = all(x.dtype == like.dtype and x.shape[1] == like.shape[1] and x.shape[3] == like.shape[3] for x in every)
-    whole = all(
-        x.stride(3) == 1 and not (x.data_ptr() | like.element_size() * (x.stride(0) | x.stride(1) | x.stride(2))) % WORD
-        for x in every
-    )
-    return alike and whole and not wants_gradient(*every)
-
-
-def gather_slots(banks: list[list[Tensor]], index: Int[Tensor, "B m"]) -> Float[Tensor, "tensors B G m D"]:
-    """Of each tensor, the slots at these places (int64, contiguous), where those of the first bank come first, then
-    those of the next.
+def addresses(banks: list[list[Tensor]]) -> Int[Tensor, "tensors banks 5"] | None:
+    """Where the tensors of every bank lie, on their device and without waiting for it. None: the kernel does not take
+    these, as they are not alike but for banks having other slots, their channels are not in order and whole words, or
+    a gradient is wanted.
 
     Args:
         banks: of every bank as many tensors, [B, G, n, D] or one row for all, [1, G, n, D].
-        index: of each row.
     """
-    rows, slots = index.shape
-    (_, groups, _, width), size = banks[0][0].shape, banks[0][0].element_size()
-    entries, first = [], 0
-    for bank in banks:
-        entries.append(
-            [(x.data_ptr(), *((x.stride(0) * size if len(x) > 1 else 0), x.stride(1) * size, x.stride(2) * size), first)
-             for x in bank]
-        )  # fmt: skip
-        first += bank[0].shape[2]
-    found = banks[0][0].new_empty(len(banks[0]), rows, groups, slots, width)
-    sources = torch.tensor(list(zip(*entries, strict=True)), pin_memory=index.is_cuda)
-    words = width * size // WORD
+    like, every = banks[0][0], [x for bank in banks for x in bank]
+    size = like.element_size()
+    kinds = {(x.dtype, x.shape[1], x.shape[3]) for x in every}
+    if len(kinds) > 1 or any(len({x.shape for x in bank}) > 1 for bank in banks) or wants_gradient(*every):
+        return None
+    table = torch.tensor([[(x.data_ptr(), *x.stride()) for x in bank] for bank in banks])  # (start, rows, heads, slots)
+    table[..., 1:] *= size
+    in_order = bool((table[..., 4] == size).all()) and not like.shape[3] * size % WORD
+    first = 0
+    for entries, bank in zip(table, banks, strict=True):
+        rows, _, slots, _ = bank[0].shape
+        if rows == 1:
+            entries[:, 1] = 0
+        entries[:, 4] = first
+        first += slots
+    if not in_order or bool((table[..., :4] % WORD).any()):
+        return None
+    table = table.transpose(0, 1).contiguous()
+    return table.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table
+
+
+def gather_slots(
+    addresses: Int[Tensor, "tensors banks 5"], like: Float[Tensor, "_ G _ D"], index: Int[Tensor, "B m"]
+) -> Float[Tensor, "tensors B G m D"]:
+    """Of each tensor at these addresses, all like the one given, the slots at these places (int64, contiguous, for each
+    row), where those of the first bank come first, then those of the next."""
+    (rows, slots), words = index.shape, like.shape[3] * like.element_size() // WORD
+    found = like.new_empty(len(addresses), rows, like.shape[1], slots, like.shape[3])
     with torch.cuda.device_of(index):
-        _gather[(triton.cdiv(slots, BLOCK), rows * groups, len(found))](
-            sources.to(index.device, non_blocking=True), index, found.view(torch.int64), slots, groups,
-            WORDS=words, LANES=triton.next_power_of_2(words), BANKS=len(banks), BLOCK=BLOCK,
+        _gather[(triton.cdiv(slots, BLOCK), rows * like.shape[1], len(found))](
+            addresses, index, found.view(torch.int64), slots, like.shape[1],
+            WORDS=words, LANES=triton.next_power_of_2(words), BANKS=addresses.shape[1], BLOCK=BLOCK,
         )  # fmt: skip
     return found
