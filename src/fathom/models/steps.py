@@ -32,7 +32,7 @@ from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.step_tokens import Chosen, Flat, ahead, choose, going_on, put, rounded
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, places_seen, ranges_of_some, sees, token_block_mask
+from fathom.ops.token_blocks import BLOCK, TokenRanges, places_seen, ranges_of_some, readers_of, sees, token_block_mask
 
 LEAST = 2 * BLOCK  # tokens laid end to end, dead ones included: compiled, a single block would be another graph
 PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps that stopped rows left
@@ -260,7 +260,7 @@ class StepStack(Stack):
     def bound(self, runs: Bool[Tensor, " n"]) -> None:
         """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
         how many these are, so that the device does not wait for it."""
-        self.bounds[:, len(self.ran)] = self.fused(places_seen, runs, self.bounds[0, 0], sum(self.sizes))
+        self.bounds[:, len(self.ran)] = places_seen(runs, self.bounds[0, 0], sum(self.sizes))
 
     def sent(self, numbers: Tensor) -> Tensor:
         """On their way to the CPU."""
@@ -447,11 +447,12 @@ class StepStack(Stack):
             heads = config.num_attention_heads // config.num_key_value_heads
             # of all tokens there are so many blocks that the order does not matter
             listed = heads if len(chosen.index) < self.real.numel() else None
-            bounds, slots = (self.bounds, sum(self.sizes)) if self.appends else (self.bounds[:, :1], self.order.numel())
-            read = slots if torch.is_grad_enabled() else None
+            slots, bounds = sum(self.sizes), self.bounds
+            if not self.appends:  # one slot of each token
+                slots, bounds = self.order.numel(), bounds[:, :1]
             apart = not restarts_are_documents(self)
-            ranges = self.fused(ranges_of_some, bounds, chosen.index, chosen.by_row, read, listed, apart)
-            return TokenRanges(*ranges)
+            start, stop, blocks = self.fused(ranges_of_some, bounds, chosen.index, chosen.by_row, listed, apart)
+            return TokenRanges(start, stop, readers_of(start, stop, slots) if torch.is_grad_enabled() else None, blocks)
         gaps = self.attention_mask is not None or any(map(_hides, self.ran))
         past = []
         if self.past is not None:

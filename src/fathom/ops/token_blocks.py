@@ -126,16 +126,14 @@ def ranges_of_some(
     bounds: Int[Tensor, "2 segments tokens"],
     index: Int[Tensor, " N"],
     by_row: Int[Tensor, " B"],
-    keys: int | None,
     heads: int | None,
     apart: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`TokenRanges` of queries of these tokens; those that are more than all rows have see nothing.
+) -> tuple[Int[Tensor, "segments N"], Int[Tensor, "segments N"], Int[Tensor, "2 blocks"] | None]:
+    """`TokenRanges` of queries of these tokens, without the readers; those that are more than all rows have see nothing.
 
     Args:
         bounds: from where and to where each token sees each segment.
         by_row: how many of the tokens are of each row.
-        keys: how many there are; None where no gradient is wanted.
         heads: of a key/value head, for which blocks are listed; None: they are not.
         apart: queries of two rows do not share a block, as most of what one of them sees the other does not.
     """
@@ -146,9 +144,7 @@ def ranges_of_some(
     # ends must not fall, nor reach beyond what others see
     start, stop = bounds.index_select(2, index.index_select(0, torch.minimum(query, total - 1).clamp(min=0)))
     start = torch.where(live, start, NOWHERE)
-    readers = None if keys is None else readers_of(start, stop, keys)
-    blocks = None if heads is None else listed_blocks(start, stop, heads, by_row if apart else total)
-    return start, stop, readers, blocks
+    return start, stop, None if heads is None else listed_blocks(start, stop, heads, by_row if apart else total)
 
 
 def listed_blocks(
@@ -177,7 +173,8 @@ def listed_blocks(
 def readers_of(
     start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], keys: int
 ) -> Int[Tensor, "4 segments runs"]:
-    """`TokenRanges.readers`."""
+    """`TokenRanges.readers`. Not to be compiled: where `stop` is a part of a larger tensor, what PyTorch 2.11 generates
+    for GPUs searches the beginning of the whole."""
     run = torch.arange(0, keys, RUN, dtype=torch.int32, device=start.device).expand(len(start), -1).contiguous()
     last = run + (RUN - 1)
     ends = [torch.searchsorted(ends, key, right=True) for ends in (stop, start) for key in (run, last)]
