@@ -129,7 +129,7 @@ def ranges_of_some(
     heads: int | None,
     apart: bool,
 ) -> tuple[Int[Tensor, "segments N"], Int[Tensor, "segments N"], Int[Tensor, "2 blocks"] | None]:
-    """`TokenRanges` of queries of these tokens, without the readers; those that are more than all rows have see nothing.
+    """`TokenRanges` of queries of these tokens, without readers; those that are more than all rows have see nothing.
 
     Args:
         bounds: from where and to where each token sees each segment.
