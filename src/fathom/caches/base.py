@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches.rope import SlotRope
-from fathom.ops.autocast import attention_dtype, without_autocast
+from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
 
 
@@ -349,7 +349,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
-        self.output_dtype = attention_dtype(value)
+        self.output_dtype = product_dtype(value)
         if not self.seen:
             self.dtype = self.output_dtype
         return key.to(self.dtype), value.to(self.dtype)

@@ -17,6 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fathom.ops.autocast import product_dtype
+
 IGNORE = -100
 CHUNK_TOKENS = 8192  # 8192 tokens × 50k vocabulary × 2 bytes = 0.8 GB of transient logits
 
@@ -56,28 +58,22 @@ def token_cross_entropies(
 
 
 def gradients_of_chunk(
-    hidden: Float[Tensor, "N d"],
-    weight: Float[Tensor, "V d"],
-    targets: Int[Tensor, " N"],
-    need_hidden: bool,
-    need_weight: bool,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, "N d"] | None, Float[Tensor, "V d"] | None]:
-    """The cross-entropies, and the gradients of h and W of their sum where needed."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = F.linear(hidden, weight).to(wide)
+    hidden: Float[Tensor, "N d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " N"], wanted: bool
+) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"] | None]:
+    """The cross-entropies, and where wanted the gradient of the logits of their sum, in the dtype of the product."""
+    product = F.linear(hidden, weight)
+    logits = product.to(torch.promote_types(hidden.dtype, torch.float32))
     valid = targets != IGNORE
     safe = targets.clamp(min=0)
-    log_normaliser = logits.logsumexp(dim=-1)
-    picked = logits.gather(-1, safe[:, None])[:, 0]
-    losses = (log_normaliser - picked) * valid
-    if not need_hidden and not need_weight:
-        return losses, None, None
-    p = (logits - log_normaliser[:, None]).exp()
+    # softmax written out: the compiler then finds maximum and sum in one reading
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    e = shifted.exp()
+    total = e.sum(dim=-1, keepdim=True)
+    losses = (total.log() - shifted.gather(-1, safe[:, None]))[:, 0] * valid
+    if not wanted:
+        return losses, None
     onehot = safe[:, None] == torch.arange(weight.shape[0], device=targets.device)
-    grad_logits = ((p - onehot.to(wide)) * valid[:, None]).to(hidden.dtype)
-    grad_hidden = grad_logits @ weight.to(hidden.dtype) if need_hidden else None
-    # not gradᵀ h, for which the compiler would write a transposed copy of grad_logits: 1.6 GB of a step of 16k tokens
-    return losses, grad_hidden, (hidden.T @ grad_logits).T if need_weight else None
+    return losses, ((e / total - onehot.to(e.dtype)) * valid[:, None]).to(product.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -89,17 +85,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        losses, grad_hidden = [], []
+        low = weight.to(product_dtype(weight))  # once for all products
+        losses, of_hidden, of_weight = [], [], None
         for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            found, of_hidden, of_weight = of_chunk(h, weight, y, need_hidden, need_weight)
+            found, of_logits = of_chunk(h, low, y, need_hidden or need_weight)
             losses.append(found)
-            grad_hidden.append(of_hidden)
-            if grad_weight is not None:
-                grad_weight += of_weight.to(wide)
+            if need_hidden:
+                of_hidden.append((of_logits @ low).to(hidden.dtype))
+            if need_weight:  # not compiled with the rest: generated code transposes [tokens, V] numbers in memory
+                part = of_logits.T @ h.to(of_logits.dtype)
+                of_weight = part.to(wide) if of_weight is None else of_weight.add_(part)
         ctx.save_for_backward(
-            torch.cat(grad_hidden) if need_hidden else None,
-            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            torch.cat(of_hidden) if need_hidden else None,
+            of_weight.to(weight.dtype) if of_weight is not None else None,
         )
         every = torch.cat(losses)
         ctx.mark_non_differentiable(every)
