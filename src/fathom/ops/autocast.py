@@ -19,6 +19,6 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which PyTorch's products and attention would take x: autocast's where it is on (fp64 stays), else its own."""
+    """The dtype in which products and attention would take x: autocast's where it is on (fp64 stays), else its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if x.dtype != torch.float64 and autocasts(device) else x.dtype

@@ -61,19 +61,20 @@ def gradients_of_chunk(
     hidden: Float[Tensor, "N d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " N"], wanted: bool
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"] | None]:
     """The cross-entropies, and where wanted the gradient of the logits of their sum, in the dtype of the product."""
-    product = F.linear(hidden, weight)
-    logits = product.to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = F.linear(hidden, weight)
+    dtype = logits.dtype
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     valid = targets != IGNORE
     safe = targets.clamp(min=0)
     # softmax written out: the compiler then finds maximum and sum in one reading
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    e = shifted.exp()
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    e = logits.exp()
     total = e.sum(dim=-1, keepdim=True)
-    losses = (total.log() - shifted.gather(-1, safe[:, None]))[:, 0] * valid
+    losses = (total.log() - logits.gather(-1, safe[:, None]))[:, 0] * valid
     if not wanted:
         return losses, None
     onehot = safe[:, None] == torch.arange(weight.shape[0], device=targets.device)
-    return losses, ((e / total - onehot.to(e.dtype)) * valid[:, None]).to(product.dtype)
+    return losses, ((e / total - onehot.to(e.dtype)) * valid[:, None]).to(dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -92,9 +93,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             losses.append(found)
             if need_hidden:
                 of_hidden.append((of_logits @ low).to(hidden.dtype))
-            if need_weight:  # not compiled with the rest: generated code transposes [tokens, V] numbers in memory
+            if need_weight:  # in the order of the weight: adding its transpose would take three times as long
                 part = of_logits.T @ h.to(of_logits.dtype)
                 of_weight = part.to(wide) if of_weight is None else of_weight.add_(part)
+            del of_logits  # before the next
         ctx.save_for_backward(
             torch.cat(of_hidden) if need_hidden else None,
             of_weight.to(weight.dtype) if of_weight is not None else None,
