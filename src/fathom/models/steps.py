@@ -45,6 +45,26 @@ def append(key: Tensor, value: Tensor, earlier: KeyValue | None) -> tuple[Tensor
     return key, value, (key, value)
 
 
+class Apart(torch.autograd.Function):
+    """Slots after earlier ones, with gradients that are no parts of one tensor: else those of earlier slots would be
+    copied on their way to the graph that these come from."""
+
+    @staticmethod
+    def forward(ctx: Any, earlier: Tensor, new: Tensor) -> Tensor:
+        ctx.earlier = earlier.shape[2]
+        return torch.cat((earlier, new), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[override]
+        return gradient[:, :, : ctx.earlier].contiguous(), gradient[:, :, ctx.earlier :].contiguous()
+
+
+def append_apart(key: Tensor, value: Tensor, earlier: KeyValue) -> tuple[Tensor, Tensor, KeyValue]:
+    """`append`, for steps whose layers are graphs."""
+    key, value = Apart.apply(earlier[0], key), Apart.apply(earlier[1], value)
+    return key, value, (key, value)
+
+
 def replace(
     key: Tensor, value: Tensor, earlier: tuple[KeyValue | None, KeyValue | None, Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor, KeyValue]:
@@ -332,7 +352,9 @@ class StepStack(Stack):
         if not self.ranged:
             query = chosen.take(self.order)
             self.own.append(_hidden(query, chosen).view(-1 if self.flat else len(query), self.sizes[-1]))
-        read = lay_flat if self.flat and not step else append
+        read: Callable[..., Any] = lay_flat if self.flat and not step else append
+        if self.graphs is not None and step and not self.watched and torch.is_grad_enabled():
+            read = append_apart
         hidden_states = self.run(inputs, chosen, query, self.own, read, earlier)
         del self.slots[:-1]
         return hidden_states
