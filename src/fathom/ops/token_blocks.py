@@ -173,8 +173,11 @@ def listed_blocks(
 def readers_of(
     start: Int[Tensor, "segments N"], stop: Int[Tensor, "segments N"], keys: int
 ) -> Int[Tensor, "4 segments runs"]:
-    """`TokenRanges.readers`. Not to be compiled: what PyTorch 2.11 makes for GPUs searches a part of a larger tensor, as
-    `stop` may be, from the whole's beginning (pytorch issue 182343)."""
+    """`TokenRanges.readers`.
+
+    Not to be compiled: what PyTorch 2.11 makes for GPUs searches a part of a larger tensor, as `stop` may be, from the
+    whole's beginning (pytorch issue 182343).
+    """
     run = torch.arange(0, keys, RUN, dtype=torch.int32, device=start.device).expand(len(start), -1).contiguous()
     last = run + (RUN - 1)
     ends = [torch.searchsorted(ends, key, right=True) for ends in (stop, start) for key in (run, last)]
