@@ -35,6 +35,15 @@ def test_missing_folder(tmp_path):
     assert "no such folder here, and the hub gave no model of this name" in refusal("no/such", FileNotFoundError)
 
 
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    """runs/modell, as good a hub name as any, where runs/model is."""
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fathom.evaluate.checkpoint.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    assert refusal("runs/modell", FileNotFoundError) == "runs/modell: no such folder; did you mean runs/model?"
+    assert refusal("runs/other", FileNotFoundError) == "runs/other: no such folder"
+
+
 def test_folder_without_config(tmp_path):
     assert "no config.json in this folder, so it is no checkpoint" in refusal(tmp_path, FileNotFoundError)
 
