@@ -47,7 +47,7 @@ def addresses(banks: list[list[Tensor]]) -> Int[Tensor, "tensors banks 5"] | Non
     """
     like, every = banks[0][0], [x for bank in banks for x in bank]
     size = like.element_size()
-    kinds = {(x.dtype, x.shape[1], x.shape[3]) for x in every}
+    kinds = {(x.dtype, x.device, x.shape[1], x.shape[3]) for x in every}
     if len(kinds) > 1 or any(len({x.shape for x in bank}) > 1 for bank in banks) or wants_gradient(*every):
         return None
     table = torch.tensor([[(x.data_ptr(), *x.stride()) for x in bank] for bank in banks])  # (start, rows, heads, slots)
