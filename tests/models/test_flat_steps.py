@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import decoder
+from fathom.models import decoder, steps
 from fathom.models.step_cache import NOWHERE
 from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
@@ -289,6 +289,22 @@ def test_prefills_of_other_sizes_compile_nothing_new(depth, whole, ranged, monke
             after.append(len(graphs))
             sizes.add(tuple(stack.sizes))
     assert len(sizes) == 5 and after[-1] == after[1] <= (40 if whole else 12), (after, sizes)
+
+
+@pytest.mark.parametrize("form", ["by row", "flat", "ranged"])
+@both
+def test_gradients_reach_cached_slots(depth, form, monkeypatch):
+    """Of a prompt's and two more calls' tokens, the cache tidied in between: as of all tokens in one call."""
+    lay_flat(monkeypatch, form != "by row", form == "ranged")
+    monkeypatch.setattr(steps, "PACK_EVERY", 1)
+    model, ids, weights = make(depth), tokens(3, 40, seed=3), []
+    cache = DynamicCache()
+    cached = [model(part, past_key_values=cache).logits for part in ids.split((30, 6, 4), dim=1)]
+    for logits in (torch.cat(cached, dim=1), model(ids, use_cache=False).logits):
+        loss = (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum()
+        weights.append(torch.autograd.grad(loss, [layer.self_attn.v_proj.weight for layer in model.model.layers]))
+    for one, other in zip(*weights, strict=True):
+        assert_close(one, other, 1e-9)
 
 
 def test_penalised_gradients_equal_finite_differences(monkeypatch):

@@ -304,3 +304,18 @@ def test_reentrant_checkpointing_is_refused():
     with pytest.raises(ValueError, match="use_reentrant=True loses gradients"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+@both
+def test_a_prefill_that_breaks_off_leaves_the_cache_empty(depth, monkeypatch):
+    def interrupted(stack):
+        raise KeyboardInterrupt
+
+    model, cache, ids = tiny_model(depth=depth), DynamicCache(), tokens(2, 20)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr("fathom.models.steps.StepStack.settled", interrupted)
+        model(ids, past_key_values=cache)
+    if depth is ADA:  # the other's cache is filled as soon as its steps have run
+        cache.crop(-3)
+        assert cache.get_seq_length() == 0
+        assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,3 +166,27 @@ def test_compiled_chunks_are_the_plain_ones(dtype):
             torch.autograd.grad(actual, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
         ):
             assert_close(a, b, 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("hidden_dtype, dtype", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_hidden_states_in_another_dtype_than_autocast(hidden_dtype, dtype):
+    hidden, weight, targets = inputs(torch.float32)
+    half = hidden.detach().to(hidden_dtype).requires_grad_()
+    with torch.autocast("cpu", dtype):
+        loss = linear_cross_entropy(half, weight, targets, 4)[0]
+    found = torch.autograd.grad(loss, (half, weight))
+    wanted = torch.autograd.grad(plain(hidden, weight, targets), (hidden, weight))
+    for a, b, own in zip(found, wanted, (hidden_dtype, torch.float32), strict=True):
+        assert a.dtype == own
+        assert_close(a.float(), b, 0.03)
+
+
+def test_the_eager_form_holds_four_and_a_half_chunks_of_logits():
+    """In fp32; one more would be 1.6 GB of a vocabulary of 50 thousand."""
+    hidden = torch.randn(1, 512, 8, requires_grad=True)
+    weight, targets = torch.randn(20_000, 8, requires_grad=True), torch.randint(0, 20_000, (1, 512))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear_cross_entropy(hidden, weight, targets, chunk=256)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = [0, *itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))]
+    assert 3 < max(held) / (256 * 20_000 * 4) < 4.7

@@ -45,3 +45,23 @@ def test_what_it_does_not_serve():
     assert addresses([[x, wanted]]) is None
     with torch.no_grad():
         assert addresses([[x, wanted]]) is not None
+
+
+@pytest.mark.parametrize("together", [2, 8])
+def test_layers_in_parts(together):
+    """What fills the cache, against its form without the kernel."""
+    from fathom.models import step_cache
+
+    generator = torch.Generator().manual_seed(0)
+    banks = [
+        [tuple(torch.randn(1, 2, n, 16, generator=generator).to(DEVICE) for _ in range(2)) for _ in range(5)]
+        for n in (9, 30)
+    ]
+    index = torch.randint(0, 39, (3, 21), generator=generator).to(DEVICE)
+    found = [*step_cache.slots_of(banks, together)(index)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_cache, "has_kernel", lambda device: False)
+        wanted = [*step_cache.slots_of(banks)(index)]
+    assert len(found) == len(wanted) == 5
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])

@@ -15,8 +15,8 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.step_tokens import take
 from fathom.ops.kernels import has_kernel, wants_gradient
+from fathom.ops.token_blocks import NOWHERE as NOWHERE
 
-NOWHERE = 2**30  # the token number of a slot that no live slot may see
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
 
 KeyValue = tuple[Float[Tensor, "B G n D"], Float[Tensor, "B G n D"]]
@@ -122,7 +122,7 @@ class StepLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:  # older callers name the length to keep
             tokens_to_remove -= self.tokens
-        if tokens_to_remove >= 0 or not self.is_initialized:
+        if tokens_to_remove >= 0 or not self.tokens:
             return
         self.tokens = max(self.tokens + tokens_to_remove, 0)
         stay = self.token < self.tokens
@@ -168,18 +168,19 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
 def columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
     """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
     costs by the number."""
-    x, dtype = x.expand(len(index), -1, -1, -1), x.dtype
-    if not wants_gradient(x) and x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1:
-        x = x.view(torch.int64)
-    return take(x, index, 2).view(dtype)
+    x = x.expand(len(index), -1, -1, -1)
+    if (
+        wants_gradient(x) or x.shape[-1] * x.element_size() % 8 or x.stride(-1) != 1
+    ):  # viewed so, x would lose its gradient
+        return take(x, index, 2)
+    return take(x.view(torch.int64), index, 2).view(x.dtype)
 
 
 def slots_of(banks: list[list[KeyValue]], together: int = 8) -> Callable[[Int[Tensor, "B m"]], Iterator[KeyValue]]:
     """What gives, by layer, some slots of its banks, which lie one after the other; with a kernel a few layers at a
     time, as calls for each would take longer than the copies."""
     tensors = [[x for pair in bank for x in pair] for bank in banks]
-    like = tensors[0][0]
-    if has_kernel(like.device.type):
+    if has_kernel(tensors[0][0].device.type):
         from fathom.ops.gather_slots import addresses, gather_slots
 
         table = addresses(tensors)
@@ -188,7 +189,7 @@ def slots_of(banks: list[list[KeyValue]], together: int = 8) -> Callable[[Int[Te
 
             def gathered(index: Int[Tensor, "B m"]) -> Iterator[KeyValue]:
                 for part in parts:
-                    found = gather_slots(part, like, index).unbind()
+                    found = gather_slots(part, tensors[0][0], index).unbind()  # it keeps them all where they are
                     yield from zip(found[::2], found[1::2], strict=True)
 
             return gathered

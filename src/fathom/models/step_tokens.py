@@ -49,7 +49,7 @@ class Flat:
         index: of the tokens; behind them of some that were not chosen, each once, to fill up the shape.
         before: the places of their entries in the step before, laid end to end likewise.
         live: which entries are chosen ones. None: all.
-        by_row: how many are, of each row.
+        by_row: how many are, of each row; more than there are entries where more went on than was foreseen.
     """
 
     index: Int[Tensor, " N"]

@@ -47,7 +47,7 @@ def append(key: Tensor, value: Tensor, earlier: KeyValue | None) -> tuple[Tensor
 
 class Apart(torch.autograd.Function):
     """Slots after earlier ones, with gradients that are no parts of one tensor: else those of earlier slots would be
-    copied on their way to the graph that these come from."""
+    copied on their way to the graph that these come from. Reverse mode only."""
 
     @staticmethod
     def forward(ctx: Any, earlier: Tensor, new: Tensor) -> Tensor:
@@ -135,6 +135,8 @@ class StepStack(Stack):
 
     `position_ids` are the new tokens'; `attention_mask` is theirs and the cached tokens', [B, tokens] or None.
 
+    What `store_appended` or `store_replaced` is given may reach the cache in `settled` only, which a method calls last.
+
     Attributes:
         most: steps of a token.
         flat: steps after the first lay their tokens end to end; False for a method that gathers none.
@@ -163,7 +165,7 @@ class StepStack(Stack):
     went_on: list[Any] = dataclasses.field(default_factory=list)  # after each step, how many of every row
     places: list[int] = dataclasses.field(default_factory=list)  # and for how many there was place
     arrival: torch.cuda.Event | None = None  # of those numbers
-    unfinished: Callable[[], None] | None = None  # what is to be stored
+    unfinished: Callable[[], None] | None = None  # fills the cache, when it is known who ran
     again: bool = False  # more tokens went on than was foreseen: all steps once more, waited for
 
     def __post_init__(self) -> None:
@@ -275,7 +277,8 @@ class StepStack(Stack):
 
     def fused(self, function: Callable[..., Any], *given: Any) -> Any:
         """The function's result: compiled where layers are, as a step of few tokens has not time for many calls."""
-        return (function if self.graphs is None else self.graphs.fused(function))(*given)
+        with torch.no_grad():  # of whole numbers; compiled, with gradients wanted it would be another graph
+            return (function if self.graphs is None else self.graphs.fused(function))(*given)
 
     def bound(self, runs: Bool[Tensor, " n"]) -> None:
         """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
@@ -500,7 +503,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache when `settled`: segment k holds step k's."""
+        """Add the slots to the cache, some when `settled`: segment k holds step k's."""
         layers, steps = range(len(self.decoder.layers)), len(self.ran)
         if not self.flat:
             gaps = any(map(_hides, self.ran))
@@ -513,12 +516,12 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache when `settled`: segment k holds last slots of tokens that ran k + 1 steps,
+        """Add the slots to the cache, most when `settled`: segment k holds last slots of tokens that ran k + 1 steps,
         K + 1 + k others'."""
-        steps, segments = len(self.ran), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
+        steps, most = len(self.ran), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
         layers = range(len(self.decoder.layers))
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
-            kept = {steps - 1: steps - 1} | {segments + step: step for step in range(steps - 1)}
+            kept = {steps - 1: steps - 1} | {most + step: step for step in range(steps - 1)}
             pairs = (joined([self.slots[step][n] for step in kept.values()]) for n in layers)
             self.keep(pairs, self.numbers.expand(-1, len(kept)), dict.fromkeys(kept, 1), False)  # type: ignore[arg-type]
             return
@@ -542,8 +545,8 @@ class StepStack(Stack):
             banks = [[left[layer][-2:] for layer in layers] for left in self.slots]
             starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
             columns = (torch.cat((starts, starts[:-1]))[:, None, None] + numbers).expand_as(tokens)
-        segments_of = [*range(steps), *range(segments, segments + steps - 1)]
-        self.store(segments_of, tokens, columns, by_row if self.flat else None, banks)
+        segments = [*range(steps), *range(most, most + steps - 1)]
+        self.store(segments, tokens, columns, by_row if self.flat else None, banks)
 
     def sent_from(self, numbers: list[int]) -> Tensor:
         """Numbers that the CPU has, without waiting for the device."""
@@ -570,8 +573,8 @@ class StepStack(Stack):
         Args:
             tokens: whose, for each segment.
             columns: where the banks have them, of all banks one after the other.
-            by_row: how many of every row; None: waits for the device.
-            banks: by layer.
+            by_row: says, when that is known, how many of every row, by segment; None: the device is asked.
+            banks: keys and values of each bank, by layer.
         """
         slots, length = slots_of(banks), tokens.shape[2]
         for held, pair in zip(self.cache.layers, banks[0], strict=True):  # type: ignore[union-attr]

@@ -71,6 +71,7 @@ def gradients_of_chunk(
     e = logits.exp()
     total = e.sum(dim=-1, keepdim=True)
     losses = (total.log() - logits.gather(-1, safe[:, None]))[:, 0] * valid
+    del logits  # what follows takes as much
     if not wanted:
         return losses, None
     onehot = safe[:, None] == torch.arange(weight.shape[0], device=targets.device)
@@ -86,19 +87,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        low = weight.to(product_dtype(weight))  # once for all products
+        operand = weight.to(product_dtype(weight))  # once for all products
         losses, of_hidden, of_weight = [], [], None
         for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            found, of_logits = of_chunk(h, low, y, need_hidden or need_weight)
+            found, of_logits = of_chunk(h, operand, y, need_hidden or need_weight)
             losses.append(found)
             if need_hidden:
-                of_hidden.append((of_logits @ low).to(hidden.dtype))
+                of_hidden.append(of_logits @ operand)
             if need_weight:  # in the order of the weight: adding its transpose would take three times as long
                 part = of_logits.T @ h.to(of_logits.dtype)
                 of_weight = part.to(wide) if of_weight is None else of_weight.add_(part)
             del of_logits  # before the next
         ctx.save_for_backward(
-            torch.cat(of_hidden) if need_hidden else None,
+            torch.cat(of_hidden).to(hidden.dtype) if need_hidden else None,
             of_weight.to(weight.dtype) if of_weight is not None else None,
         )
         every = torch.cat(losses)

@@ -18,11 +18,12 @@ WORD = 8  # bytes that are copied as one number
 
 
 @triton.jit
-def _gather(sources, index, target, slots, groups, WORDS: tl.constexpr, LANES: tl.constexpr, BANKS: tl.constexpr,
+def _gather(sources, index, target, slots, rows, groups, WORDS: tl.constexpr, LANES: tl.constexpr, BANKS: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    pair, tensor = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    blocks, tensor = tl.cdiv(slots, BLOCK), tl.program_id(1).to(tl.int64)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
     row, group = pair // groups, pair % groups
-    to_slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    to_slot = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     exists = to_slot < slots
     from_slot = tl.load(index + row * slots + to_slot, mask=exists, other=0)
     address = tl.zeros((BLOCK,), tl.int64)
@@ -34,7 +35,7 @@ def _gather(sources, index, target, slots, groups, WORDS: tl.constexpr, LANES: t
     lane = tl.arange(0, LANES)[None, :]
     mask = exists[:, None] & (lane < WORDS)
     x = tl.load(address.to(tl.pointer_type(tl.int64))[:, None] + lane, mask=mask)
-    tl.store(target + ((tensor * tl.num_programs(1) + pair) * slots + to_slot)[:, None] * WORDS + lane, x, mask=mask)
+    tl.store(target + ((tensor * rows * groups + pair) * slots + to_slot)[:, None] * WORDS + lane, x, mask=mask)
 
 
 def addresses(banks: list[list[Tensor]]) -> Int[Tensor, "tensors banks 5"] | None:
@@ -43,7 +44,7 @@ def addresses(banks: list[list[Tensor]]) -> Int[Tensor, "tensors banks 5"] | Non
     a gradient is wanted.
 
     Args:
-        banks: of every bank as many tensors, [B, G, n, D] or one row for all, [1, G, n, D].
+        banks: of every bank as many tensors, [B, G, n, D] or one row for all, [1, G, n, D]; B as of the index later.
     """
     like, every = banks[0][0], [x for bank in banks for x in bank]
     size = like.element_size()
@@ -70,12 +71,12 @@ def gather_slots(
     addresses: Int[Tensor, "tensors banks 5"], like: Float[Tensor, "_ G _ D"], index: Int[Tensor, "B m"]
 ) -> Float[Tensor, "tensors B G m D"]:
     """Of each tensor at these addresses, all like the one given, the slots at these places (int64, contiguous, for each
-    row), where those of the first bank come first, then those of the next."""
+    row), where those of the first bank come first, then those of the next. The tensors must be there still."""
     (rows, slots), words = index.shape, like.shape[3] * like.element_size() // WORD
     found = like.new_empty(len(addresses), rows, like.shape[1], slots, like.shape[3])
     with torch.cuda.device_of(index):
-        _gather[(triton.cdiv(slots, BLOCK), rows * like.shape[1], len(found))](
-            addresses, index, found.view(torch.int64), slots, like.shape[1],
+        _gather[(triton.cdiv(slots, BLOCK) * rows * like.shape[1], len(found))](
+            addresses, index, found.view(torch.int64), slots, rows, like.shape[1],
             WORDS=words, LANES=triton.next_power_of_2(words), BANKS=addresses.shape[1], BLOCK=BLOCK,
         )  # fmt: skip
     return found

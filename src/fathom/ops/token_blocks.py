@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 BLOCK = 128
 RUN = 32  # keys whose readers are listed together
 ROWS = 64  # queries times heads of a listed block, at most
-NOWHERE = 2**30  # a place that no key has
+NOWHERE = 2**30  # a number that no token, and a place that no key has
 
 
 def sees(
