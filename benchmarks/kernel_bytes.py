@@ -12,6 +12,7 @@ written for torch 2.13.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import re
 import types
@@ -102,8 +103,9 @@ class Generated(Exception):
     """The code is there; it is not to be run."""
 
 
-def generate(graph: Any, inputs: list[Any], backward: bool) -> str:
-    """The code of a graph that was traced on a CPU, for the GPU."""
+def generate(graph: Any, inputs: list[Any], backward: bool, mode: Any = None) -> str:
+    """The code of a graph that was traced on a CPU, for the GPU. `mode`: the fake tensors' of a tracing that still goes
+    on."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx
     from torch._inductor.graph import GraphLowering
@@ -122,14 +124,17 @@ def generate(graph: Any, inputs: list[Any], backward: bool) -> str:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": gpu}
         node.args = tuple(gpu if isinstance(x, torch.device) else x for x in node.args)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    context: Any = contextlib.nullcontext()
+    if mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        context = tracing(TracingContext(mode))
     with mode:
         there = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) if isinstance(x, torch.Tensor) else x
             for x in inputs
         ]
     try:
-        with tracing(TracingContext(mode)), torch.no_grad():
+        with context, torch.no_grad():
             compile_fx.compile_fx_inner(graph, there, is_backward=backward)
     except Exception:
         if not codes:
