@@ -12,11 +12,10 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import decoder, steps
-from fathom.models.step_cache import NOWHERE
 from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
 from fathom.models.steps import LEAST, StepStack
-from fathom.ops.token_blocks import BLOCK, places_seen
+from fathom.ops.token_blocks import BLOCK, NOWHERE, places_seen
 from tiny import assert_close, tiny_model, tokens
 
 COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0, "penalty": 0.7}

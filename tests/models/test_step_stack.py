@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from fathom.models.step_cache import NOWHERE, StepLayer, appended_segments, replaced_segments
+from fathom.models.step_cache import StepLayer, appended_segments, replaced_segments
 from fathom.models.step_tokens import BUCKET, Chosen, choose
+from fathom.ops.token_blocks import NOWHERE
 from tiny import assert_close, tiny_model, tokens
 
 COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0}

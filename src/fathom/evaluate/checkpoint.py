@@ -64,11 +64,6 @@ def load_checkpoint(
     return model.to(place).eval(), tokenizer
 
 
-def beside_folders(folder: Path) -> bool:
-    """Whether this names something in a folder that is here, and so nothing of the hub: runs/model, where runs is."""
-    return len(folder.parts) > 1 and folder.parent.is_dir()
-
-
 def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
     """The checkpoint's transformers config. Raises FileNotFoundError or ValueError as `load_checkpoint` does."""
     folder = Path(checkpoint).expanduser()
@@ -77,7 +72,11 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
             raise FileNotFoundError(f"{checkpoint}: no config.json in this folder, so it is no checkpoint")
     elif folder.exists():
         raise ValueError(f"{checkpoint}: is a file; give the folder of a checkpoint, or a hub name")
-    elif checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1 or beside_folders(folder):
+    elif (
+        checkpoint.startswith((".", "/", "~"))
+        or checkpoint.count("/") > 1
+        or ("/" in checkpoint and folder.parent.is_dir())  # runs/model, where runs is: nothing of the hub
+    ):
         names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = difflib.get_close_matches(folder.name, names, n=1)
         raise FileNotFoundError(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.decoder import Stack
-from fathom.models.step_cache import FOREVER, NOWHERE
+from fathom.models.step_cache import FOREVER
 from fathom.models.steps import mask_of
-from fathom.ops.token_blocks import sees
+from fathom.ops.token_blocks import NOWHERE, sees
 
 LOOK_EVERY = 16  # turns after which the loop asks whether all rows have finished
 

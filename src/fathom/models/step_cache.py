@@ -15,7 +15,7 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.step_tokens import take
 from fathom.ops.kernels import has_kernel, wants_gradient
-from fathom.ops.token_blocks import NOWHERE as NOWHERE
+from fathom.ops.token_blocks import NOWHERE
 
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
 
@@ -169,9 +169,8 @@ def columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Te
     """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
     costs by the number."""
     x = x.expand(len(index), -1, -1, -1)
-    if (
-        wants_gradient(x) or x.shape[-1] * x.element_size() % 8 or x.stride(-1) != 1
-    ):  # viewed so, x would lose its gradient
+    fit = x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1
+    if wants_gradient(x) or not fit:  # a view in another dtype has no derivative
         return take(x, index, 2)
     return take(x.view(torch.int64), index, 2).view(x.dtype)
 

@@ -27,12 +27,21 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
-from fathom.models.step_cache import NOWHERE, KeyValue, joined, slots_of
+from fathom.models.step_cache import KeyValue, joined, slots_of
 from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.step_tokens import Chosen, Flat, ahead, choose, going_on, put, rounded
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.kernels import has_kernel
-from fathom.ops.token_blocks import BLOCK, TokenRanges, places_seen, ranges_of_some, readers_of, sees, token_block_mask
+from fathom.ops.token_blocks import (
+    BLOCK,
+    NOWHERE,
+    TokenRanges,
+    places_seen,
+    ranges_of_some,
+    readers_of,
+    sees,
+    token_block_mask,
+)
 
 LEAST = 2 * BLOCK  # tokens laid end to end, dead ones included: compiled, a single block would be another graph
 PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps that stopped rows left
@@ -510,7 +519,7 @@ class StepStack(Stack):
             self.keep(map(self.appended, layers), torch.cat(self.own, 1), dict(enumerate(self.sizes)), gaps)
             return
         ran = passes > torch.arange(steps, device=passes.device)[:, None, None]
-        starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
+        starts = self.starts_of(self.sizes)
         columns = ran.flatten(1).cumsum(1) + (starts[:, None] - 1)
         self.store(range(steps), ran, columns.view(ran.shape), lambda: self.ran_by_row()[:-1], [self.slots[-1]])
 
@@ -538,20 +547,20 @@ class StepStack(Stack):
             banks = [[left[:2] for left in self.slots[-1]]]
             for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
                 banks.append([new[2:] or old[:2] for old, new in zip(before, now, strict=True)])
-            starts = self.sent_from([*itertools.accumulate(bank[0][0].shape[2] for bank in banks[:-1])])
+            starts = self.starts_of([bank[0][0].shape[2] for bank in banks])[1:]
             others = tokens[steps:].flatten(1).cumsum(1) + (starts[:, None] - 1)
             columns = torch.cat((numbers.expand(steps, -1), others)).view(tokens.shape)
         else:  # every step's slots have a place for every token
             banks = [[left[layer][-2:] for layer in layers] for left in self.slots]
-            starts = self.sent_from([0, *itertools.accumulate(self.sizes[:-1])])
+            starts = self.starts_of(self.sizes)
             columns = (torch.cat((starts, starts[:-1]))[:, None, None] + numbers).expand_as(tokens)
         segments = [*range(steps), *range(most, most + steps - 1)]
         self.store(segments, tokens, columns, by_row if self.flat else None, banks)
 
-    def sent_from(self, numbers: list[int]) -> Tensor:
-        """Numbers that the CPU has, without waiting for the device."""
-        device = self.position_ids.device
-        return torch.tensor(numbers, pin_memory=device.type == "cuda", dtype=torch.long).to(device, non_blocking=True)
+    def starts_of(self, sizes: list[int]) -> Int[Tensor, " parts"]:
+        """Where parts of these sizes begin, one after the other; known to the device without waiting for it."""
+        starts, device = [0, *itertools.accumulate(sizes[:-1])], self.position_ids.device
+        return torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def ran_by_row(self) -> list[list[int]]:
         """Of every step laid end to end and one after the last, how many tokens of each row ran it, padding in the
@@ -590,7 +599,7 @@ class StepStack(Stack):
             else:
                 counts = [[length]] * tokens.shape[1] if tokens.is_meta else tokens.sum(2).T.tolist()
             widths = [rounded(max(rows), length) for rows in counts]
-            starts, total = self.sent_from([0, *itertools.accumulate(widths[:-1])]), sum(widths)
+            starts, total = self.starts_of(widths), sum(widths)
             places = torch.where(tokens, until + starts[:, None], total).flatten(1)
 
             def laid(x: Tensor, otherwise: int) -> Int[Tensor, "B columns"]:
