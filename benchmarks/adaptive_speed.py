@@ -51,7 +51,7 @@ COT = {"name": "adaptive_latent_cot", "steps": STEPS, "correctness_from": "mixtu
 ADA = {"name": "adaponderlm", "steps": STEPS, "threshold": 0.5}
 BOTH = (COT, ADA)
 WARM = 24  # calls before timing: a forecast remembers 16
-CALLS = 6  # in a row, timed together: the device begins the first idle, which in training it never is
+CALLS = 16  # in a row, timed together, each batch once; the device begins the first idle, as in training it never is
 
 
 class Watched:

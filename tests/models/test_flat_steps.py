@@ -125,6 +125,21 @@ def test_who_goes_on_and_where(compiled):
 
 @both
 @torch.no_grad()
+def test_what_a_projection_gave_stays_as_it_was(depth, monkeypatch):
+    """Later steps write where the first one's keys and values are, which a hook must not see."""
+    model, given = make(depth, positions="learned"), []  # without rotations attention reads projections themselves
+    for layer in model.model.layers:
+        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            part.register_forward_hook(lambda module, inputs, output: given.append((output, output.clone())))
+    lay_flat(monkeypatch, True)
+    *_, stack = traced(model, tokens(4, LENGTH), use_cache=True)
+    assert any(isinstance(chosen, Flat) for chosen in stack.ran)
+    assert len(given) == 2 * len(stack.ran) * len(model.model.layers)
+    assert all(torch.equal(now, then) for now, then in given)
+
+
+@both
+@torch.no_grad()
 def test_a_step_computes_what_its_tokens_cost(depth, monkeypatch):
     """Dead entries fill up the last block; in rows, each row is as long as the longest."""
     model, ids = make(depth), tokens(4, 100)

@@ -99,20 +99,40 @@ def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor,
     return key, value, (keys, values)
 
 
+def by_token(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "1 B*T G*D"]:
+    """One row of all rows' tokens, a token's numbers one after the other, as projections leave them: what a token
+    replaces is then in one piece."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)[None].contiguous()
+
+
+def by_head(x: Float[Tensor, "1 N G*D"], width: int) -> Float[Tensor, "1 G N D"]:
+    """The same as attention reads it."""
+    return x.unflatten(2, (-1, width)).transpose(1, 2)
+
+
+def lay_by_token(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The first step of all rows, which later ones read as one row, `by_token`, and write to."""
+    keys, values = by_token(key), by_token(value)
+    if not torch.compiler.is_compiling():  # a hook may have kept what a projection gave
+        keys, values = keys.clone(), values.clone()
+    return key, value, (keys, values)
+
+
 def replace_flat(
     key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens, in place where no gradient needs what was there; the slots that make
-    way are left, too."""
+    """`replace` in one row of all rows' tokens, `by_token`; in place where no gradient needs what was there. The slots
+    that make way are left, too."""
     last_key, last_value, index, live = earlier
-    replaced = last_key.index_select(2, index), last_value.index_select(2, index)
-    keys, values = (
-        (last.index_copy if torch.is_grad_enabled() else last.index_copy_)(
-            2, index, torch.where(live[:, None], new, old)
-        )
-        for last, new, old in zip((last_key, last_value), (key, value), replaced, strict=True)
-    )
-    return keys, values, (keys, values, *replaced)
+
+    def exchanged(last: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        replaced = last.index_select(1, index)
+        copied = last.index_copy if torch.is_grad_enabled() else last.index_copy_
+        return copied(1, index, torch.where(live[:, None], by_token(new), replaced)), replaced
+
+    (keys, last_keys), (values, last_values) = exchanged(last_key, key), exchanged(last_value, value)
+    width = key.shape[3]
+    return by_head(keys, width), by_head(values, width), (keys, values, last_keys, last_values)
 
 
 def _hides(chosen: Chosen | Flat) -> bool:
@@ -380,7 +400,7 @@ class StepStack(Stack):
         layers, order = range(len(self.decoder.layers)), self.order
         earlier: list[Any]
         last: list[Any] = self.slots[-1] if self.slots else [None] * len(layers)
-        read: Any = lay_flat
+        read: Any = lay_by_token
         if self.flat:
             order, earlier = order.view(1, -1), [None] * len(layers)
             self.sizes.append(inputs.shape[0] * inputs.shape[1])
@@ -544,9 +564,11 @@ class StepStack(Stack):
             return last + ran[1:-1]
 
         if self.flat:
-            banks = [[left[:2] for left in self.slots[-1]]]
+            width = self.decoder.config.head_dim
+            left = [[pair[:2] for pair in self.slots[-1]]]
             for before, now in itertools.pairwise(self.slots):  # what made way for a step, or all that was before
-                banks.append([new[2:] or old[:2] for old, new in zip(before, now, strict=True)])
+                left.append([new[2:] or old[:2] for old, new in zip(before, now, strict=True)])
+            banks = [[(by_head(key, width), by_head(value, width)) for key, value in bank] for bank in left]
             starts = self.starts_of([bank[0][0].shape[2] for bank in banks])[1:]
             others = tokens[steps:].flatten(1).cumsum(1) + (starts[:, None] - 1)
             columns = torch.cat((numbers.expand(steps, -1), others)).view(tokens.shape)
