@@ -328,6 +328,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON file for the figures")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--only", choices=("prefill", "training", "decode"), help="run one part")
+    names = [depth["name"] for depth in BOTH]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names)
     parser.add_argument("--shape", choices=SHAPES, default="1024x24-gqa")
     parser.add_argument("--batch", type=int, default=16, help="of prefill and training")
     parser.add_argument("--length", type=int, default=1024, help="of prefill and training")
@@ -365,7 +367,7 @@ def main() -> None:
         ("training", training, (step, sizes, vocab, device, middle, batch, length, blocks, compiled, args.profile)),
     ]
     for kind, part, arguments in parts:
-        if args.only in (None, kind) and rows.time_left():
+        if args.only in (None, kind) and arguments[0]["name"] in args.methods and rows.time_left():
             with rows.surviving(f"{kind} {arguments[0]['name']}"):
                 part(rows, *arguments)
             free(device)
