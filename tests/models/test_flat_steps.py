@@ -16,6 +16,7 @@ from fathom.models.step_graphs import Foresight, StepGraphs
 from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
 from fathom.models.steps import LEAST, StepStack
 from fathom.ops.token_blocks import BLOCK, NOWHERE, places_seen
+from fathom.train.trainer import compile_layers
 from tiny import assert_close, tiny_model, tokens
 
 COT = {"name": "adaptive_latent_cot", "steps": 3, "threshold": 0.25, "router_bias": 0.0, "penalty": 0.7}
@@ -124,18 +125,46 @@ def test_who_goes_on_and_where(compiled):
 
 
 @both
+@pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
-def test_what_a_projection_gave_stays_as_it_was(depth, monkeypatch):
+def test_what_a_projection_gave_stays_as_it_was(depth, compiled, monkeypatch):
     """Later steps write where the first one's keys and values are, which a hook must not see."""
     model, given = make(depth, positions="learned"), []  # without rotations attention reads projections themselves
     for layer in model.model.layers:
         for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             part.register_forward_hook(lambda module, inputs, output: given.append((output, output.clone())))
+    if compiled:
+        compile_layers(model, "eager")
     lay_flat(monkeypatch, True)
     *_, stack = traced(model, tokens(4, LENGTH), use_cache=True)
+    torch._dynamo.reset()
     assert any(isinstance(chosen, Flat) for chosen in stack.ran)
     assert len(given) == 2 * len(stack.ran) * len(model.model.layers)
     assert all(torch.equal(now, then) for now, then in given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_layers_that_share_their_values_keep_their_own_slots(compiled, monkeypatch):
+    """Every layer attends with the first one's values, as a mixer may have it: the cached slots are as row by row."""
+    caches = []
+    for flat in (False, True):
+        model, first = make(ADA), []
+        for number, layer in enumerate(model.model.layers):
+
+            def share(module, inputs, output, number=number, first=first):
+                if number == 0:
+                    first[:] = [output]
+                return first[0]
+
+            layer.self_attn.v_proj.register_forward_hook(share)
+        if compiled:
+            compile_layers(model, "eager")
+        lay_flat(monkeypatch, flat)
+        caches.append(model(tokens(4, LENGTH), use_cache=True).past_key_values)
+        torch._dynamo.reset()
+    for row_by_row, laid_flat in zip(*(cache.layers for cache in caches), strict=True):
+        same_slots(row_by_row, laid_flat)
 
 
 @both

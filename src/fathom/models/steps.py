@@ -111,11 +111,9 @@ def by_head(x: Float[Tensor, "1 N G*D"], width: int) -> Float[Tensor, "1 G N D"]
 
 
 def lay_by_token(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The first step of all rows, which later ones read as one row, `by_token`, and write to."""
-    keys, values = by_token(key), by_token(value)
-    if not torch.compiler.is_compiling():  # a hook may have kept what a projection gave
-        keys, values = keys.clone(), values.clone()
-    return key, value, (keys, values)
+    """The first step of all rows, which later ones read as one row, `by_token`, and write to: so these are copies, as
+    hooks or other layers may have the tensors that projections gave; where nobody has, the compiler leaves them out."""
+    return key, value, (by_token(key).clone(), by_token(value).clone())
 
 
 def replace_flat(
