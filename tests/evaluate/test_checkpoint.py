@@ -45,7 +45,12 @@ def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
 
 
 def test_folder_without_config(tmp_path):
-    assert "no config.json in this folder, so it is no checkpoint" in refusal(tmp_path, FileNotFoundError)
+    words = f"{tmp_path}: no config.json in this folder, so it is no checkpoint"
+    assert refusal(tmp_path, FileNotFoundError) == words
+    for name in ("checkpoint-3", "model"):  # as of a training run
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert refusal(tmp_path, FileNotFoundError) == f"{words}; did you mean {tmp_path / 'model'}?"
 
 
 def test_file_instead_of_folder(folder):

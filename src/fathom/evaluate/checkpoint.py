@@ -69,7 +69,12 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{checkpoint}: no config.json in this folder, so it is no checkpoint")
+            inside = [file.parent for file in folder.glob("*/config.json")]
+            inside.sort(key=lambda path: path.name != "model")
+            raise FileNotFoundError(
+                f"{checkpoint}: no config.json in this folder, so it is no checkpoint"
+                + "".join(f"; did you mean {path}?" for path in inside[:1])
+            )
     elif folder.exists():
         raise ValueError(f"{checkpoint}: is a file; give the folder of a checkpoint, or a hub name")
     elif (
