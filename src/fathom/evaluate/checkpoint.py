@@ -69,8 +69,8 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            inside = [file.parent for file in folder.glob("*/config.json")]
-            inside.sort(key=lambda path: path.name != "model")
+            inside = sorted(file.parent for file in folder.glob("*/config.json"))
+            inside.sort(key=lambda path: path.name != "model")  # which a run has beside its checkpoint-N
             raise FileNotFoundError(
                 f"{checkpoint}: no config.json in this folder, so it is no checkpoint"
                 + "".join(f"; did you mean {path}?" for path in inside[:1])
