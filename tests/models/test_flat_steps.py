@@ -161,8 +161,10 @@ def test_layers_that_share_their_values_keep_their_own_slots(compiled, monkeypat
         if compiled:
             compile_layers(model, "eager")
         lay_flat(monkeypatch, flat)
-        caches.append(model(tokens(4, LENGTH), use_cache=True).past_key_values)
+        result, _, stack = traced(model, tokens(4, LENGTH), use_cache=True)
         torch._dynamo.reset()
+        assert any(isinstance(chosen, Flat) for chosen in stack.ran) == flat
+        caches.append(result.past_key_values)
     for row_by_row, laid_flat in zip(*(cache.layers for cache in caches), strict=True):
         same_slots(row_by_row, laid_flat)
 
