@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import kernel_bytes
 from fathom.models.step_tokens import ahead, going_on
+from fathom.models.steps import by_token, lay_by_token, replace_flat
 from fathom.ops.cross_entropy import gradients_of_chunk
 from fathom.ops.token_blocks import ranges_of_some
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
@@ -39,6 +40,12 @@ def searched_part(ends: Tensor, order: Tensor, keys: Tensor) -> tuple[Tensor, Te
     """The fault named above: to see whether this script sees it, and whether this PyTorch still has it."""
     both = ends.index_select(1, order)
     return both, torch.searchsorted(both[1], keys)
+
+
+def two_steps(key: Tensor, value: Tensor, some: tuple[Tensor, Tensor], index: Tensor, live: Tensor) -> Any:
+    """The first step's keys and values, those of a second for some tokens in their places, and what made way."""
+    first = lay_by_token(key, value, None)[2]
+    return replace_flat(*some, (*first, index, live))[2], by_token(key), by_token(value)
 
 
 def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], bool, float]]:
@@ -57,6 +64,9 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], bool, fl
     for segments in (1, 4):
         given = (bounds[:, :segments], index.sort().values, by_row, 4, True)
         yield f"ranges_of_some, segments: {segments}", ranges_of_some, given, True, 0
+    key, value = (torch.randn(rows, length, 2, 16, generator=draw).transpose(1, 2) for _ in range(2))
+    some = tuple(torch.randn(1, entries, 2, 16, generator=draw).transpose(1, 2) for _ in range(2))
+    yield "lay_by_token, replace_flat", two_steps, (key, value, some, index, live), True, 0
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
         hidden, weight = (torch.randn(n, 16, generator=draw).to(dtype) for n in (40, 3001))
         targets = torch.randint(0, 3001, (40,), generator=draw)
