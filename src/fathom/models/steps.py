@@ -92,8 +92,8 @@ def mask_of(visible: Bool[Tensor, "B n keys"], config: FathomConfig, dtype: torc
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def lay_flat(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
-    """The first step of all rows, which later ones read as one row: [B, G, T, D] → [1, G, B·T, D]."""
+def lay_by_head(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
+    """The first step of all rows, which `append` reads as one row: [B, G, T, D] → [1, G, B·T, D]."""
     # contiguous as what later steps leave: compiled, another layout would be another graph
     keys, values = (x.transpose(0, 1).flatten(1, 2)[None].contiguous() for x in (key, value))
     return key, value, (keys, values)
@@ -111,8 +111,8 @@ def by_head(x: Float[Tensor, "1 N G*D"], width: int) -> Float[Tensor, "1 G N D"]
 
 
 def lay_by_token(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The first step of all rows, which later ones read as one row, `by_token`, and write to: so these are copies, as
-    hooks or other layers may have the tensors that projections gave; where nobody has, the compiler leaves them out."""
+    """The first step of all rows, which `replace_flat` reads as one row, `by_token`, and writes to. These are copies,
+    as hooks or other layers may have the tensors that projections gave; where nobody has, compilers leave them out."""
     return key, value, (by_token(key).clone(), by_token(value).clone())
 
 
@@ -382,7 +382,7 @@ class StepStack(Stack):
         if not self.ranged:
             query = chosen.take(self.order)
             self.own.append(_hidden(query, chosen).view(-1 if self.flat else len(query), self.sizes[-1]))
-        read: Callable[..., Any] = lay_flat if self.flat and not step else append
+        read: Callable[..., Any] = lay_by_head if self.flat and not step else append
         if self.graphs is not None and step and not self.watched and torch.is_grad_enabled():
             read = append_apart
         hidden_states = self.run(inputs, chosen, query, self.own, read, earlier)
