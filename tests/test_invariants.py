@@ -18,16 +18,15 @@ import torch
 from transformers import DynamicCache
 
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.models.registry import REGISTRIES
+from fathom.models.registry import REGISTRIES, SECTIONS
 from tiny import VOCABULARY, assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "gpt_neox")  # grouped-query attention, gated MLP; parallel residual, partial rotary, biases
-DEFAULTS = {"depth": "vanilla", "mixer": "none", "residual": "standard"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One method with one option set on one family. Mixers and topologies run under vanilla depth."""
+    """One method with one option set on one family. Methods of other sections than depth run under vanilla depth."""
 
     registry: str
     name: str
@@ -51,11 +50,11 @@ class Case:
 
 
 def cases() -> list[typing.Any]:
-    """Every variant of every method on every family; the defaults of mixer and residual are depth's vanilla case."""
+    """Every variant of every method on every family; what other sections default to is depth's vanilla case."""
     out = []
     for registry, methods in REGISTRIES.items():
         for name, method in methods.items():
-            if registry != "depth" and name == DEFAULTS[registry]:
+            if registry != "depth" and name == SECTIONS[registry].plain[0]:
                 continue
             for options in method.variants:
                 for family in FAMILIES:
@@ -83,9 +82,13 @@ def model(case: Case) -> FathomForCausalLM:
 
 
 def method_parameters(model: FathomForCausalLM) -> dict[str, torch.nn.Parameter]:
-    """The parameters that live in the modules of the three methods."""
-    owners = ("depth.", "model.mixer.", "model.residual.")
-    return {name: p for name, p in model.named_parameters() if name.startswith(owners)}
+    """The parameters that the model's methods own, but for the ordinary feed-forward network's."""
+    owners = [
+        section.owns
+        for name, section in SECTIONS.items()
+        if (name, getattr(model.config, name)["name"]) != ("feed_forward", "dense")
+    ]
+    return {name: p for name, p in model.named_parameters() if any(owner.match(name) for owner in owners)}
 
 
 def loss_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -409,7 +412,7 @@ def test_compiled_scoring_equals_eager(case):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
 def test_inductor_code_equals_eager():
     """The last depth method by name stands for all: the graphs are tested above, inductor is torch's."""
-    name = max(name for name in REGISTRIES["depth"] if name != DEFAULTS["depth"])
+    name = max(name for name in REGISTRIES["depth"] if name != SECTIONS["depth"].plain[0])
     options = tuple(REGISTRIES["depth"][name].variants[0].items())
     compiled_equals_eager(Case("depth", name, options, FAMILIES[0]).model(num_hidden_layers=1), "inductor")
 

@@ -5,11 +5,13 @@ Importing it registers `FathomConfig` and `FathomForCausalLM` with transformers'
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import fathom.depth  # noqa: F401  fills the registries
+import fathom.depth  # fills the registries
+import fathom.feed_forward
+import fathom.positions  # noqa: F401
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.version import __version__
 
-__version__ = "0.1.0"
 __all__ = ["FathomConfig", "FathomForCausalLM", "__version__"]
 
 AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)

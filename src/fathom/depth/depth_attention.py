@@ -20,7 +20,7 @@ import dataclasses
 import torch
 
 from fathom.depth.base import Counts, Mixer, check_choice, check_range
-from fathom.models.registry import register
+from fathom.models.registry import build_options, lookup, register
 from fathom.ops.depth_mix import depth_mix, depth_weights
 
 SCHEDULES = ("absolute_stride", "relative_stride", "first_only", "all", "explicit")
@@ -176,18 +176,25 @@ class DepthAttention(Mixer):
         return depth_weights(query.to(key.dtype), keys, self.options.score_dtype == "float32")
 
     @classmethod
+    def k_norm_after_rotation(cls, options):
+        return options.k_norm_position == "post_rope"
+
+    @classmethod
     def counts(cls, config, options) -> Counts:
         table = source_table(options, config.num_hidden_layers, config.passes)
         mixing = [len(sources) + 1 for sources in table if sources]  # M_ℓ, layers without sources count 0
         candidates, targets = sum(mixing), len(options.mix_target)
         width = config.num_key_value_heads * config.head_dim
-        scored, rotary = options.mix_rule == "softmax", config.positions == "rotary"
+        scored = options.mix_rule == "softmax"
+        positions: Any = lookup("positions", config.positions["name"])
         work = targets * (2 * candidates - len(mixing)) * width
         if scored:
             # scores: products and sums, 1/√D, softmax; before them the mean query of every key/value head, rotated
             work += 2 * candidates * width + 5 * candidates * config.num_key_value_heads
             if config.num_attention_heads > config.num_key_value_heads:
-                turned = int(width * config.rope_parameters["partial_rotary_factor"]) if rotary else 0
+                turned = config.num_key_value_heads * positions.turned_channels(
+                    config, build_options("positions", config.positions)
+                )
                 work += len(mixing) * (config.num_attention_heads * config.head_dim + width + 3 * turned)
         return Counts(
             elementwise=work,

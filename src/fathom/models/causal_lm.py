@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 
 from fathom.models import checkpoints, hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
+from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
@@ -67,10 +67,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RotaryEmbedding):
-            frequencies, module.attention_scaling = module.initial_frequencies()
-            for name in ("inv_freq", "original_inv_freq"):
-                getattr(module, name).copy_(frequencies)
         initialize(module, self.config)
 
     @can_return_tuple
@@ -87,6 +83,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        output_auxiliary: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -95,6 +92,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids`
         positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
+        `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`).
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
@@ -135,6 +133,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if stack.hidden_states is not None:
             stack.hidden_states.append(out.hidden_states)
 
+        losses = {**out.losses, **self.losses_of_layers(stack)}
         logits = loss = None
         if targets is None:
             logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
@@ -150,15 +149,25 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = slice_positions(logits, logits_to_keep)
             items = own if num_items_in_batch is None else num_items_in_batch
             loss = total / items
-            if out.losses:  # means over this batch, weighted like it among the batches of a step
-                loss = loss + sum(out.losses.values()) * own / items
+            if losses:  # means over this batch, weighted like it among the batches of a step
+                loss = loss + sum(losses.values()) * own / items
+        said: dict[str, Any] = {}
+        if output_auxiliary:
+            values = {name: torch.stack(kept) for name, kept in stack.auxiliary.items()}
+            said = {"losses": losses, "trace": out.trace, "auxiliary": values}
         return hf_versions.causal_lm_output(
             cache if use_cache else None,
             loss=loss,
             logits=logits,
             hidden_states=tuple(stack.hidden_states) if stack.hidden_states is not None else None,
             attentions=tuple(stack.attentions) if stack.attentions is not None else None,
+            **said,
         )
+
+    def losses_of_layers(self, stack: Stack) -> dict[str, Tensor]:
+        """The losses among what layers said, summed over the layers that ran."""
+        names = lookup("feed_forward", self.config.feed_forward["name"]).losses  # type: ignore[attr-defined]
+        return {name: torch.stack(stack.auxiliary[name]).sum() for name in names if name in stack.auxiliary}
 
     def bind_stack(
         self,
@@ -210,10 +219,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
         mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
-        rotary = self.model.rotary_emb
-        return Stack(
-            self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs
-        )
+        tables = self.model.positions.tables(embeddings, position_ids)
+        return Stack(self.model, position_ids, tables, mask, cache, layer_kwargs)
 
     def without_boundaries(
         self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, rows: int
@@ -244,6 +251,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         reentrant = getattr(function, "keywords", {}).get("use_reentrant")
         depth, mixer, residual = (getattr(self.config, section)["name"] for section in ("depth", "mixer", "residual"))
         several = self.depth.ragged or self.depth.adaptive or (mixer, residual) != ("none", "standard")
+        several = several or bool(lookup("feed_forward", self.config.feed_forward["name"]).losses)  # type: ignore[attr-defined]
         if enable and reentrant and several:
             raise ValueError(
                 f"use_reentrant=True loses gradients with mixer={mixer!r}, residual={residual!r}, depth={depth!r}; "
@@ -286,9 +294,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)
         checkpoints.check_depth(path, model.config, stored)
-        added = checkpoints.new_parameters(model.config, stored)
         missing = set(report["missing_keys"])
-        checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
+        checkpoints.refuse_missing(path, missing - checkpoints.new_parameters(missing, model.config, stored))
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
             model.depth.adapt(model.model, stored.depth)
         return loaded if output_loading_info else model

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fathom.models import depth_attention_checkpoints
 from fathom.models.configuration import FAMILIES, FathomConfig
-from fathom.models.registry import build_options, lookup
+from fathom.models.registry import SECTIONS, build_options, lookup
 
 State = dict[str, Tensor]
 
@@ -283,15 +283,18 @@ def load_stock(
     refuse_missing(path, report["missing_keys"])
     placement["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
+    for section in SECTIONS:
+        method: Any = lookup(section, getattr(config, section)["name"])
+        state = method.read_stock(state, config, build_options(section, getattr(config, section)))
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return config, state, stock.generation_config, placement
 
 
-def new_parameters(given: FathomConfig, stored: FathomConfig) -> tuple[str, ...]:
-    """Prefixes of the parameters that a method of `given` may add to a checkpoint whose config is `stored`."""
-    places = {"depth": "depth.", "mixer": "model.mixer.", "residual": "model.residual."}
-    return tuple(place for section, place in places.items() if getattr(given, section) != getattr(stored, section))
+def new_parameters(names: Iterable[str], given: FathomConfig, stored: FathomConfig) -> set[str]:
+    """Those parameters that a method of `given` may add to a checkpoint whose config is `stored`."""
+    changed = [part for name, part in SECTIONS.items() if getattr(given, name) != getattr(stored, name)]
+    return {name for name in names if any(part.owns.match(name) for part in changed)}
 
 
 def refuse_missing(path: Any, names: Iterable[str]) -> None:
@@ -370,7 +373,7 @@ def damage_named(path: Any) -> Iterator[None]:
 def stock_config(config: FathomConfig) -> PreTrainedConfig:
     """The stock config that computes the same function. Raises ValueError if no stock model of the family does."""
     if not config.is_vanilla:
-        active = {r: getattr(config, r)["name"] for r in ("depth", "mixer", "residual")}
+        active = {section: getattr(config, section)["name"] for section in SECTIONS}
         raise ValueError(f"only a vanilla model is a stock {config.backbone} model; this one has {active}")
     family = STOCK[config.backbone]
     fields = {theirs: getattr(config, ours) for theirs, ours in family.fields.items()}

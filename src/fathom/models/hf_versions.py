@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,21 @@ def layers_lose_cache(model: PreTrainedModel) -> bool:
     return model.training and (always or torch.is_grad_enabled()) and model.is_gradient_checkpointing
 
 
-def causal_lm_output(cache: Cache | None, **fields: Any) -> CausalLMOutputWithPast:
-    """`CausalLMOutputWithPast` with the cache under this version's name."""
-    return CausalLMOutputWithPast(**{CACHE_NAME: cache}, **fields)  # type: ignore[arg-type]
+@dataclasses.dataclass
+class FathomOutput(CausalLMOutputWithPast):
+    """transformers' output, and on request (`output_auxiliary=True`) what the methods say by name.
+
+    Attributes:
+        losses: auxiliary losses, as they were added to `loss`.
+        trace: per-token facts of the depth method (passes, gates, masses), each [B, T, …].
+        auxiliary: what layers say (router statistics): a value for every layer that ran, in order, [runs, …].
+    """
+
+    losses: dict[str, torch.Tensor] | None = None
+    trace: dict[str, torch.Tensor] | None = None
+    auxiliary: dict[str, torch.Tensor] | None = None
+
+
+def causal_lm_output(cache: Cache | None, **fields: Any) -> FathomOutput:
+    """The output with the cache under this version's name."""
+    return FathomOutput(**{CACHE_NAME: cache}, **fields)  # type: ignore[arg-type]

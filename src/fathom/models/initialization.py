@@ -31,8 +31,6 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
         init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
-    elif hasattr(module, "initialize_parameters"):
-        module.initialize_parameters()  # type: ignore[operator]
     elif isinstance(module, nn.Linear | nn.Embedding):
         if config.init == "hf":
             init.normal_(module.weight, mean=0.0, std=config.initializer_range)
@@ -43,3 +41,5 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
             init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
+    elif hasattr(module, "initialize_parameters"):
+        module.initialize_parameters()  # type: ignore[operator]

@@ -1,18 +1,41 @@
-"""The three registries of methods that plug into the decoder: `depth`, `mixer`, `residual`.
+"""The sections of the config, and the registry of methods that each of them chooses from.
 
-They stand on this floor because the decoder looks methods up by name; the wings above fill them (`@register(...)` on
-the method's class), so that imports only go down.
+They stand on this floor because the decoder looks methods up by name; the wings above fill the registries
+(`@register(...)` on the method's class), so that imports only go down.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
-REGISTRIES: dict[str, dict[str, type]] = {"depth": {}, "mixer": {}, "residual": {}}
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One section of the config, `{"name": …, options}`.
+
+    Attributes:
+        plain: the methods of an ordinary decoder; the first is the default where the family names none.
+        owns: pattern of the names that parameters of its methods have in a model.
+    """
+
+    plain: tuple[str, ...]
+    owns: re.Pattern[str]
+
+
+# Whoever needs "all sections" reads this table: config, recipes, cost, checkpoints, reports, tests.
+SECTIONS: dict[str, Section] = {
+    "depth": Section(("vanilla",), re.compile(r"depth\.")),
+    "mixer": Section(("none",), re.compile(r"model\.mixer\.")),
+    "residual": Section(("standard",), re.compile(r"model\.residual\.")),
+    "positions": Section(("rotary", "learned"), re.compile(r"model\.(positions|embed_positions|rotary_emb)\.")),
+    "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
+}
+REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
 
 
 def register(registry: str, name: str) -> Callable[[type], type]:
@@ -55,13 +78,13 @@ def check_type(option: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{option}={value!r}: must be of type {names}")
 
 
-def resolve_section(registry: str, section: dict[str, Any] | str | None, default: str) -> dict[str, Any]:
+def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict[str, Any]:
     """A section of the config as a complete dict: `{"name": …, every option with its value}`, validated.
 
     Raises ValueError on an unknown method or option (naming the nearest real one) or an option out of range.
     """
     if section is None:
-        section = {"name": default}
+        section = {"name": SECTIONS[registry].plain[0]}
     if isinstance(section, str):
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):

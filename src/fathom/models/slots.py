@@ -349,7 +349,7 @@ class SlotStack(Stack):
 
     def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, keep: bool = True) -> Stack:
         """The stack over slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
-        rotary, cache = self.decoder.rotary_emb, self.cache
+        cache = self.cache
         mask = layout.mask(self.decoder.config, slots, cache, self.packed)
         if keep and cache is not None and isinstance(cache.layers[0], RaggedSlotLayer):
             for held in cache.layers:
@@ -358,13 +358,14 @@ class SlotStack(Stack):
         return Stack(
             self.decoder,
             layout.position_ids,
-            rotary(slots, layout.position_ids) if rotary else None,
+            self.decoder.positions.tables(slots, layout.position_ids),
             mask,
             cache if keep or cache is None else SlotView(cache),  # type: ignore[arg-type]
             self.layer_kwargs,
             self.hidden_states,
             self.attentions,
             slot_ids=layout.slot_ids,
+            auxiliary=self.auxiliary,
         )
 
     def largest_change(

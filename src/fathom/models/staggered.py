@@ -68,7 +68,6 @@ def generate_staggered(
     done = torch.ones_like(number)
     embedded = model.model.embed(current)
     inputs, carry = depth.first_turn(embedded)
-    rotary = model.model.rotary_emb
     for turn in range((max_new_tokens - 1) * depth.slots):
         column = held.token.shape[1] + turn
         token[:, column], step[:, column], until[:, column] = number, k, FOREVER
@@ -77,7 +76,7 @@ def generate_staggered(
         stack = Stack(
             model.model,
             positions,
-            rotary(inputs, positions) if rotary else None,
+            model.model.positions.tables(inputs, positions),
             mask_of(visible, model.config, inputs.dtype),
             read=write_column,
             earlier=[(*pair, column) for pair in buffers],

@@ -184,7 +184,7 @@ class StepStack(Stack):
     sizes: list[int] = dataclasses.field(default_factory=list)  # by step: how many slots are its own,
     own: list[Tensor] = dataclasses.field(default_factory=list)  # and, of `append`, their order, unless ranges say it
     appends: bool = False
-    rotary: tuple[Tensor, ...] = ()  # of all new tokens
+    tables: tuple[Tensor, ...] | None = None  # of all new tokens' positions, made in the first step
     computed: int = 0
     graphs: StepGraphs | None = None
     foresight: Foresight | None = None
@@ -429,15 +429,15 @@ class StepStack(Stack):
         """One forward of the layers over the chosen tokens. `query`, `keys`: the order of these and of the new keys."""
         self.ran.append(chosen)
         self.computed += inputs.shape[0] * inputs.shape[1]
-        if self.decoder.rotary_emb is not None and not self.rotary:
-            self.rotary = self.decoder.rotary_emb(inputs, self.position_ids)
+        if self.tables is None:
+            self.tables = self.decoder.positions.tables(inputs, self.position_ids) or ()
         plain = chosen.index is None and self.past is None and (len(self.ran) == 1 or not self.appends)
         # read as positions by backends that take repeated or jumping ones for packed documents
         slot_ids = None if plain else torch.arange(inputs.shape[1], device=inputs.device)[None]
         stack = Stack(
             self.decoder,
-            chosen.take(self.position_ids) if slot_ids is None or not self.rotary else slot_ids,
-            (chosen.take(self.rotary[0]), chosen.take(self.rotary[1])) if self.rotary else None,
+            chosen.take(self.position_ids) if slot_ids is None or not self.tables else slot_ids,
+            tuple(map(chosen.take, self.tables)) or None,
             self.plain_mask(inputs) if plain else self.mask(inputs, chosen, query, keys),
             None,
             self.layer_kwargs,
@@ -446,6 +446,7 @@ class StepStack(Stack):
             slot_ids=slot_ids,
             read=read,
             earlier=earlier,
+            auxiliary=self.auxiliary,
         )
         if self.graphs is not None and self.flat and not self.watched:
             inputs = self.graphed(stack, inputs)
@@ -462,8 +463,8 @@ class StepStack(Stack):
         step, place = len(self.ran), self.graphs.place
         stack.groups = self.graphs.of_step(step - 1, self.most, self.casts)
         if stack.position_embeddings is not None:
-            cos, sin = stack.position_embeddings
-            stack.position_embeddings = place(cos, step, "cos"), place(sin, step, "sin")
+            tables = enumerate(stack.position_embeddings)
+            stack.position_embeddings = tuple(place(table, step, f"positions {i}") for i, table in tables)
         if isinstance(ranges := stack.attention_mask, TokenRanges):
             given = vars(ranges).items()
             placed: dict[str, Any] = {name: x if x is None else place(x, step, name) for name, x in given}

@@ -25,11 +25,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from fathom.data import DataConfig, check_vocabulary, load_tokenizer
 from fathom.models.checkpoints import config_from_stock
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import REGISTRIES, nearest
+from fathom.models.registry import REGISTRIES, SECTIONS, nearest
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
 MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
-METHOD_SECTIONS = ("depth", "mixer", "residual")
+METHOD_SECTIONS = tuple(SECTIONS)
 CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale")  # what may change on given weights
 _FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
 
@@ -39,7 +39,7 @@ class MethodConfig:
     """One model of a recipe.
 
     Attributes:
-        name: label of the method and of its run folders. Without any of depth, mixer and residual it is also the name
+        name: label of the method and of its run folders. Without any section of the config it is also the name
             of the registered method.
         fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
         lr: learning rate or candidates of this method, instead of `training.lr`.
@@ -256,7 +256,7 @@ def model_config(
         config = FathomConfig(**fields)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, recipe.model.get("checkpoint", "the model"))
-    if config.positions == "learned" and recipe.data.block_size > config.max_position_embeddings:
+    if config.positions["name"] == "learned" and recipe.data.block_size > config.max_position_embeddings:
         raise ValueError(
             f"data.block_size={recipe.data.block_size}: the model has max_position_embeddings="
             f"{config.max_position_embeddings} learned positions; use shorter blocks"
@@ -291,7 +291,7 @@ def _registry_of(name: str, where: str) -> str:
     known = sorted(name for methods in REGISTRIES.values() for name in methods if name not in ("none", "standard"))
     raise ValueError(
         f"{where}={name!r}: no method has this name{nearest(name, known)}; methods: {', '.join(known)}. "
-        "A label of your own needs depth, mixer or residual beside it"
+        f"A label of your own needs one of {', '.join(SECTIONS)} beside it"
     )
 
 

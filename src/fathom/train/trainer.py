@@ -322,7 +322,7 @@ def _identity(
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     training = {key: value for key, value in dataclasses.asdict(recipe.training).items() if key not in _FREE}
-    model = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}
+    model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
     return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
