@@ -12,9 +12,11 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -26,6 +28,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches.rope import SlotRope
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
+
+
+def portion(ratio: float | Fraction, count: int) -> int:
+    """⌊ratio · count⌋, exact: the ratio is the decimal that one reads, so 0.7 of 90 are 63 (in floating point 62)."""
+    return math.floor(Fraction(str(ratio)) * count)
 
 
 @dataclasses.dataclass(frozen=True)

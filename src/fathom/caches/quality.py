@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathom.caches.base import CacheMethod
+from fathom.caches.base import CacheMethod, portion
 from fathom.caches.compress import compress, prefill
 from fathom.caches.report import compression_report
 from fathom.caches.versions import CACHE_NAME
@@ -119,7 +119,7 @@ def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, se
     if room < 0 or not ids:
         raise ValueError(f"tokens={tokens}: use at least {tokens - room}, and some filler text")
     ids = (ids * (room // len(ids) + 1))[:room]
-    cut = int(depth * room)
+    cut = portion(depth, room)
     return begin + ids[:cut] + needle + ids[cut:]
 
 
