@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fathom.caches import versions
 from fathom.caches.rope import SlotRope
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
@@ -105,12 +106,13 @@ class CacheMethod(ABC):
 
     def check_triton(self, model: PreTrainedModel, remedy: str) -> None:
         """Refuse attention="triton" where its kernels cannot run."""
-        if not has_kernel(model.device.type):
+        device = versions.execution_device(model)
+        if not has_kernel(device.type):
             installed = "missing" if find_spec("triton") is None else "installed"
             raise self.refuse(
                 "attention",
                 "triton",
-                f"it needs a CUDA device and the package triton; the model is on {model.device}, "
+                f"it needs a CUDA device and the package triton; the model is on {device}, "
                 f"triton is {installed}. {remedy[0].upper()}{remedy[1:]}",
             )
         if model.dtype == torch.float64:

@@ -322,6 +322,8 @@ def _binding(module: nn.Module) -> Binding | None:
 
 def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], compressed: list[int]) -> None:
     family = type(model).__name__
+    if versions.execution_device(model).type == "meta":
+        raise ValueError(f"{family} is on the meta device: load the weights first")
     if any(_binding(module) is not None for module in modules):
         raise ValueError(f"{family} is under compress already: leave that context first")
     if model.config.is_encoder_decoder:
