@@ -66,16 +66,18 @@ class Codebooks:
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:
-    """Read codebooks; with `model`, check that they were made on it, and bring them to its device and dtype.
+    """Read codebooks; with `model`, check that they were made on it, and bring them to its layers' devices and dtype.
 
     Raises:
         OSError: the file cannot be read. ValueError: it is not a codebook file, or was made on another model.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"codebooks={os.fspath(path)!r}: no such file; make one with train_codebooks(model, …)")
-    device = "cpu" if model is None else str(next(model.parameters()).device)
     dtype = None if model is None else model.dtype
-    about, tensors = _read(os.fspath(path), Path(path).stat().st_mtime_ns, device, dtype)
+
+    file = os.fspath(path), Path(path).stat().st_mtime_ns
+    devices = ["cpu"] if model is None else [str(device) for device in versions.layer_devices(model)]
+    about, _ = _read(*file, devices[0], dtype)
     if about.get("format") != FORMAT:
         raise ValueError(f"codebooks={os.fspath(path)!r} is not a codebook file of this library (format {FORMAT})")
     if model is not None and about["fingerprint"] != fingerprint(model):
@@ -84,14 +86,17 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
             f"{about['fingerprint']}), not on this model ({fingerprint(model)}), or by an older Fathom that "
             f"looked at fewer weights: run train_codebooks on it{HALF_PRECISION}"
         )
-    index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
-    keys = tuple(tensors[f"keys.{layer}"] for layer in index)
-    values = tuple(tensors[f"values.{layer}"] for layer in index)
+    layers = range(about["layers"])
+    places = devices * len(layers) if model is None else devices
+    tables = [_read(*file, device, dtype)[1] for device in places]
+    index = [0] * len(layers) if about["share"] == "model" else layers
+    keys = tuple(held[f"keys.{layer}"] for held, layer in zip(tables, index))
+    values = tuple(held[f"values.{layer}"] for held, layer in zip(tables, index))
     names = about["share"], about["rope"], about["model"], about["fingerprint"]
     return Codebooks(keys, values, *names, tokens=about.get("tokens", 0))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         # read once for the process: training may come after inference

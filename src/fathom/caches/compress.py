@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,12 +39,38 @@ class Forward(threading.local):
         self.length = self.seen = 0  # new tokens of this forward, and those before it
         self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        return Forward()  # a copied model is in no forward
+
+class Hook:
+    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models."""
+
+    def __init__(self, call: Callable[..., Any] | None):
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.call is None else self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (None,)
+
+
+class Lent(str):
+    """The name of our attention in a config. A copy of the config has the one that it replaced."""
+
+    replaced: str | None
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.replaced,)
+
+
+def _itself(name: str | None) -> str | None:
+    return name
 
 
 class Binding:
     """One model under one method: the contexts of its compressed layers, and the forward that is under way."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in a copy of the model
 
     def __init__(self, model: nn.Module, method: CacheMethod):
         self.outer, self.method = model, method
@@ -211,19 +237,24 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
             AttentionInterface.register(ATTENTION, _attention)
             AttentionMaskInterface.register(ATTENTION, _mask)
             for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
-                handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
+                handle = module.register_forward_pre_hook(Hook(_before(binding)), with_kwargs=True)
                 stack.callback(handle.remove)
-                handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
+                handle = module.register_forward_hook(Hook(_after(binding)), with_kwargs=True, always_call=True)
                 stack.callback(handle.remove)
             for module in binding.modules:
                 object.__setattr__(module, "_fathom_binding", binding)
                 stack.callback(module.__dict__.pop, "_fathom_binding", None)
                 if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
-                    handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+                    handle = module.register_forward_pre_hook(Hook(_without_rotation(binding)), with_kwargs=True)
                     stack.callback(handle.remove)
-            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
-                stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+            replaced = {id(config): config._attn_implementation for config in versions.configs(inner)}
             inner.set_attn_implementation(ATTENTION)
+            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
+                stack.callback(setattr, config, "_attn_implementation_internal", replaced[id(config)])
+                if config._attn_implementation == ATTENTION:
+                    lent = Lent(ATTENTION)
+                    lent.replaced = replaced[id(config)]
+                    config._attn_implementation_internal = lent
         yield model
 
 
@@ -238,7 +269,7 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
     """
     modules = versions.attention_modules(versions.causal_lm(model))
     with LOCK:
-        under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
+        under = next((found for found in map(_binding, modules) if found is not None), None)
         binding = under if under is not None and under.method == method else Binding(model, method)
     return binding.new_cache(equal_rows=equal_rows)
 
@@ -284,9 +315,16 @@ def prefill(
     return output
 
 
+def _binding(module: nn.Module) -> Binding | None:
+    """What an attention module is bound to under `compress`; None outside, and in a copied model."""
+    return module.__dict__.get("_fathom_binding")
+
+
 def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], compressed: list[int]) -> None:
     family = type(model).__name__
-    if any("_fathom_binding" in module.__dict__ for module in modules):
+    if versions.execution_device(model).type == "meta":
+        raise ValueError(f"{family} is on the meta device: load the weights first")
+    if any(_binding(module) is not None for module in modules):
         raise ValueError(f"{family} is under compress already: leave that context first")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{family} is an encoder-decoder: caches compress decoder-only models")
@@ -420,7 +458,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: a state's `attend` for compressed layers, SDPA for the others."""
-    binding: Binding | None = module.__dict__.get("_fathom_binding")
+    binding = _binding(module)
     ours = isinstance(key, CompressedLayer)
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:

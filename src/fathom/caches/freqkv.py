@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, portion
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.dct import resample
 
@@ -58,7 +56,7 @@ class FreqKV(CacheMethod):
     @property
     def compressed_length(self) -> int:
         """L = ⌊ratio · N⌋."""
-        return math.floor(Fraction(str(self.ratio)) * (self.budget - self.n_sink - self.n_recent))
+        return portion(self.ratio, self.budget - self.n_sink - self.n_recent)
 
     @property
     def freed(self) -> int:

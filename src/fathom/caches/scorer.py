@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathom.caches.base import CacheShape, LayerContext
+from fathom.caches.base import CacheShape, LayerContext, portion
 from fathom.caches.slots import SlotState, TokenBudget, keep_highest
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
@@ -57,8 +58,8 @@ def keydiff(keys: Tensor, values: Tensor) -> Tensor:
 class Scored(TokenBudget):
     """Keep the highest scores. Needs no attention access: `build_cache(model, Scored(…))` also works as a plain cache.
 
-    compression_ratio: fraction of a prompt that is dropped, as in kvpress (keeps ⌊n·(1 − ratio)⌋); None uses `budget`.
-        n are all tokens so far, so a prompt read in chunks ends with as many as one read whole.
+    compression_ratio: fraction of a prompt that is dropped, as in kvpress; None uses `budget`. Of n tokens so far
+        (so a prompt read in chunks ends with as many as one read whole) ⌊n·(1 − ratio)⌋ stay, exactly, and at least 1.
     acts_on: "prompt" (calls of several tokens) or "always"; a compression_ratio acts on prompts.
     """
 
@@ -93,7 +94,8 @@ class Scored(TokenBudget):
     def kept(self, slots: int) -> int:
         if self.compression_ratio is None:
             return min(slots, self.budget)
-        return max(self.n_sink + self.n_recent, int(slots * (1 - self.compression_ratio)))
+        kept = portion(1 - Fraction(str(self.compression_ratio)), slots)
+        return min(slots, max(1, self.n_sink + self.n_recent, kept))
 
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         if self.acts_on == "always":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,44 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
+def execution_device(module: nn.Module) -> torch.device:
+    """Where the first parameter is computed with: its device, or for offloaded weights that of accelerate's hook."""
+    hooked = None
+    for part in module.modules():
+        devices = [getattr(hook, "execution_device", None) for hook in _offload_hooks(part)]
+        hooked = next((device for device in devices if device is not None), hooked)
+        for parameter in part.parameters(recurse=False):
+            return torch.device(hooked) if parameter.is_meta and hooked is not None else parameter.device
+    return torch.device("cpu")
+
+
+def _offload_hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks on this module, which fetch its weights before its forward."""
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", [] if hook is None else [hook]))
+
+
+def weights(module: nn.Module) -> Iterator[Tensor]:
+    """The numbers of `module.parameters()`; those that are offloaded are fetched one at a time.
+
+    Raises:
+        ValueError: a weight on the meta device that nobody can fetch.
+    """
+    for name, parameter in module.named_parameters():
+        yield _fetched(module, name) if parameter.is_meta else parameter.detach()
+
+
+def _fetched(module: nn.Module, name: str) -> Tensor:
+    path = name.split(".")
+    for depth in reversed(range(len(path))):  # held by its own module, or by one around it
+        leaf = ".".join(path[depth:])
+        for hook in _offload_hooks(module.get_submodule(".".join(path[:depth]))):
+            held = getattr(hook, "weights_map", None)
+            if held is not None and leaf in held:
+                return held[leaf]
+    raise ValueError(f"{name} is on the meta device: load the weights first")
+
+
 def stock_layers(model: PreTrainedModel) -> list[Any]:
     """transformers' own empty cache layers for this model, one per decoder layer (and pass, on Fathom's models)."""
     config = text_config(model)
@@ -52,6 +91,13 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
 def depth(model: PreTrainedModel) -> int:
     """Decoder layers of one pass."""
     return text_config(model).num_hidden_layers
+
+
+def layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where each full-attention layer computes."""
+    by_layer = {module.layer_idx: execution_device(module) for module in attention_modules(model)}
+    full = [index for index, layer in enumerate(stock_layers(model)) if is_full_attention(layer)]
+    return [by_layer[index % depth(model)] for index in full]
 
 
 def is_full_attention(layer: Any) -> bool:
@@ -159,7 +205,7 @@ def rotates_half_split(module: nn.Module, rotary: nn.Module, model: PreTrainedMo
             raise ValueError("keys are normalised after the rotation")
         return True
     hidden = torch.randn(1, 3, text_config(model).hidden_size, generator=torch.Generator().manual_seed(0))
-    hidden = hidden.to(next(module.parameters()).device, model.dtype)
+    hidden = hidden.to(execution_device(module), model.dtype)
     cos, sin = rotary_tables(rotary, hidden, torch.tensor([[0, 1, 5]], device=hidden.device))
     try:
         plain = _keys(module, hidden, (torch.ones_like(cos), torch.zeros_like(sin)))
@@ -187,5 +233,12 @@ def _keys(module: Any, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     probe.__dict__.pop("forward", None)  # a wrapped one (accelerate) would call the module
     probe.config = copy.copy(module.config)
     probe.config._attn_implementation_internal = SPY
-    probe(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
+    hooks = _offload_hooks(module)
+    for hook in hooks:
+        hook.pre_forward(module)
+    try:
+        probe(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
+    finally:
+        for hook in reversed(hooks):
+            hook.post_forward(module, None)
     return held[0]
