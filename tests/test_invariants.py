@@ -203,6 +203,25 @@ def test_cached_decode_equals_the_full_forward(case, model, split):
     assert_close(torch.cat(pieces, dim=1), expected)
 
 
+@every_case
+@torch.no_grad()
+def test_a_mask_of_ones_says_that_a_row_is_one_document(case, model):
+    """Whatever its position ids do; alone, beside a padded row, and read token by token on a cache."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 20, 21, 22, 24]])
+    cache = DynamicCache()
+    one_by_one = [
+        model(ids[:, n : n + 1], position_ids=positions[:, n : n + 1], past_key_values=cache).logits for n in range(9)
+    ]
+    expected = torch.cat(one_by_one, dim=1)
+    assert_close(model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits, expected)
+    mask[1, :4] = 0
+    padded = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    assert_close(padded[:1], expected[:1])
+    apart = model(ids, position_ids=positions, use_cache=False).logits  # no mask: documents
+    assert (apart - expected)[:, 5:].abs().amax((1, 2)).gt(1e-3).all()
+
+
 def left_padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     ids = tokens(len(lengths), max(lengths))
     mask = torch.tensor([[0] * (max(lengths) - n) + [1] * n for n in lengths])
