@@ -6,19 +6,24 @@ here) and its `identity` (options under which it is the ordinary decoder). Nothi
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import shutil
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import fathom
 from fathom import FathomConfig, FathomForCausalLM
+from fathom.depth.base import Counts, DepthMethod
 from fathom.models.registry import REGISTRIES, SECTIONS
+from fathom.train.trainer import compile_layers
 from tiny import VOCABULARY, assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "gpt_neox")  # grouped-query attention, gated MLP; parallel residual, partial rotary, biases
@@ -199,6 +204,25 @@ def test_cached_decode_equals_the_full_forward(case, model, split):
             pieces.append(model(chunk, past_key_values=cache, use_cache=True).logits)
     assert cache.get_seq_length() == 11
     assert_close(torch.cat(pieces, dim=1), expected)
+
+
+@every_case
+@torch.no_grad()
+def test_a_mask_of_ones_says_that_a_row_is_one_document(case, model):
+    """Whatever its position ids do; alone, beside a padded row, and read token by token on a cache."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 20, 21, 22, 24]])
+    cache = DynamicCache()
+    one_by_one = [
+        model(ids[:, n : n + 1], position_ids=positions[:, n : n + 1], past_key_values=cache).logits for n in range(9)
+    ]
+    expected = torch.cat(one_by_one, dim=1)
+    assert_close(model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits, expected)
+    mask[1, :4] = 0
+    padded = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    assert_close(padded[:1], expected[:1])
+    apart = model(ids, position_ids=positions, use_cache=False).logits  # no mask: documents
+    assert (apart - expected)[:, 5:].abs().amax((1, 2)).gt(1e-3).all()
 
 
 def left_padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,6 +433,21 @@ def test_compiled_scoring_equals_eager(case):
     compiled_equals_eager(case.model(), "aot_eager")
 
 
+@pytest.mark.parametrize("case", [p for p in cases() if p.values[0].family == FAMILIES[0]])
+def test_a_training_step_whose_layers_are_compiled_equals_eager(case):
+    """As `training.compile: layers` does it; tests/models/test_flat_steps.py has those that `graphs` compiles apart."""
+    fields = {"num_hidden_layers": 1} if case.registry == "depth" else {}  # layers share their graphs
+    model, ids = case.model(**fields).train(), tokens(2, 7)
+    loss, gradients = loss_and_gradients(model, ids)
+    torch._dynamo.reset()
+    compile_layers(model, "eager")
+    again, compiled_gradients = loss_and_gradients(model, ids)
+    torch._dynamo.reset()
+    torch.testing.assert_close(again, loss)
+    for name, gradient in gradients.items():
+        assert_close(compiled_gradients[name], gradient)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
 def test_inductor_code_equals_eager():
     """The last depth method by name stands for all: the graphs are tested above, inductor is torch's."""
@@ -468,6 +507,21 @@ def test_unknown_options_are_refused_with_the_nearest_name(registry, name):
 def test_other_topologies_run_with_vanilla_depth_only(depth, residual):
     with pytest.raises(ValueError, match=f"{depth}.*{residual}"):
         FathomConfig(depth={"name": depth}, residual={"name": residual})
+
+
+def reads_of_depth(source: str) -> set[str]:
+    """What a file reads of a depth method: the attributes of whatever is called `depth` or `….depth`."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return {n.attr for n in nodes if "depth" in (getattr(n.value, "attr", ""), getattr(n.value, "id", ""))}
+
+
+def test_the_base_class_declares_all_that_is_read_of_a_depth_method():
+    """Whoever reads what some methods have alone would fail with the others, in a combination that no test runs."""
+    config, counts = FathomConfig(), Counts()
+    others = {*dir(config.depth), *dir(counts), "base"}  # called `depth`, too: a section, its costs, the folder
+    declared = {*dir(DepthMethod(config, None)), "name"}  # `register` gives that
+    for path in Path(fathom.__file__).parent.rglob("*.py"):
+        assert reads_of_depth(path.read_text(encoding="utf-8")) <= declared | others, path
 
 
 @every_method

@@ -67,6 +67,7 @@ class AdaPonderLM(DepthMethod):
         {"steps": 2, "halting": "uniform", "mean_passes": 2.3},
     )
     adaptive = True
+    replaces = True
     identity = {"steps": 0, "scale_embeds": None}  # noqa: RUF012
 
     @dataclasses.dataclass(frozen=True)
@@ -252,7 +253,6 @@ class AdaPonderLM(DepthMethod):
 
     scores = property(lambda self: self.gates)
     takes_turns = property(lambda self: self.options.gates > 0 and self.options.freeze_readout)
-    replaces = True
 
     def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of a token's first pass, and what its turns carry: that input, and its latest one."""

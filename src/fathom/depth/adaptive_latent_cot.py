@@ -217,7 +217,6 @@ class AdaptiveLatentCoT(DepthMethod):
 
     scores = property(lambda self: self.routers)
     takes_turns = property(lambda self: self.options.routers > 0 and self.options.halting != "exit_gate")
-    replaces = False
 
     def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of a token's first slot, and what its turns carry: reach, and the mixture so far."""

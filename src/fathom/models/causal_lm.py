@@ -98,7 +98,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
                 number of layers, that another method filled with slots, or that holds tokens where gradient
                 checkpointing keeps layers from reading it; where tokens have several slots, an
-                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
+                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without
+                `position_ids` or with an `attention_mask`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -203,7 +204,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                     f"attention_mask of shape {got} with depth={self.depth.name!r}: a token has {slots} slots, so the "
                     f"mask must say [batch, tokens] which tokens are real: {shape} for {seen} cached and {length} new"
                 )
-            layer_kwargs = self.without_boundaries(layer_kwargs, given, len(embeddings))
+            layer_kwargs = self.without_boundaries(layer_kwargs, given, attention_mask, len(embeddings))
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
                 most = self.depth.most_steps(self.depth.options)
@@ -219,11 +220,15 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
         mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
+        slot_ids = None
+        if given is not None and attention_mask is not None and "flash" in str(self.config._attn_implementation):
+            # its kernels take restarting ids of a single row for packed documents, which a mask says there are not
+            slot_ids = torch.arange(length, device=embeddings.device)[None]
         tables = self.model.positions.tables(embeddings, position_ids)
-        return Stack(self.model, position_ids, tables, mask, cache, layer_kwargs)
+        return Stack(self.model, position_ids, tables, mask, cache, layer_kwargs, slot_ids=slot_ids)
 
     def without_boundaries(
-        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, rows: int
+        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, attention_mask: Any, rows: int
     ) -> dict[str, Any]:
         """Without the boundaries of packed documents in tokens: a pass runs over other numbers of slots, whose ids say
         where documents start. Raises ValueError where these cannot say it."""
@@ -231,6 +236,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             needs = None
             if position_ids is None:
                 needs = "position_ids, which say where a document starts: pass them"
+            elif attention_mask is not None:
+                needs = "no attention_mask, which says that a row is one document: leave it out"
             elif rows > 1 and "flash" in str(self.config._attn_implementation):
                 needs = f"one row of all documents, not {rows} rows"
             if needs:

@@ -48,7 +48,7 @@ def generate_staggered(
             f"attn_implementation={model.config._attn_implementation!r}: rows that take turns need a mask of slots, "
             "which it does not read; call set_attn_implementation('sdpa')"
         )
-    if not getattr(depth, "takes_turns", False):
+    if not depth.takes_turns:
         raise ValueError(f"depth={depth.name!r} with these options takes no turns: use generate()")
     out = model(input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
     rows, prompt, device = len(input_ids), input_ids.shape[1], input_ids.device

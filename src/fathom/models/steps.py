@@ -200,6 +200,7 @@ class StepStack(Stack):
         self.past: Any = held if held is not None and held.tokens else None
         self.seen = held.tokens if held is not None else 0
         mask = self.attention_mask
+        self.packed = self.packed and mask is None
         if mask is not None and not mask.is_meta and bool(mask.all()):
             mask = self.attention_mask = None
         rows, length = self.position_ids.shape
@@ -433,7 +434,8 @@ class StepStack(Stack):
             self.tables = self.decoder.positions.tables(inputs, self.position_ids) or ()
         plain = chosen.index is None and self.past is None and (len(self.ran) == 1 or not self.appends)
         # read as positions by backends that take repeated or jumping ones for packed documents
-        slot_ids = None if plain else torch.arange(inputs.shape[1], device=inputs.device)[None]
+        apart = plain and restarts_are_documents(self)
+        slot_ids = None if apart else torch.arange(inputs.shape[1], device=inputs.device)[None]
         stack = Stack(
             self.decoder,
             chosen.take(self.position_ids) if slot_ids is None or not self.tables else slot_ids,

@@ -200,7 +200,7 @@ def train_run(
     set_seed(seed)
     model = _make_model(recipe, method, config)
     if training.compile in ("layers", "graphs"):
-        gathers = model.depth.adaptive and not model.depth.replaces
+        gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     trainer = FathomTrainer(
@@ -353,11 +353,11 @@ def has_trained(folder: Path) -> bool:
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
     """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
 
-    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
+    `graphs`: of methods that run step by step, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
     with a mixer, whose layers read each other's states.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
-    if graphs and model.model.mixer is None:
+    if graphs and model.depth.segments and model.model.mixer is None:
         model.step_graphs, model.foresight = StepGraphs(model.model), Foresight()
     else:
         for layer in model.model.layers:
