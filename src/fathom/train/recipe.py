@@ -109,11 +109,12 @@ class Budget:
 class Training:
     """How every model of a recipe is trained. Steps are optimiser steps.
 
-    A step reads sequences × gradient_accumulation × devices blocks of `data.block_size` tokens.
+    A step reads sequences × gradient_accumulation blocks of `data.block_size` tokens, whatever the number of processes
+    (`torchrun`): they share every batch.
     """
 
     tokens: int  # training tokens, rounded down to whole steps
-    sequences: int = 8  # blocks in a batch on one device
+    sequences: int = 8  # blocks in a batch, of all processes together
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
     sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
