@@ -1,8 +1,8 @@
 """Recipe to Trainer to checkpoint."""
 
 from fathom.train.phases import Phases
-from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, load_recipe, model_config
-from fathom.train.sweep import LearningRateSweep, best_of, candidates, sweep_lr, try_lr
+from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, candidates, load_recipe, model_config
+from fathom.train.sweep import LearningRateSweep, best_of, sweep_lr, try_lr
 from fathom.train.trainer import TrainResult, sequences_per_process, train_run
 
 __all__ = [
