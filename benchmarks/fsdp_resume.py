@@ -27,7 +27,7 @@ RECIPE = """name: fsdp
 model: {hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2}
 methods: [vanilla, {name: loop, depth: {name: loop, passes: 2}, mixer: {name: depth_attention}}]
 data: {block_size: 256, tokenizer: {bpe: 2048}}
-training: {tokens: 1638400, sequences: 8, precision: bf16, save_every: 50, log_every: 1}
+training: {tokens: 1638400, sequences: 16, precision: bf16, save_every: 50, log_every: 1}
 """
 FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 

@@ -109,11 +109,12 @@ class Budget:
 class Training:
     """How every model of a recipe is trained. Steps are optimiser steps.
 
-    A step reads sequences × gradient_accumulation × devices blocks of `data.block_size` tokens.
+    A step reads sequences × gradient_accumulation blocks of `data.block_size` tokens, whatever the number of processes
+    (`torchrun`): they share every batch.
     """
 
     tokens: int  # training tokens, rounded down to whole steps
-    sequences: int = 8  # blocks in a batch on one device
+    sequences: int = 8  # blocks in a batch, of all processes together
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
     sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
@@ -203,6 +204,24 @@ class Recipe:
                             f"{where}.{key} cannot be given: model.checkpoint fixes it "
                             f"(only {', '.join(CHECKPOINT_FIELDS)} may change)"
                         )
+        if self.trial_tokens < self.step_tokens and any(len(candidates(self, method)) > 1 for method in self.methods):
+            least = math.ceil(1000 * self.step_tokens / self.training.tokens) / 1000
+            remedy = f"use at least {least:g}" if least <= 1 else "use more training.tokens"
+            raise ValueError(
+                f"training.sweep_fraction={self.training.sweep_fraction!r}: a trial of the learning-rate sweep would "
+                f"have {self.trial_tokens} tokens, less than one step of {self.step_tokens} (sequences × "
+                f"gradient_accumulation × block_size); {remedy}, or give one learning rate"
+            )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one optimiser step reads."""
+        return self.training.sequences * self.training.gradient_accumulation * self.data.block_size
+
+    @property
+    def trial_tokens(self) -> int:
+        """Tokens that each candidate of a learning-rate sweep is trained on."""
+        return int(self.training.tokens * self.training.sweep_fraction)
 
     def method(self, name: str) -> MethodConfig:
         """The method of that name. Raises ValueError that lists what the recipe has."""
@@ -211,6 +230,12 @@ class Recipe:
                 return method
         names = [method.name for method in self.methods]
         raise ValueError(f"method {name!r} is not in the recipe{nearest(name, names)}; it has {', '.join(names)}")
+
+
+def candidates(recipe: Recipe, method: MethodConfig) -> tuple[float, ...]:
+    """The learning rates to choose from: the method's `lr`, else `training.lr`."""
+    rates = recipe.training.lr if method.lr is None else method.lr
+    return rates if isinstance(rates, tuple) else (rates,)
 
 
 def load_recipe(path: str | Path) -> Recipe:
