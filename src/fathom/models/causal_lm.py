@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from fathom.models import checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import NO_ADAPTER, find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
@@ -260,37 +261,60 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
-        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
-        Raises ValueError for any other tensor that is absent, another family, a config field of the family that the
-        decoder lacks, and a damaged file.
+        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
+        head that differs from the input table is kept, whatever `tie_word_embeddings` says. An adapter of peft beside
+        the weights, or alone and naming them, comes with them: merged into a stock checkpoint's, attached to a Fathom
+        checkpoint's. Raises ValueError for any other tensor that is absent or has no place, another family, a config
+        field of the family that the decoder lacks, and a damaged file.
         """
-        if pretrained_model_name_or_path is None:
+        path = pretrained_model_name_or_path
+        if path is None:
             return super().from_pretrained(None, *args, **kwargs)
-        with checkpoints.damage_named(pretrained_model_name_or_path):
+        with checkpoints.damage_named(path):
+            path, adapter = find_adapter(path, kwargs)
             given = isinstance(kwargs.get("config"), FathomConfig)
-            loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+            loaded = None if given else checkpoints.load_stock(path, adapter, kwargs)
             if loaded is None:
-                return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)
-        config, state, generation_config, placement = loaded
-        model = super().from_pretrained(None, config=config, state_dict=state, **placement)
+                return cls._from_fathom(path, adapter, *args, **kwargs)
+        config, stored, state, generation_config, placement = loaded
+        read: Any = super().from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True, **placement
+        )
+        model, report = read
+        checkpoints.check_names(path, report["missing_keys"], report["unexpected_keys"], config, stored)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
-        return model
+        return read if kwargs.get("output_loading_info") else model
 
     @classmethod
-    def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def _from_fathom(
+        cls,
+        path: Any,
+        adapter: tuple[Any, dict[str, Any]] | None,
+        *args: Any,
+        output_loading_info: bool = False,
+        adapter_name: str = "default",
+        **kwargs: Any,
+    ) -> Any:
         with checkpoints.changes_named(path, kwargs):
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(
+                path, *args, output_loading_info=True, adapter_kwargs=NO_ADAPTER, **kwargs
+            )
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)
         checkpoints.check_depth(path, model.config, stored)
-        added = checkpoints.new_parameters(model.config, stored)
         missing = set(report["missing_keys"])
-        checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
+        checkpoints.check_names(path, missing, report["unexpected_keys"], model.config, stored)
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
             model.depth.adapt(model.model, stored.depth)
+        if "lm_head.weight" not in model.all_tied_weights_keys:  # the files have a head of its own
+            model.config.tie_word_embeddings = False
+        if adapter is not None:
+            where, found = adapter
+            of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
+            checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
         return loaded if output_loading_info else model
 
     def get_decoder(self) -> Decoder:
