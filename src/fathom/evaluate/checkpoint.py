@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
-from fathom.models import depth_attention_checkpoints
-from fathom.models.adapter_checkpoints import NO_ADAPTER, find_adapter
+from fathom.models import depth_attention_checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import find_adapter
 from fathom.models.checkpoints import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
 
@@ -57,12 +57,11 @@ def load_checkpoint(
     if depth_attention_checkpoints.recognised(config):  # transformers would take it for a plain Llama
         authors: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype="auto")
         return authors.to(place).eval(), tokenizer
-    with damage_named(checkpoint):
+    with damage_named(checkpoint), hf_versions.weights_alone() as alone:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                weights, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code,
-                adapter_kwargs=NO_ADAPTER,
-            )  # fmt: skip
+                weights, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code, **alone
+            )
         except OSError as error:
             raise ValueError(f"{checkpoint}: no weights could be read ({_first_line(error)})") from error
     model, report = loaded

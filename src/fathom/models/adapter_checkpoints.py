@@ -2,8 +2,8 @@
 
 An `adapter_config.json` beside the weights is an adapter on them; in a folder without weights it names their folder or
 repository. transformers' loaders follow this rule too, but then report the adapter's names in place of the weights', so
-that a tensor that is absent would stay random in silence: here weights are read without their adapter (`NO_ADAPTER`),
-and the adapter after them.
+that a tensor that is absent would stay random in silence: here weights are read without their adapter
+(`hf_versions.weights_alone`), and the adapter after them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available
 
-# `adapter_kwargs` with which transformers looks for an adapter in vain.
-NO_ADAPTER = {"subfolder": "no-adapter"}
+from fathom.models.hf_versions import NO_ADAPTER
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
@@ -32,19 +31,22 @@ def find_adapter(path: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, dic
     and for an adapter without weights that names none.
     """
     given = dict(kwargs.pop("adapter_kwargs", None) or {})
+    if given == NO_ADAPTER:
+        return path, None
     hub = {**{name: kwargs[name] for name in HUB if name in kwargs}, **given}
     adapter = hub.pop("_adapter_model_path", None)
     if adapter is not None:  # AutoModelForCausalLM has looked, and `path` holds the weights
         return path, (adapter, hub)
-    file = find_adapter_config_file(path, **hub)
-    if file is None:
+    folder = Path(path, hub.get("subfolder") or "")
+    file: Any = folder / "adapter_config.json" if Path(path).is_dir() else find_adapter_config_file(path, **hub)
+    if file is None or not os.path.isfile(file):
         return path, None
     if not is_peft_available():
         raise ValueError(
             f"{path}: its adapter_config.json needs peft; install it, or move the adapter to another folder to load "
             "the weights without it"
         )
-    if os.path.exists(os.path.join(path, kwargs.get("subfolder") or "", "config.json")):
+    if (folder / "config.json").is_file():
         return path, (path, hub)
     weights = json.loads(Path(file).read_text()).get("base_model_name_or_path")
     if not weights:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from fathom.models import checkpoints, hf_versions
-from fathom.models.adapter_checkpoints import NO_ADAPTER, find_adapter
+from fathom.models.adapter_checkpoints import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
 from fathom.models.initialization import initialize
@@ -297,10 +297,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         adapter_name: str = "default",
         **kwargs: Any,
     ) -> Any:
-        with checkpoints.changes_named(path, kwargs):
-            loaded: Any = super().from_pretrained(
-                path, *args, output_loading_info=True, adapter_kwargs=NO_ADAPTER, **kwargs
-            )
+        with checkpoints.changes_named(path, kwargs), hf_versions.weights_alone() as alone:
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone)
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fathom.models import depth_attention_checkpoints
-from fathom.models.adapter_checkpoints import NO_ADAPTER, merge_adapter
+from fathom.models import depth_attention_checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
 from fathom.models.registry import build_options, lookup
 
@@ -287,8 +287,9 @@ def load_stock(
     if "gguf_file" in hub:  # dequantised on reading
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
-    kwargs.update(hub, dtype=dtype, config=stock_config, adapter_kwargs=NO_ADAPTER)
-    read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    kwargs.update(hub, dtype=dtype, config=stock_config)
+    with hf_versions.weights_alone() as alone:
+        read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs, **alone)
     stock, report = read
     check_names(path, report["missing_keys"], report["unexpected_keys"])
     if adapter is not None:
