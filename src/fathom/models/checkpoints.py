@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fathom.models import depth_attention_checkpoints, hf_versions
 from fathom.models.adapter_checkpoints import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
-from fathom.models.registry import build_options, lookup
+from fathom.models.registry import lookup
 
 State = dict[str, Tensor]
 
@@ -347,7 +347,7 @@ def _some(names: list[str]) -> str:
 def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
     """Raise ValueError if the weights of a Fathom checkpoint cannot go on under another config's depth method."""
     method: Any = lookup("depth", given.depth["name"])
-    reason = method.refuse_checkpoint(stored.depth, build_options("depth", given.depth))
+    reason = method.refuse_checkpoint(stored, given)
     if reason:
         raise ValueError(f"{path} with depth={given.depth['name']!r}: {reason}")
 

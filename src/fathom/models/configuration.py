@@ -10,7 +10,14 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fathom.models.registry import build_options, check_type, lookup, resolve_section
+from fathom.models.registry import (
+    REGISTRIES,
+    build_options,
+    check_type,
+    lookup,
+    override_section,
+    resolve_section,
+)
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
 # only an unmodified family (checkpoints.py) saves back as that family's stock checkpoint.
@@ -182,8 +189,12 @@ class FathomConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set."""
+        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set.
+        Options of a method that `config_dict` names too override its own one by one."""
         given = {name: kwargs.pop(name) for name in cls.types() if name in kwargs}
+        for section in REGISTRIES:
+            if section in given:
+                given[section] = override_section(section, config_dict.get(section), given[section])
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     @classmethod
