@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -69,7 +70,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, RotaryEmbedding):
-            frequencies, module.attention_scaling = module.initial_frequencies()
+            frequencies, module.attention_scaling = module.initial_frequencies(module.inv_freq.dtype)
             for name in ("inv_freq", "original_inv_freq"):
                 getattr(module, name).copy_(frequencies)
         initialize(module, self.config)
@@ -98,14 +99,16 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers, that another method filled with slots, or that holds tokens where gradient
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; one with the
+                wrong number of layers, that another method filled with slots, or that holds tokens where gradient
                 checkpointing keeps layers from reading it; where tokens have several slots, an
                 `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
+        if cache is not None and past_key_values is not None and past_key_values is not cache:
+            raise ValueError("pass exactly one of cache and past_key_values: they are names of one argument")
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
@@ -251,6 +254,27 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 "use False, which is the default"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As in transformers. Raises ValueError, and leaves the model as it is, where a method needs more tokens."""
+        if new_num_tokens is not None:
+            multiple = pad_to_multiple_of or 1
+            config = copy.copy(self.config)
+            config.vocab_size = -(-new_num_tokens // multiple) * multiple
+            reason = type(self.depth).unsupported(config, self.depth.options)
+            if reason:
+                raise ValueError(f"new_num_tokens={new_num_tokens} with depth={self.depth.name!r}: {reason}")
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.assistant_early_exit is not None:  # it sets num_hidden_layers, and layers run all the same
+            raise ValueError(
+                f"assistant_early_exit={generation_config.assistant_early_exit!r} is not implemented: all layers run "
+                "in every pass; give an assistant_model, or prompt_lookup_num_tokens"
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
