@@ -61,6 +61,23 @@ def test_a_folder_with_the_training_fields_becomes_the_model(tmp_path):
         assert (early(ids).logits - model(ids).logits).abs().max() > 1e-3  # the position is no matter of taste
 
 
+def test_a_mixer_given_overrides_what_the_config_says_and_leaves_the_rest(tmp_path):
+    """The warning of an absent stride says: pass mixer. It must not cost the keys' norm its place."""
+    fields = {name: value for name, value in TRAINING.items() if "stride" not in name}
+    expected, ids = write(tmp_path, {**fields, "depth_recent_window": 0}), tokens(1, 5)
+    with pytest.warns(UserWarning, match="depth_attention_stride is absent.*Pass mixer to decide"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+    model = load_silently(tmp_path, mixer={"name": "depth_attention", "stride": 3})
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    write(tmp_path, TRAINING)
+    assert load_silently(tmp_path, mixer="depth_attention").config.mixer == model.config.mixer
+    with pytest.raises(ValueError, match="mixer='none': this checkpoint normalises keys after the rotation"):
+        FathomForCausalLM.from_pretrained(tmp_path, mixer="none")
+    unmixed = {"name": "depth_attention", "source_schedule": "explicit", "sources": (), "recent_window": 0}
+    assert load_silently(tmp_path, mixer=unmixed).config.mixer["k_norm_position"] == "post_rope"
+
+
 def test_it_saves_as_a_fathom_checkpoint_and_generates(tmp_path):
     write(tmp_path, TRAINING)
     model = load_silently(tmp_path)

@@ -19,14 +19,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
+from fathom.depth.base import (
+    Counts,
+    DepthMethod,
+    DepthOutput,
+    check_choice,
+    check_number,
+    check_range,
+    reads_earlier_passes,
+)
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
 from fathom.models.step_cache import replaced_segments
@@ -159,20 +167,21 @@ class AdaPonderLM(DepthMethod):
         return super().unsupported(config, options)
 
     @classmethod
-    def refuse_checkpoint(cls, stored: dict[str, Any], options) -> str | None:
-        if stored["name"] != "pondering":
+    def refuse_checkpoint(cls, stored, given) -> str | None:
+        """Of a PonderLM checkpoint: with open gates it must stay the function it was."""
+        before, now = stored.depth, given.depth
+        if before["name"] != "pondering":
             return None
-        wanted = {
-            **{name: getattr(options, name) for name in ("steps", "accumulate", "premultiply_steps", "top_k")},
-            "feedback": "mixture",
-            "temperature": 1.0,
-        }
-        for name, value in wanted.items():
-            if stored.get(name, value) != value:
-                remedy = (
-                    f"set {name}={stored[name]!r}" if name in cls.Options.__annotations__ else "it cannot be continued"
-                )
-                return f"it was trained with depth 'pondering', {name}={stored[name]!r}, not {value!r}; {remedy}"
+        same = ("steps", "accumulate", "premultiply_steps", "top_k")
+        for name, value in {**{name: now[name] for name in same}, "feedback": "mixture", "temperature": 1.0}.items():
+            if before.get(name, value) != value:
+                remedy = f"set {name}={before[name]!r}" if name in same else "it cannot be continued"
+                return f"it was trained with depth 'pondering', {name}={before[name]!r}, not {value!r}; {remedy}"
+        if reads_earlier_passes(given, before):
+            return (
+                f"it was trained with mixer={given.mixer['name']!r}, whose layers read earlier passes, and here they "
+                "read their own pass alone; continue it as depth 'pondering', or change the mixer"
+            )
         return None
 
     @property

@@ -6,6 +6,7 @@ name. Importing `fathom.depth` imports every file here, so a new file is all it 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fathom.models.method import Counts, Method, NoOptions, check_choice, check_number, check_range
+from fathom.models.registry import build_options, lookup
 
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
@@ -36,6 +38,21 @@ def draw_for_all_ranks(low: int, high: int, device: torch.device) -> int:
         drawn = drawn.to(device)
         torch.distributed.broadcast(drawn, src=0)
     return int(drawn.item())
+
+
+def reads_earlier_passes(config: FathomConfig, depth: dict[str, Any]) -> bool:
+    """Whether layers of the config's mixer read those of earlier passes, under the depth section `depth`."""
+    if config.mixer["name"] == "none":  # type: ignore[index]
+        return False
+    config = copy.copy(config)
+    config.depth = depth
+    layers = config.num_hidden_layers
+    mixer: Any = lookup("mixer", config.mixer["name"])(config, build_options("mixer", config.mixer))  # type: ignore
+    return any(
+        source // layers < index // layers
+        for index in range(config.passes * layers)
+        for source in mixer.source_layers(index)
+    )
 
 
 @dataclasses.dataclass
@@ -97,8 +114,8 @@ class DepthMethod(Method):
         return options.passes
 
     @classmethod
-    def refuse_checkpoint(cls, stored: dict[str, Any], options: Any) -> str | None:
-        """Why weights of a Fathom checkpoint with the depth section `stored` cannot go on here; None if they can."""
+    def refuse_checkpoint(cls, stored: FathomConfig, given: FathomConfig) -> str | None:
+        """Why weights of a Fathom checkpoint with the config `stored` cannot go on under `given`; None if they can."""
         return None
 
     def trains_alone(self) -> bool:

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
-from fathom.models import depth_attention_checkpoints
-from fathom.models.checkpoints import STOCK, damage_named, refuse_missing
+from fathom.models import depth_attention_checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import find_adapter
+from fathom.models.checkpoints import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
 
 
@@ -22,7 +23,7 @@ def load_checkpoint(
     """The model, in eval mode and the dtype it was saved in, and its tokenizer.
 
     Args:
-        checkpoint: folder or hub name.
+        checkpoint: folder or hub name of a model, or of an adapter of peft on one.
         device: "cpu", "cuda", "cuda:1", …; None is the GPU if there is one.
         trust_remote_code: run Python code that comes with the checkpoint.
 
@@ -32,7 +33,11 @@ def load_checkpoint(
             tokenizer, or one with more ids than the model has embeddings; a device that is not there.
     """
     place = _device(device)
-    config = load_config(checkpoint, trust_remote_code)
+    local = Path(checkpoint).expanduser().is_dir()
+    weights, adapter = find_adapter(checkpoint, {}) if local else (checkpoint, None)
+    config = load_config(weights, trust_remote_code)
+    if not local:  # now it is known to be there
+        weights, adapter = find_adapter(checkpoint, {})
     family = config.model_type
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if family not in {FathomConfig.model_type, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} and not remote:
@@ -41,7 +46,7 @@ def load_checkpoint(
             f"supported: {FathomConfig.model_type}, {', '.join(STOCK)} (methods run on these) and "
             f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(STOCK)} more as they are"
         )
-    tokenizer = _tokenizer(checkpoint, trust_remote_code)
+    tokenizer = _tokenizer(weights, trust_remote_code)
     needed = max(tokenizer.get_vocab().values()) + 1
     size = config.get_text_config().vocab_size
     if needed > size:
@@ -52,15 +57,18 @@ def load_checkpoint(
     if depth_attention_checkpoints.recognised(config):  # transformers would take it for a plain Llama
         authors: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype="auto")
         return authors.to(place).eval(), tokenizer
-    with damage_named(checkpoint):
+    with damage_named(checkpoint), hf_versions.weights_alone() as alone:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                checkpoint, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code
+                weights, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code, **alone
             )
         except OSError as error:
             raise ValueError(f"{checkpoint}: no weights could be read ({_first_line(error)})") from error
     model, report = loaded
-    refuse_missing(checkpoint, report["missing_keys"])
+    check_names(weights, report["missing_keys"])  # what other families leave unread, transformers says
+    if adapter is not None:
+        of_adapter = model.load_adapter(adapter[0], adapter_kwargs=adapter[1])
+        check_names(adapter[0], of_adapter.missing_keys, of_adapter.unexpected_keys)
     return model.to(place).eval(), tokenizer
 
 

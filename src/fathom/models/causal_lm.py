@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -14,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from fathom.models import checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize
@@ -95,8 +97,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`).
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers, that another method filled with slots, or that holds tokens where gradient
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; one with the
+                wrong number of layers, that another method filled with slots, or that holds tokens where gradient
                 checkpointing keeps layers from reading it; where tokens have several slots, an
                 `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without
                 `position_ids` or with an `attention_mask`.
@@ -104,6 +106,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
+        if cache is not None and past_key_values is not None and past_key_values is not cache:
+            raise ValueError("pass exactly one of cache and past_key_values: they are names of one argument")
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
@@ -266,6 +270,27 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)  # type: ignore[misc]
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As in transformers. Raises ValueError, and leaves the model as it is, where a method needs more tokens."""
+        if new_num_tokens is not None:
+            multiple = pad_to_multiple_of or 1
+            config = copy.copy(self.config)
+            config.vocab_size = -(-new_num_tokens // multiple) * multiple
+            reason = type(self.depth).unsupported(config, self.depth.options)
+            if reason:
+                raise ValueError(f"new_num_tokens={new_num_tokens} with depth={self.depth.name!r}: {reason}")
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.assistant_early_exit is not None:  # it sets num_hidden_layers, and layers run all the same
+            raise ValueError(
+                f"assistant_early_exit={generation_config.assistant_early_exit!r} is not implemented: all layers run "
+                "in every pass; give an assistant_model, or prompt_lookup_num_tokens"
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
+
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
             return super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
@@ -275,36 +300,58 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
-        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
-        Raises ValueError for any other tensor that is absent, another family, a config field of the family that the
-        decoder lacks, and a damaged file.
+        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
+        head that differs from the input table is kept, whatever `tie_word_embeddings` says. An adapter of peft beside
+        the weights, or alone and naming them, comes with them: merged into a stock checkpoint's, attached to a Fathom
+        checkpoint's. Raises ValueError for any other tensor that is absent or has no place, another family, a config
+        field of the family that the decoder lacks, and a damaged file.
         """
-        if pretrained_model_name_or_path is None:
+        path = pretrained_model_name_or_path
+        if path is None:
             return super().from_pretrained(None, *args, **kwargs)
-        with checkpoints.damage_named(pretrained_model_name_or_path):
+        with checkpoints.damage_named(path):
+            path, adapter = find_adapter(path, kwargs)
             given = isinstance(kwargs.get("config"), FathomConfig)
-            loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+            loaded = None if given else checkpoints.load_stock(path, adapter, kwargs)
             if loaded is None:
-                return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)
-        config, state, generation_config, placement = loaded
-        model = super().from_pretrained(None, config=config, state_dict=state, **placement)
+                return cls._from_fathom(path, adapter, *args, **kwargs)
+        config, stored, state, generation_config, placement = loaded
+        read: Any = super().from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True, **placement
+        )
+        model, report = read
+        checkpoints.check_names(path, report["missing_keys"], report["unexpected_keys"], config, stored)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
-        return model
+        return read if kwargs.get("output_loading_info") else model
 
     @classmethod
-    def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        with checkpoints.changes_named(path, kwargs):
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+    def _from_fathom(
+        cls,
+        path: Any,
+        adapter: tuple[Any, dict[str, Any]] | None,
+        *args: Any,
+        output_loading_info: bool = False,
+        adapter_name: str = "default",
+        **kwargs: Any,
+    ) -> Any:
+        with checkpoints.changes_named(path, kwargs), hf_versions.weights_alone() as alone:
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone)
         model, report = loaded
         hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
         stored = FathomConfig.from_pretrained(path, **hub)
         checkpoints.check_depth(path, model.config, stored)
         missing = set(report["missing_keys"])
-        checkpoints.refuse_missing(path, missing - checkpoints.new_parameters(missing, model.config, stored))
+        checkpoints.check_names(path, missing, report["unexpected_keys"], model.config, stored)
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
             model.depth.adapt(model.model, stored.depth)
+        if "lm_head.weight" not in model.all_tied_weights_keys:  # the files have a head of its own
+            model.config.tie_word_embeddings = False
+        if adapter is not None:
+            where, found = adapter
+            of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
+            checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
         return loaded if output_loading_info else model
 
     def get_decoder(self) -> Decoder:

@@ -7,8 +7,10 @@ field of the family's config that the decoder does not implement is refused by n
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fathom.models import depth_attention_checkpoints
+from fathom.models import depth_attention_checkpoints, hf_versions
+from fathom.models.adapter_checkpoints import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
 from fathom.models.registry import SECTIONS, build_options, lookup
 
@@ -253,19 +256,26 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
 FIELDS = [field.name for field in dataclasses.fields(FathomConfig) if field.name in FathomConfig.__annotations__]  # type: ignore[arg-type]
 
 # Keyword arguments of from_pretrained that place the finished model; the rest goes to reading the stock files.
-PLACEMENT = ("device_map", "dtype", "torch_dtype", "attn_implementation", "max_memory", "offload_folder")
+PLACEMENT = (
+    "device_map", "dtype", "torch_dtype", "attn_implementation", "max_memory", "offload_folder", "offload_buffers",
+)  # fmt: skip
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "gguf_file")
 
+# Names in files that no causal language model reads: buffers that older versions saved, heads of other tasks.
+UNREAD = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|masked_bias)$|^(score|classifier|v_head)\.")
+
 
 def load_stock(
-    path: Any, kwargs: dict[str, Any]
-) -> tuple[FathomConfig, State, GenerationConfig | None, dict[str, Any]] | None:
-    """Read a stock checkpoint: (config, state dict in Fathom's names, generation config, placement arguments).
+    path: Any, adapter: tuple[Any, dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> tuple[FathomConfig, FathomConfig, State, GenerationConfig | None, dict[str, Any]] | None:
+    """Read a stock checkpoint: (config, the stored one, state dict in Fathom's names, generation config, placement
+    arguments).
 
-    None if `path` holds a Fathom checkpoint. Raises ValueError for an unsupported family or a tensor that is absent.
+    An adapter comes merged: where a family fuses matrices that are apart here, it has no other form. None if `path`
+    holds a Fathom checkpoint. Raises ValueError for an unsupported family, and a tensor that is absent or has no place.
     """
-    kwargs = dict(kwargs)
+    kwargs = {name: kwargs[name] for name in kwargs if name not in ("output_loading_info", "adapter_name")}
     changes = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stock_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
@@ -278,37 +288,69 @@ def load_stock(
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
     kwargs.update(hub, dtype=dtype, config=stock_config)
-    read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    with hf_versions.weights_alone() as alone:
+        read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs, **alone)
     stock, report = read
-    refuse_missing(path, report["missing_keys"])
+    check_names(path, report["missing_keys"], report["unexpected_keys"])
+    if adapter is not None:
+        stock, missing, unexpected = merge_adapter(stock, *adapter)
+        check_names(adapter[0], missing, unexpected)
     placement["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
     for section in SECTIONS:
         method: Any = lookup(section, getattr(config, section)["name"])
         state = method.read_stock(state, config, build_options(section, getattr(config, section)))
     if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    return config, state, stock.generation_config, placement
+        head, table = stock.get_output_embeddings().weight, stock.get_input_embeddings().weight
+        config.tie_word_embeddings = head is table or torch.equal(head, table)  # a head of its own is kept, as there
+        if config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+    return config, config_from_stock(stock_config), state, stock.generation_config, placement
 
 
-def new_parameters(names: Iterable[str], given: FathomConfig, stored: FathomConfig) -> set[str]:
-    """Those parameters that a method of `given` may add to a checkpoint whose config is `stored`."""
-    changed = [part for name, part in SECTIONS.items() if getattr(given, name) != getattr(stored, name)]
-    return {name for name in names if any(part.owns.match(name) for part in changed)}
+def changed_sections(given: FathomConfig, stored: FathomConfig) -> list[re.Pattern[str]]:
+    """Patterns of the parameters that methods of `given` may add to a checkpoint whose config is `stored`, or leave."""
+    return [part.owns for name, part in SECTIONS.items() if getattr(given, name) != getattr(stored, name)]
 
 
-def refuse_missing(path: Any, names: Iterable[str]) -> None:
-    """Raise ValueError if there are any: transformers would fill these tensors with random numbers."""
-    missing = sorted(names)
-    if missing:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise ValueError(f"{path}: weights are missing from the checkpoint: {', '.join(missing[:8])}{more}")
+def check_names(
+    path: Any,
+    missing: Iterable[str],
+    unexpected: Iterable[str] = (),
+    given: FathomConfig | None = None,
+    stored: FathomConfig | None = None,
+) -> None:
+    """Raise ValueError for a tensor that is absent from the files, which transformers would fill with random numbers,
+    and for one of them that has no place in the model.
+
+    `given`, `stored`: the model's config and the checkpoint's. A method that is not the stored one may add parameters
+    and leave others, and so may fewer layers.
+    """
+    added: list[re.Pattern[str]] = []
+    left: list[re.Pattern[str]] = [UNREAD]
+    if given is not None and stored is not None:
+        added = changed_sections(given, stored)
+        fewer = range(given.num_hidden_layers, stored.num_hidden_layers)
+        left += added + [re.compile(rf"model\.layers\.{layer}\.") for layer in fewer]
+    absent = sorted(name for name in missing if not any(part.match(name) for part in added))
+    if absent:
+        raise ValueError(f"{path}: weights are missing from the checkpoint: {_some(absent)}")
+    homeless = sorted(name for name in unexpected if not any(part.search(name) for part in left))
+    if homeless:
+        raise ValueError(
+            f"{path}: the checkpoint has weights that its config has no place for, so it is of another model: "
+            f"{_some(homeless)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
     """Raise ValueError if the weights of a Fathom checkpoint cannot go on under another config's depth method."""
     method: Any = lookup("depth", given.depth["name"])
-    reason = method.refuse_checkpoint(stored.depth, build_options("depth", given.depth))
+    reason = method.refuse_checkpoint(stored, given)
     if reason:
         raise ValueError(f"{path} with depth={given.depth['name']!r}: {reason}")
 
@@ -389,12 +431,20 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
 def save_stock(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Write a vanilla Fathom model as its family's stock checkpoint, embed_scale folded into the input table.
 
-    Raises ValueError for a model with methods, or with a tied head and embed_scale ≠ 1: scaling the shared table would
-    change the head.
+    Raises ValueError for a model with methods, with adapters, with offloaded weights, or with a tied head and
+    embed_scale ≠ 1: scaling the shared table would change the head.
     """
-    config: FathomConfig = model.config  # type: ignore[assignment]
-    target = stock_config(config)
+    config: FathomConfig = copy.copy(model.config)  # type: ignore[assignment]
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{folder}: the model has adapters beside its weights; merge them first (peft: merge_and_unload)"
+        )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if any(tensor.is_meta for tensor in state.values()):
+        raise ValueError(f"{folder}: weights of the model are offloaded; load it without offloading to save it")
+    if config.tie_word_embeddings:  # a head of its own is kept, whatever the config says
+        config.tie_word_embeddings = torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    target = stock_config(config)
     if config.embed_scale != 1.0:
         if config.tie_word_embeddings:
             raise ValueError(

@@ -10,7 +10,15 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from fathom.models.registry import SECTIONS, build_options, check_type, lookup, nearest, resolve_section
+from fathom.models.registry import (
+    SECTIONS,
+    build_options,
+    check_type,
+    lookup,
+    nearest,
+    override_section,
+    resolve_section,
+)
 from fathom.version import __version__
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
@@ -190,8 +198,12 @@ class FathomConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set."""
+        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set.
+        Options of a method that `config_dict` names too override its own one by one."""
         given = {name: kwargs.pop(name) for name in cls.types() if name in kwargs}
+        for section in SECTIONS:
+            if section in given:
+                given[section] = override_section(section, config_dict.get(section), given[section])
         written_by = str(config_dict.get("fathom_version", __version__))
         try:
             return super().from_dict({**config_dict, **given}, **kwargs)

@@ -40,9 +40,10 @@ def recognised(stock: PreTrainedConfig) -> bool:
 def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """A config of that layout as the stock config whose class reads its tensors, and `changes` with its mixer added.
 
-    Any other config comes back as it is, and a `mixer` in `changes` wins. Warns, naming the field, where the config
-    does not say how the model was trained. Raises ValueError for what cannot be read: a rival's model, another mixing
-    mode, two strides, scaled embeddings of unknown factor, MLP biases.
+    Any other config comes back as it is. Options of a `mixer` in `changes` win, one by one. Warns, naming the field,
+    where the config does not say how the model was trained. Raises ValueError for what cannot be read: a rival's model,
+    another mixing mode, two strides, scaled embeddings of unknown factor, MLP biases; and for another mixer where keys
+    are normalised after the rotation.
     """
     if not recognised(stock):
         return stock, changes
@@ -70,26 +71,36 @@ def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrai
     else:
         translated = stock.__class__(**{field: getattr(stock, field) for field in (*QWEN3_FIELDS, "mlp_bias")})
 
-    if "mixer" in changes:
+    given = changes.get("mixer")
+    asked = {"name": given} if isinstance(given, str) else dict(given or {})
+    if asked and asked.get("name") != "depth_attention":
+        if "k_norm_position" in mixer:
+            raise ValueError(
+                f"mixer={given!r}: this checkpoint normalises keys after the rotation, which mixer='depth_attention' "
+                "does; without mixing give it source_schedule='explicit', sources=(), recent_window=0"
+            )
         return translated, changes
-    mixes, used = getattr(stock, "recurrent_model", None), getattr(stock, "use_depth_attention", None)
-    if used is False and mixes:
-        refuse("use_depth_attention", f"recurrent_model={mixes} says the opposite; pass mixer to decide")
-    if used is False:
-        mixes = False
-    if mixes is None:
-        _warn("recurrent_model", "the authors' code mixes only if it is true; taken as true")
-    if mixes is False:
-        return translated, {**changes, "mixer": {**mixer, "source_schedule": "explicit", "sources": ()}}
-    mixer["stride"] = _one_of(stock, STRIDES)
-    mixer["recent_window"] = _one_of(stock, WINDOWS) or 0
-    if mixer["stride"] is None:
-        half = max(1, stock.num_hidden_layers // 2)
-        _warn(
-            STRIDES[1],
-            f"taken as half the layers, {half}, the paper's; the authors' code takes 1. Pass mixer to decide",
-        )
-    return translated, {**changes, "mixer": mixer}
+    if not asked:
+        mixes, used = getattr(stock, "recurrent_model", None), getattr(stock, "use_depth_attention", None)
+        if used is False and mixes:
+            refuse("use_depth_attention", f"recurrent_model={mixes} says the opposite; pass mixer to decide")
+        if used is False:
+            mixes = False
+        if mixes is None:
+            _warn("recurrent_model", "the authors' code mixes only if it is true; taken as true")
+        if mixes is False:
+            return translated, {**changes, "mixer": {**mixer, "source_schedule": "explicit", "sources": ()}}
+    if "recent_window" not in asked:
+        mixer["recent_window"] = _one_of(stock, WINDOWS) or 0
+    if "stride" not in asked:
+        mixer["stride"] = _one_of(stock, STRIDES)
+        if mixer["stride"] is None and asked.get("source_schedule", "absolute_stride").endswith("stride"):
+            half = max(1, stock.num_hidden_layers // 2)
+            _warn(
+                STRIDES[1],
+                f"taken as half the layers, {half}, the paper's; the authors' code takes 1. Pass mixer to decide",
+            )
+    return translated, {**changes, "mixer": {**mixer, **asked}}
 
 
 def _one_of(stock: PreTrainedConfig, fields: tuple[str, ...]) -> int | None:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import re
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,30 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict
             )
         check_type(f"{registry} method {section['name']!r} option {key}", value, known[key])
     return {"name": section["name"], **dataclasses.asdict(cls.Options(**options))}  # type: ignore[attr-defined]
+
+
+def override_section(registry: str, stored: dict[str, Any] | str | None, given: Any) -> Any:
+    """The section `given` with a checkpoint, completed by the `stored` one if both name the same method.
+
+    Another method starts from its own defaults; a warning says which stored options it resets.
+    """
+    if isinstance(given, str):
+        given = {"name": given}
+    if not stored or not isinstance(given, dict) or given.get("name") not in REGISTRIES[registry]:
+        return given
+    stored = resolve_section(registry, stored)
+    if given["name"] == stored["name"]:
+        return {**stored, **given}
+    defaults = resolve_section(registry, stored["name"])
+    now = resolve_section(registry, given)
+    reset = [f"{key}={value!r}" for key, value in stored.items() if value not in (defaults[key], now.get(key))]
+    if reset:
+        warnings.warn(
+            f"{registry}={given['name']!r} resets these options of the checkpoint's {stored['name']!r}: "
+            f"{', '.join(reset)}",
+            stacklevel=2,
+        )
+    return given
 
 
 def build_options(registry: str, section: dict[str, Any]) -> Any:

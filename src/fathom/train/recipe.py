@@ -306,7 +306,7 @@ def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig
         raise ValueError(f"model.checkpoint={checkpoint!r}: no config.json could be read ({error})") from error
     if stored.model_type != FathomConfig.model_type:
         return config_from_stock(stored, **changes)
-    return FathomConfig(**{**FathomConfig.get_config_dict(checkpoint)[0], **changes})
+    return FathomConfig.from_dict(FathomConfig.get_config_dict(checkpoint)[0], **changes)
 
 
 def _registry_of(name: str, where: str) -> str:
