@@ -5,8 +5,8 @@ import json
 import pytest
 
 from fathom import caches
-from fathom.cli.methods import WINGS
 from fathom.models.registry import REGISTRIES
+from fathom_cli.methods import WINGS
 from tiny_checkpoint import run_cli
 
 

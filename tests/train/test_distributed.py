@@ -35,7 +35,7 @@ def test_ddp(text, tmp_path: Path, depth) -> None:
         folder = tmp_path / recipe["name"] / "method-seed0"
         if devices == 2:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += ["-m", "fathom.cli", "train", str(path), "--output", str(tmp_path)]
+            command += ["-m", "fathom", "train", str(path), "--output", str(tmp_path)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
             assert done.stdout.count("Model: ") == 1  # only rank 0 speaks

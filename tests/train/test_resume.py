@@ -82,7 +82,7 @@ def test_losses_after_kill_9(text, tmp_path) -> None:
         )
     )
     run = tmp_path / "runs" / "killed" / "vanilla-seed0"
-    command = [sys.executable, "-m", "fathom.cli", "train", str(path), "--output", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "fathom", "train", str(path), "--output", str(tmp_path / "runs")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120

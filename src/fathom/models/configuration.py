@@ -7,7 +7,6 @@ import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fathom.models.registry import build_options, check_type, lookup, resolve_section
@@ -213,6 +212,8 @@ class FathomConfig(PreTrainedConfig):
             refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
         if self.positions not in ("rotary", "learned"):
             refuse("positions", self.positions, 'use "rotary" or "learned"')
+        from transformers.activations import ACT2FN  # here: half a second that `import fathom` need not take
+
         if self.hidden_act not in ACT2FN:
             refuse("hidden_act", self.hidden_act, f"no activation of transformers; it has {', '.join(sorted(ACT2FN))}")
         if self.positions == "rotary":

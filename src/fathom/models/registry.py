@@ -1,7 +1,8 @@
 """The three registries of methods that plug into the decoder: `depth`, `mixer`, `residual`.
 
 They stand on this floor because the decoder looks methods up by name; the wings above fill them (`@register(...)` on
-the method's class), so that imports only go down.
+the method's class), so that imports only go down. The wings are imported when `REGISTRIES` is first read: `import
+fathom` says how (`fill_with`) and does not wait for it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,45 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-REGISTRIES: dict[str, dict[str, type]] = {"depth": {}, "mixer": {}, "residual": {}}
+_REGISTRIES: dict[str, dict[str, type]] = {"depth": {}, "mixer": {}, "residual": {}}
+_fill: Callable[[], None] | None = None
+
+if TYPE_CHECKING:
+    REGISTRIES: dict[str, dict[str, type]]
+
+
+def fill_with(fill: Callable[[], None]) -> None:
+    """Have `fill` called once, before anyone reads `REGISTRIES`."""
+    global _fill
+    _fill = fill
+
+
+def __getattr__(name: str) -> Any:
+    if name == "REGISTRIES":
+        return filled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def filled() -> dict[str, dict[str, type]]:
+    """`REGISTRIES`, with every method of every wing in it."""
+    global _fill
+    fill, _fill = _fill, None  # what is imported now may read the registries on its way
+    if fill is not None:
+        fill()
+    return _REGISTRIES
 
 
 def register(registry: str, name: str) -> Callable[[type], type]:
     """Class decorator: make a method available as `FathomConfig(<registry>={"name": <name>, ...})`."""
 
     def add(cls: type) -> type:
-        if name in REGISTRIES[registry] and REGISTRIES[registry][name].__qualname__ != cls.__qualname__:
-            raise ValueError(f"{registry} method {name!r} is registered already, by {REGISTRIES[registry][name]}")
+        methods = _REGISTRIES[registry]
+        if name in methods and methods[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"{registry} method {name!r} is registered already, by {methods[name]}")
         cls.name, cls.registry = name, registry  # type: ignore[attr-defined]
-        REGISTRIES[registry][name] = cls
+        methods[name] = cls
         return cls
 
     return add
@@ -36,7 +63,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 def lookup(registry: str, name: str) -> type:
     """The method class of that name. Raises ValueError that lists what exists."""
-    methods = REGISTRIES[registry]
+    methods = filled()[registry]
     if name not in methods:
         raise ValueError(
             f"{registry} method {name!r} does not exist{nearest(name, list(methods))}; "
@@ -66,7 +93,7 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None, default
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):
         raise ValueError(
-            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(REGISTRIES[registry]))}'
+            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(filled()[registry]))}'
         )
     options = {key: value for key, value in section.items() if key != "name"}
     cls = lookup(registry, section["name"])
