@@ -144,9 +144,11 @@ def test_the_model_is_an_ordinary_checkpoint(whole, data) -> None:
     assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert sorted(path.name for path in whole.model.iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "modeling_fathom.py",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fathom.models import saved_files
 from fathom.models.registry import build_options, check_type, lookup, resolve_section
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
@@ -184,6 +185,16 @@ class FathomConfig(PreTrainedConfig):
         """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set."""
         given = {name: kwargs.pop(name) for name in cls.types() if name in kwargs}
         return super().from_dict({**config_dict, **given}, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
+        self.auto_map = dict(saved_files.AUTO_MAP)
+        saved_files.write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     @classmethod
     def types(cls) -> dict[str, Any]:
