@@ -34,7 +34,7 @@ FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFO
 
 def train(launch: list[str], recipe: Path, method: str, output: Path, stop: signal.Signals | None = None) -> Path:
     """One `fathom train`, stopped with `stop` after step 100 if given; the run's folder."""
-    command = [*launch, "-m", "fathom.cli", "train", str(recipe), "--method", method, "--output", str(output)]
+    command = [*launch, "-m", "fathom", "train", str(recipe), "--method", method, "--output", str(output)]
     process = subprocess.Popen(command, start_new_session=True)
     run = output / "fsdp" / f"{method}-seed0"
     if stop is not None:

@@ -400,9 +400,12 @@ def test_loss_in_training_mode_equals_the_loss_of_logits(case, model):
         expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
         torch.testing.assert_close(model(ids, labels=labels).loss, expected)
     trained = copy.deepcopy(model).train()
-    added = []
-    trained.depth.register_forward_hook(lambda module, arguments, output: added.append(sum(output.losses.values())))
-    torch.testing.assert_close(trained(ids, labels=labels).loss.detach() - added[0], expected)
+    outputs = []
+    trained.depth.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    loss = trained(ids, labels=labels).loss.detach()
+    if outputs[0].objective is not None:
+        pytest.skip("trains on an objective of its own, which its own tests hold against the equation")
+    torch.testing.assert_close(loss - sum(outputs[0].losses.values()), expected)
 
 
 def compiled_equals_eager(model: FathomForCausalLM, backend: str) -> None:

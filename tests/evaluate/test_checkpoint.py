@@ -94,13 +94,13 @@ def test_a_wrong_value_in_the_config_is_no_matter_of_families(tmp_path):
 
 
 def test_family_that_is_no_causal_language_model(folder):
-    change_config(folder, model_type="t5")
+    change_config(folder, model_type="t5", auto_map={})
     assert "family 't5' is not supported" in refusal(folder)
     assert "supported: fathom, llama, qwen3, gpt_neox, gpt2" in refusal(folder)
 
 
 def test_family_that_transformers_does_not_know(folder):
-    change_config(folder, model_type="nobody")
+    change_config(folder, model_type="nobody", auto_map={})
     assert "nobody" in refusal(folder) and "llama, qwen3, gpt_neox, gpt2" in refusal(folder)
 
 

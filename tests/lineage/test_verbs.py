@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load, load_file, save, save_file
 from typer.testing import CliRunner
 
-from fathom.cli.lineage import app
 from fathom.lineage import commitment
 from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
@@ -27,6 +26,7 @@ from fathom.lineage.huref import fingerprint, ics
 from fathom.lineage.merge import merge_weights
 from fathom.lineage.perturb import INEXACT, fine_tune, merge
 from fathom.lineage.verdict import Null, combine, judge, nulls
+from fathom_cli.lineage import app
 
 SECRET = b"0123456789abcdef"
 

@@ -43,7 +43,7 @@ def test_one_recipe_learns_the_same(text, tmp_path: Path, depth, accumulation, s
         folder = tmp_path / str(processes) / "shared" / "method-seed0"
         if processes == 2:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += ["-m", "fathom.cli", "train", str(path), "--output", str(tmp_path / "2")]
+            command += ["-m", "fathom", "train", str(path), "--output", str(tmp_path / "2")]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
             assert done.stdout.count("Model: ") == 1  # only rank 0 speaks

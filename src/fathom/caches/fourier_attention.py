@@ -35,17 +35,21 @@ class FourierAttention(CacheMethod):
     A prompt of more than n_sink + n_local + 2N tokens is compressed after its (exact) attention; a shorter one as soon
     as decoding reaches that length. Then every step slides the oldest local token into the coefficients, and attends.
 
-    flush_every: tokens that slide together, when n_local + flush_every are held: 1 is the paper's; more copies the raw
-    channels less often.
-
     channels: JSON from `search_channels`; "" for the data-free rule (first dims in RoPE order, the paper's ratios).
+    n_sink: first tokens that stay whole.
+    n_local: newest tokens that stay whole.
+    frequencies: N, coefficients kept per channel (complex numbers).
     window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
-    rounded up to an FFT-friendly length. A full window raises.
+        rounded up to an FFT-friendly length. A full window raises.
+    headroom: tokens that window="auto" leaves for what is generated.
+    flush_every: tokens that slide together, when n_local + flush_every are held: 1 is the paper's; more copies the raw
+        channels less often.
     reconstruction: "affine" (the paper's: statistics frozen at compression, so read the prompt in one call) or
-    "projection" (orthogonal, no statistics, right however the text is read).
+        "projection" (orthogonal, no statistics, right however the text is read).
     attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same in one kernel
-    that reads the raw channels once and writes no scores; on a GPU, not for float64 models) or "dense" (rebuild, then
-    attend: the reference).
+        that reads the raw channels once and writes no scores; on a GPU, not for float64 models) or "dense" (rebuild,
+        then attend: the reference).
+
     Keys post-RoPE at their true positions.
     Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n − n_mid)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
@@ -64,6 +68,7 @@ class FourierAttention(CacheMethod):
     name = "fourier_attention"
     paper = "Beyond Homogeneous Attention: Memory-Efficient LLMs via Fourier-Approximated KV Cache, arXiv 2506.11886"
     summary = "Keep most channels of the middle as a few Fourier coefficients over time."
+    equation = "C[n] = Σ_t e^{−2πint/Tw} x_t,  n < N, per compressed channel;  x_t ≈ Re Σ_n C[n] e^{2πint/Tw}"
 
     def __post_init__(self) -> None:
         self.check_path("channels")

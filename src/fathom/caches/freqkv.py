@@ -22,7 +22,13 @@ class FreqKV(CacheMethod):
     Keys are rotated by slot, so no position reaches C. Prompt, decode and training share one loop, so boundaries
     coincide for every way of feeding the tokens. Made to be fine-tuned (`Trainer` under `compress`).
 
-    band: "low" (the method), "high", "mean": ablations. transform: "gemm" or "fft", the same result.
+    budget: C, slots of the cache.
+    n_sink: first tokens that are never compressed.
+    n_recent: newest tokens that are not compressed with the rest.
+    ratio: γ, the part of the middle's slots that a compression leaves.
+    band: "low" (the method), or the ablations "high" and "mean".
+    transform: "gemm" or "fft", the same result.
+
     Bytes per layer: 2·B·G·D·n·bytes with n ≤ C slots.
     """
 
@@ -36,6 +42,7 @@ class FreqKV(CacheMethod):
     name = "freqkv"
     paper = "FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension, arXiv 2505.00570"
     summary = "Keep the low frequencies (over time) of the middle of the cache; can be fine-tuned."
+    equation = "y = √(L/N)·IDCT_L(DCT_N(x)[0:L]) over the N middle slots of a full cache,  L = ⌊ratio·N⌋"
 
     def __post_init__(self) -> None:
         self.check_at_least("budget", 1)

@@ -18,6 +18,7 @@ class Full(CacheMethod):
     name = "full"
     paper = "Attention Is All You Need, arXiv 1706.03762"
     summary = "Keep everything: the reference of every comparison."
+    equation = "O = softmax(q Kᵀ / √D) V over all tokens"
 
     @property
     def plain(self) -> bool:

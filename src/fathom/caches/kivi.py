@@ -27,6 +27,10 @@ class KIVI(CacheMethod):
     one launch for keys and one for values, and for a single query one kernel reads the codes as they are.
     A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
     bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
+
+    bits: width of a code, 2, 4 or 8.
+    group: numbers that share a scale and a minimum; divides `residual` and the head dim.
+    residual: newest tokens that stay in full precision.
     """
 
     bits: int = 2
@@ -36,6 +40,7 @@ class KIVI(CacheMethod):
     name = "kivi"
     paper = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750"
     summary = "Keep every token in 2 or 4 bits: keys per channel, values per token."
+    equation = "code = round((x − min) / (max − min)·(2^b − 1)), groups of keys along tokens, of values along channels"
 
     def __post_init__(self) -> None:
         self.check_at_least("group", 1)

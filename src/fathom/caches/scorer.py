@@ -58,6 +58,7 @@ def keydiff(keys: Tensor, values: Tensor) -> Tensor:
 class Scored(TokenBudget):
     """Keep the highest scores. Needs no attention access: `build_cache(model, Scored(…))` also works as a plain cache.
 
+    scorer: name of the scoring function, as `register_scorer` got it.
     compression_ratio: fraction of a prompt that is dropped, as in kvpress; None uses `budget`. Of n tokens so far
         (so a prompt read in chunks ends with as many as one read whole) ⌊n·(1 − ratio)⌋ stay, exactly, and at least 1.
     acts_on: "prompt" (calls of several tokens) or "always"; a compression_ratio acts on prompts.
@@ -73,6 +74,7 @@ class Scored(TokenBudget):
     name = "scored"
     paper = ""
     summary = "Adapter: keep the tokens that a kvpress-style scoring function ranks highest."
+    equation = "kept = the highest score(keys, values)"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,14 +30,16 @@ class TokenBudget(CacheMethod):
     """Options that all token-budgeted methods share.
 
     budget: tokens stored per key/value head.
-    n_sink, n_recent: first and newest tokens that are never dropped. n_recent=None takes what the budget implies: sinks
-        and recent tokens are half of it (4 + 508 of 1024), unless a method says otherwise.
+    n_sink: first tokens, which are never dropped.
+    n_recent: newest tokens that are never dropped. None takes what the budget implies: sinks and recent tokens are half
+        of it (4 + 508 of 1024), unless a method says otherwise.
     positions: "slot" re-assigns RoPE positions 0 … n−1 to the stored tokens (keys are stored unrotated), "original"
         keeps the true positions.
     granularity: "kv_head" (each head keeps its own tokens) or "layer" (one set for all heads of a layer).
     group_reduce: how the query heads of a key head are pooled: "mean", "sum" or "max".
     prefill: a call with several tokens is processed whole ("once"), `chunk` tokens at a time ("chunked"), or token by
         token ("exact", the definition; slow).
+    chunk: tokens processed at a time with prefill="chunked".
     """
 
     pre_rope_remedy = "use positions='original'"

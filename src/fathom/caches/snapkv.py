@@ -15,8 +15,10 @@ from fathom.caches.slots import SlotState, TokenBudget, keep_highest
 class SnapKV(TokenBudget):
     """Prompt only: s = pool(Σ over the last w queries of softmax weights); the top budget − w and the last w stay.
 
-    n_recent is the window w (None: 32, at most half the budget); `kernel` the width of the average pooling along
-    tokens. A call shorter than w, or of one token, is decoding and drops nothing: the cache grows with what is
+    n_recent: the window w; None: 32, at most half the budget.
+    kernel: width of the average pooling along tokens, odd.
+
+    A call shorter than w, or of one token, is decoding and drops nothing: the cache grows with what is
     generated. Long prompts read in chunks are compressed after every chunk of at least w tokens.
     """
 
@@ -27,6 +29,7 @@ class SnapKV(TokenBudget):
     name = "snapkv"
     paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
     summary = "Compress the prompt to what its last queries attend to."
+    equation = "s = pool(Σ_{last w queries} softmax(q Kᵀ));  kept = top (budget − w) by s ∪ last w tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +68,8 @@ class PyramidKV(SnapKV):
 
     If high ≥ T − w then high = T − w and low = 2(budget − w) − high. T < budget: nothing is dropped;
     budget ≤ T < 2(budget − w): every layer keeps `budget`.
+
+    beta: how steeply budgets fall: the last layer gets (budget − w) / beta slots beside the window.
     """
 
     beta: int = 20
@@ -72,6 +77,7 @@ class PyramidKV(SnapKV):
     name = "pyramidkv"
     paper = "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv 2406.02069"
     summary = "SnapKV with budgets that fall with depth."
+    equation = "SnapKV with budget_l falling linearly over layers l, mean(budget_l) = budget"
 
     def __post_init__(self) -> None:
         super().__post_init__()

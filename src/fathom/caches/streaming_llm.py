@@ -24,6 +24,7 @@ class StreamingLLM(TokenBudget):
     name = "streaming_llm"
     paper = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     summary = "Keep the first tokens (sinks) and a window of the newest."
+    equation = "kept = first n_sink ∪ newest (budget − n_sink) tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,6 +23,7 @@ class TreeKV(TokenBudget):
 
     block: None is the largest of 1 … 32 that three times fits the tree slots.
     score: "avg" (S/C), "sum" (S), "last" (the last query's weights), "none" (always keep the older of the pair).
+    stride: slots that the pointer moves by: 1, the paper's walk, or 2.
     scope: slots that compete at a time; the method is defined for 2.
     prefill: "block" (default: a long first call is swept in blocks of `block` tokens, scored by the last block's
         queries; later calls are swept by token with frozen scores), "chunked" (frozen scores per `chunk`), "sequential"
@@ -39,6 +40,10 @@ class TreeKV(TokenBudget):
     name = "treekv"
     paper = "TreeKV: Smooth Key-Value Cache Compression with Tree Structures, arXiv 2501.04987"
     summary = "Thin the past like a tree: the further back, the sparser, by local comparisons of attention."
+    equation = (
+        "at pointer p the slot of p, p + 1 with the lower S/C leaves;  "
+        "p ← (p + stride) mod (budget − n_sink − n_recent)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,10 +29,14 @@ class VQKV(CacheMethod):
         later: when the tail reaches n_local + flush_every tokens, its oldest are encoded down to n_local
 
     codebooks: a safetensors file from `train_codebooks` (it fixes sizes, sharing, and keys before or after rotation).
-    flush_every: None means n_local. pack: "int16" (2 bytes a code) or "bits" (⌈log₂ S⌉ bits, rounded up to whole bytes
-    for each token, head and side). attention: "lut" (tables and histogram, calls of up to 16 tokens; longer ones and
-    pre-RoPE keys in blocks), "triton" (the same in one kernel each, on a GPU), "blocks" (rebuild 8192 tokens at a
-    time), "dense" (rebuild all: the reference).
+    n_sink: first tokens that stay in full.
+    n_local: newest tokens that stay in full.
+    flush_every: tokens that are encoded together; None means n_local.
+    pack: "int16" (2 bytes a code) or "bits" (⌈log₂ S⌉ bits, rounded up to whole bytes for each token, head and side).
+    attention: "lut" (tables and histogram, calls of up to 16 tokens; longer ones and pre-RoPE keys in blocks), "triton"
+        (the same in one kernel each, on a GPU), "blocks" (rebuild 8192 tokens at a time), "dense" (rebuild all: the
+        reference).
+
     Bytes per layer with M coded tokens: B·G·[(n − M)(D_k + D_v)·bytes + M·(code bytes of keys + of values)]; the tables
     are held once per model (`Codebooks.nbytes`).
     """
@@ -47,6 +51,9 @@ class VQKV(CacheMethod):
     name = "vqkv"
     paper = "VQKV: High-Fidelity and High-Ratio Cache Compression via Vector-Quantization, arXiv 2603.16435"
     summary = "Keep every token of the middle as codes of a trained vector quantiser, read without decoding."
+    equation = (
+        "x ≈ Σ_stages codebook[code],  code = argmin ‖residual − codebook‖;  scores = Σ_stages (q·codebookᵀ)[code]"
+    )
 
     def __post_init__(self) -> None:
         self.check_path("codebooks")

@@ -24,10 +24,12 @@ class WeightedKV(TokenBudget):
     right.
 
     prefill: "chunked" (default, `chunk` tokens at a time), "exact" (token by token), "once" (the whole call).
-    merge: False drops the value too (plain eviction). merge_stats: "keep" the survivor's statistics or "sum" both.
+    merge: False drops the value too (plain eviction).
+    merge_stats: "keep" the survivor's statistics or "sum" both.
+    merge_into_recent: False folds a value whose right neighbour is protected into its left neighbour instead.
+
     budget = n_sink + n_recent: the one token that may leave is folded into the oldest recent one, so the keys are those
     of StreamingLLM, the values only with merge=False.
-    merge_into_recent: False folds a value whose right neighbour is protected into its left neighbour instead.
     Bytes per layer at capacity M: 2·B·G·M·D·bytes + 8·B·G·M (statistics).
     """
 
@@ -39,6 +41,7 @@ class WeightedKV(TokenBudget):
     name = "weightedkv"
     paper = "WeightedKV: Attention Scores Weighted Key-Value Cache Merging for LLMs, arXiv 2503.01330"
     summary = "Merge the value of an evicted token into its neighbour, weighted by received attention."
+    equation = "j = argmin ā;  v_{j+1} ← (ā_j v_j + ā_{j+1} v_{j+1}) / (ā_j + ā_{j+1});  slot j leaves"
 
     def __post_init__(self) -> None:
         super().__post_init__()

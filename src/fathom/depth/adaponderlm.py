@@ -67,6 +67,7 @@ class AdaPonderLM(DepthMethod):
     """PonderLM whose tokens leave the loop one by one, when their gate of the pass closes."""
 
     summary = "Pondering in which a gate halts each token on its own; halted tokens keep their keys."
+    equation = "E_{i+1} = E_i + m_{i+1}·σ(MLP_i(h_i))·softmax(h_i W_outᵀ)·(c·W_in);  m_{i+1} = m_i·1(σ(MLP_i(h_i)) ≥ τ)"
     paper = "2603.01914"
     variants = (
         {"steps": 2, "threshold": 0.5},

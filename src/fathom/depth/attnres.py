@@ -78,6 +78,7 @@ class AttentionResiduals(ResidualTopology):
     """Every sublayer reads a softmax mixture of earlier blocks instead of the residual sum."""
 
     summary = "Every sublayer reads a softmax mixture of the embedding, earlier blocks and the block under way."
+    equation = "x = Σ_i α_i s_i,  α = softmax_i(⟨w, γ ⊙ s_i / rms(s_i)⟩),  s_i the embedding and the states of blocks"
     paper = "2603.15031"
     variants = ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "reset": False, "recency_bias": 0.5})
 

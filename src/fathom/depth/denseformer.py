@@ -44,6 +44,7 @@ class DenseFormer(ResidualTopology):
     """After every block, a learned weighted average over the embedding and all block outputs so far."""
 
     summary = "After every block, a learned weighted average of the embedding and all block outputs so far."
+    equation = "X_n = block_n(Y_{n−1});  Y_n = Σ_{j≤n} a_{n,j} X_j"
     paper = "2402.02622"
     variants = ({}, {"dilation": 2}, {"period": 2})
     identity = {"period": 10**6}  # noqa: RUF012  a period beyond the last block never averages

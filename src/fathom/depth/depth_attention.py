@@ -31,6 +31,9 @@ class DepthAttention(Mixer):
     """Values of a few earlier layers, mixed in by the layer's own query."""
 
     summary = "Each layer mixes the values of a few earlier layers into its own, weighted by its own query."
+    equation = (
+        "ṽ^ℓ = α_ℓ v^ℓ + Σ_{j ∈ D(ℓ)} α_j ṽ^j,  α = softmax_j(⟨q̄^ℓ, k^j⟩ / √D);  O^ℓ = CausalAttention(q^ℓ, k^ℓ, ṽ^ℓ)"
+    )
     paper = "2606.05014"
     variants = (
         {},

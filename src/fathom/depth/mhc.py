@@ -98,6 +98,7 @@ class ManifoldHyperConnections(ResidualTopology):
     """Several residual streams; each sublayer reads, writes and mixes them with per-token weights."""
 
     summary = "Several residual streams that every sublayer reads, mixes (doubly stochastic) and writes per token."
+    equation = "x = Σ_i h_pre,i r_i;  r_i ← Σ_j H_ij r_j + h_post,i f(norm x),  H = Sinkhorn(exp(α_res z_res + b_res))"
     paper = "2512.24880"
     variants = ({"streams": 3, "iterations": 4}, {"streams": 2, "dynamic": False})
 

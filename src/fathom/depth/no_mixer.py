@@ -9,4 +9,5 @@ class NoMixer(Mixer):
     """No cross-layer mixing; the decoder skips the seam."""
 
     summary = "No cross-layer mixing (the ordinary decoder)."
+    equation = "O = CausalAttention(q, k, v)"
     identity = {}  # noqa: RUF012

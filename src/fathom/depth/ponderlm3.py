@@ -85,6 +85,11 @@ class PonderLM3(DepthMethod):
     """Up to K latent thoughts after every token, as many as a router on its first state says."""
 
     summary = "Latent thoughts whose number a router chooses per token, through a soft mask that attention reads."
+    equation = (
+        "s_t = softmax(router(h_{t,0}));  "
+        "scores of slot (t,k) get + log Σ_{j≥k} s_{t,j};  "
+        "logits_t = W_out Σ_k s_{t,k} h_{t,k}"
+    )
     paper = "2603.02023"
     variants = (
         {"thoughts": 1, "sweeps": 12, "random_sweeps": False, "penalty_weight": 0.0},  # exact up to 13 tokens

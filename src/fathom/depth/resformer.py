@@ -25,13 +25,17 @@ class ResFormer(Mixer):
     """The first layer's value, added to every later layer's."""
 
     summary = "Every layer's value is averaged with the first layer's (value residual)."
+    equation = "v^ℓ ← λ1 v^0 + λ2 v^ℓ,  ℓ = 1 … L−1"
     paper = "2410.17897"
     variants = ({}, {"learned": True})
     identity = {"first_weight": 0.0, "own_weight": 1.0}  # noqa: RUF012
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """first_weight, own_weight: λ1, λ2, or their initial values if `learned`."""
+        """first_weight, own_weight: λ1, λ2, or their initial values if `learned`.
+
+        learned: every layer but the first learns its two weights.
+        """
 
         first_weight: float = 0.5
         own_weight: float = 0.5

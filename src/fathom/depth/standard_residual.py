@@ -9,6 +9,7 @@ class StandardResidual(ResidualTopology):
     """x ← x + sublayer(norm x)."""
 
     summary = "One residual stream that every sublayer adds to (the ordinary decoder)."
+    equation = "x ← x + sublayer(norm x)"
     identity = {}  # noqa: RUF012
 
     def start(self, hidden_states):

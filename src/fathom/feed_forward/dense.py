@@ -19,6 +19,7 @@ class Dense(FeedForward):
     """Two linear maps with the activation between them, three when gated (`gated_mlp`)."""
 
     summary = "The ordinary feed-forward network: every token runs all of it."
+    equation = "y = W_down (act(W_gate x) ⊙ W_up x)"
 
     def __init__(self, config: Any, options: Any):
         super().__init__(config, options)

@@ -42,8 +42,8 @@ class HuRefOptions:
     fold_norms:  use canonical weights; False reads them as stored.
     selection:   which shared tokens: "rarest" (highest id, i.e. last merges), "random", "all".
     tokens:      K.
-    standardise: pooled vectors from terms of mean 0 and variance 1; False lets large terms (and the residual
-    scale) rule.
+    standardise: pooled vectors from terms of mean 0 and variance 1; False lets large terms (and the residual scale)
+                 rule.
     """
 
     glu_term: Literal["up", "hadamard"] = "up"

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from fathom.models import checkpoints, hf_versions
+from fathom.models import checkpoints, hf_versions, saved_files
 from fathom.models.adapter_checkpoints import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, Stack
@@ -357,6 +357,16 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     def get_decoder(self) -> Decoder:
         """The module of the parameters: table, layers, norm. The depth method, not the decoder, runs the layers."""
         return self.model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a model card, unless the folder has one."""
+        if self.should_save_on_this_rank(kwargs.get("is_main_process", True)):
+            saved_files.write_card(self, save_directory)  # before an upload, which super() may do
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
         """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from packaging.version import Version
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
+from fathom.models import saved_files
 from fathom.models.registry import (
     SECTIONS,
     build_options,
@@ -219,6 +219,16 @@ class FathomConfig(PreTrainedConfig):
         """As in transformers, with the version that wrote it."""
         return {**super().to_dict(), "fathom_version": __version__}
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
+        self.auto_map = dict(saved_files.AUTO_MAP)
+        saved_files.write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+
     @classmethod
     def types(cls) -> dict[str, Any]:
         """The annotated type of every field that Fathom declares."""
@@ -240,6 +250,8 @@ class FathomConfig(PreTrainedConfig):
             )
         if self.norm not in ("rmsnorm", "layernorm"):
             refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
+        from transformers.activations import ACT2FN  # here: half a second that `import fathom` need not take
+
         if self.hidden_act not in ACT2FN:
             refuse("hidden_act", self.hidden_act, f"no activation of transformers; it has {', '.join(sorted(ACT2FN))}")
         if self.init not in ("scaled", "hf"):

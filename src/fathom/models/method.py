@@ -104,7 +104,8 @@ class Method(nn.Module):
     registry: ClassVar[str]
     wing: ClassVar[str] = "depth"
     paper: ClassVar[str] = ""  # arXiv id, or "" for a baseline without one
-    summary: ClassVar[str]  # one line for `fathom methods`
+    summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
+    equation: ClassVar[str]  # the method in one line
     Options: ClassVar[type] = NoOptions
     variants: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the invariants suite runs
     identity: ClassVar[dict[str, Any] | None] = None  # options under which the model is vanilla, if any

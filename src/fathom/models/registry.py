@@ -1,7 +1,8 @@
 """The sections of the config, and the registry of methods that each of them chooses from.
 
 They stand on this floor because the decoder looks methods up by name; the wings above fill the registries
-(`@register(...)` on the method's class), so that imports only go down.
+(`@register(...)` on the method's class), so that imports only go down. The wings are imported when `REGISTRIES` is
+first read: `import fathom` says how (`fill_with`) and does not wait for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import typing
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +37,43 @@ SECTIONS: dict[str, Section] = {
     "positions": Section(("rotary", "learned"), re.compile(r"model\.(positions|embed_positions|rotary_emb)\.")),
     "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
 }
-REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
+_REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
+_fill: Callable[[], None] | None = None
+
+if TYPE_CHECKING:
+    REGISTRIES: dict[str, dict[str, type]]
+
+
+def fill_with(fill: Callable[[], None]) -> None:
+    """Have `fill` called once, before anyone reads `REGISTRIES`."""
+    global _fill
+    _fill = fill
+
+
+def __getattr__(name: str) -> Any:
+    if name == "REGISTRIES":
+        return filled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def filled() -> dict[str, dict[str, type]]:
+    """`REGISTRIES`, with every method of every wing in it."""
+    global _fill
+    fill, _fill = _fill, None  # what is imported now may read the registries on its way
+    if fill is not None:
+        fill()
+    return _REGISTRIES
 
 
 def register(registry: str, name: str) -> Callable[[type], type]:
     """Class decorator: make a method available as `FathomConfig(<registry>={"name": <name>, ...})`."""
 
     def add(cls: type) -> type:
-        if name in REGISTRIES[registry] and REGISTRIES[registry][name].__qualname__ != cls.__qualname__:
-            raise ValueError(f"{registry} method {name!r} is registered already, by {REGISTRIES[registry][name]}")
+        methods = _REGISTRIES[registry]
+        if name in methods and methods[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"{registry} method {name!r} is registered already, by {methods[name]}")
         cls.name, cls.registry = name, registry  # type: ignore[attr-defined]
-        REGISTRIES[registry][name] = cls
+        methods[name] = cls
         return cls
 
     return add
@@ -60,7 +87,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 def lookup(registry: str, name: str) -> type:
     """The method class of that name. Raises ValueError that lists what exists."""
-    methods = REGISTRIES[registry]
+    methods = filled()[registry]
     if name not in methods:
         raise ValueError(
             f"{registry} method {name!r} does not exist{nearest(name, list(methods))}; "
@@ -90,7 +117,7 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):
         raise ValueError(
-            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(REGISTRIES[registry]))}'
+            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(filled()[registry]))}'
         )
     options = {key: value for key, value in section.items() if key != "name"}
     cls = lookup(registry, section["name"])
@@ -113,7 +140,7 @@ def override_section(registry: str, stored: dict[str, Any] | str | None, given: 
     """
     if isinstance(given, str):
         given = {"name": given}
-    if not stored or not isinstance(given, dict) or given.get("name") not in REGISTRIES[registry]:
+    if not stored or not isinstance(given, dict) or given.get("name") not in filled()[registry]:
         return given
     stored = resolve_section(registry, stored)
     if given["name"] == stored["name"]:

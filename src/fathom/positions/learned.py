@@ -18,6 +18,7 @@ class Learned(Positions, nn.Embedding):
     """A table of `max_position_embeddings` vectors, initialised as every other table."""
 
     summary = "A learned vector a position, added to the embeddings."
+    equation = "E_n ← E_n + P_n"
     place: ClassVar[str] = "embed_positions"
 
     def __init__(self, config: Any, options: Any):

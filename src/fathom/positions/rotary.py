@@ -42,6 +42,7 @@ class Rotary(Positions):
     """
 
     summary = "Queries and keys turn by an angle that grows with the position."
+    equation = "q_n = R(n·ω) q,  k_m = R(m·ω) k,  so that q·k reads n − m"
     paper = "2104.09864"
     place: ClassVar[str] = "rotary_emb"
 

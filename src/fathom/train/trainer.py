@@ -328,7 +328,7 @@ def _arguments(
     if arguments.n_gpu > 1:  # the Trainer would fall back to DataParallel
         raise ValueError(
             f"{arguments.n_gpu} GPUs are visible to one process: start one process a GPU with `torchrun "
-            f"--nproc-per-node {arguments.n_gpu} -m fathom.cli train …`, or choose one with CUDA_VISIBLE_DEVICES=0"
+            f"--nproc-per-node {arguments.n_gpu} -m fathom train …`, or choose one with CUDA_VISIBLE_DEVICES=0"
         )
     return arguments
 

@@ -27,7 +27,7 @@ def command(
       fathom train recipes/demo.yaml --method pondering --seed 1
     \b
     On several GPUs, which share every batch of the recipe:
-      torchrun --nproc-per-node 8 -m fathom.cli train recipes/demo.yaml --method vanilla
+      torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
     """
     from fathom.data import prepare
     from fathom.train import load_recipe, model_config, sequences_per_process, sweep_lr, train_run

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from fathom_cli.catalogue import entries
+
 
 class DefaultRun(typer.core.TyperGroup):
     """`fathom cache MODEL …` is `fathom cache run MODEL …`."""
@@ -31,7 +33,19 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")]
-Method = Annotated[str, typer.Option(help="treekv, weightedkv, freqkv, vqkv, fourier_attention, or a baseline.")]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Names of cache methods, for the shell."""
+    return [entry.name for entry in entries() if entry.registry == "cache" and entry.name.startswith(incomplete)]
+
+
+Method = Annotated[
+    str,
+    typer.Option(
+        help="treekv, weightedkv, freqkv, vqkv, fourier_attention, or a baseline.", autocompletion=complete_method
+    ),
+]
 Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
 Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
 Text = Annotated[Path | None, typer.Option(help="A text file.")]

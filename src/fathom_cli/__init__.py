@@ -1,12 +1,17 @@
 """The command `fathom`: one file a verb.
 
-A verb's module is imported only when the verb is used or listed. `fathom.cli.<verb>` has either a function `command`
+A verb's module is imported only when the verb is used or listed. `fathom_cli.<verb>` has either a function `command`
 with typer annotations, whose docstring is the help, or a `typer.Typer` called `app` with commands of its own.
+
+The package stands beside `fathom` because importing `fathom` imports torch: help, the list of methods and completion
+answer without it. So a verb imports `fathom` in its body, never at the top of its file.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 import traceback
@@ -15,20 +20,24 @@ from typing import Any
 import typer
 import typer.core
 
-from fathom.models.registry import nearest
-
 VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
-    "train": "fathom.cli.train:command",
-    "compare": "fathom.cli.compare:command",
-    "generate": "fathom.cli.generate:command",
-    "evaluate": "fathom.cli.evaluate:command",
-    "inspect": "fathom.cli.inspect:command",
-    "cost": "fathom.cli.cost:command",
-    "methods": "fathom.cli.methods:command",
-    "cache": "fathom.cli.cache:app",
-    "lineage": "fathom.cli.lineage:app",
+    "train": "fathom_cli.train:command",
+    "compare": "fathom_cli.compare:command",
+    "generate": "fathom_cli.generate:command",
+    "evaluate": "fathom_cli.evaluate:command",
+    "inspect": "fathom_cli.inspect:command",
+    "cost": "fathom_cli.cost:command",
+    "methods": "fathom_cli.methods:command",
+    "cache": "fathom_cli.cache:app",
+    "lineage": "fathom_cli.lineage:app",
 }
-PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """' (did you mean …?)' for the known name closest to `word`, or an empty string."""
+    match = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 class Verbs(typer.core.TyperGroup):
@@ -43,7 +52,7 @@ class Verbs(typer.core.TyperGroup):
         module, attribute = VERBS[cmd_name].split(":")
         verb = getattr(importlib.import_module(module), attribute)
         if not isinstance(verb, typer.Typer):
-            single = typer.Typer(**PLAIN)
+            single = typer.Typer(add_completion=False, **PLAIN)
             single.command(cmd_name)(verb)
             verb = single
         command = typer.main.get_command(verb)
@@ -66,9 +75,7 @@ def main() -> None:
     """Console script. A failure is one line on stderr and exit code 2; `--debug` shows the traceback as well."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     if arguments[:1] == ["--version"]:
-        from fathom import __version__
-
-        print(f"fathom {__version__}")
+        print(f"fathom {importlib.metadata.version('fathom-lm')}")
         return
     try:
         app(arguments, prog_name="fathom")
