@@ -102,6 +102,11 @@ def _show(result: Any) -> None:
     )
     for reason in result.reasons:
         _out.print(f"  {reason}", soft_wrap=True, markup=False)
+    for side, files in result.files.items():
+        read, beside = (_few(files[key]) for key in ("read", "beside"))
+        if read:
+            line = f"  {side}: read {read}" + (f"; not read, as transformers would not: {beside}" if beside else "")
+            _out.print(line, soft_wrap=True, markup=False)
     if not result.details:
         return
     table = Table("method", "score", "z", "p", "null (n)", "verdict", box=None)
@@ -118,6 +123,10 @@ def _show(result: Any) -> None:
         for role in ("q", "k"):
             line = "".join(cells[round(8 * min(max(layer[role], 0), 1))] for layer in result.layers)
             _out.print(f"{role} by layer |{line}|", markup=False, soft_wrap=True)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 4 else [names[0], "…", names[-1]])
 
 
 @app.command()

@@ -482,7 +482,9 @@ def test_few_layers_with_queries_and_keys_widen_every_verdict(folders, tmp_path,
 
 def test_matrix_goes_on_without_models_that_cannot_be_compared(folders, tmp_path):
     bare, packed = without(folders, tmp_path / "bare", "q_proj"), without(folders, tmp_path / "packed")
-    save_file({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, packed / "p.safetensors")
+    save_file(
+        {"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, packed / "model.safetensors"
+    )
     models = [folders("llama"), bare, packed, folders("llama", 1)]
     result = CliRunner().invoke(app, ["matrix", *map(str, models), "--json"])
     record = json.loads(result.stdout)

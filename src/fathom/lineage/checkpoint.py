@@ -6,6 +6,7 @@ model.read(3, "q")       # [heads · head_dim, hidden], float32, rotate-half row
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ from fathom.lineage.families import (
     stored_layers,
     without_role,
 )
-from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, json_object, open_store
+from fathom.lineage.store import (
+    GGUFStore,
+    LoRAStore,
+    TensorStore,
+    files_beside,
+    hub_snapshot,
+    json_object,
+    model_file,
+    open_store,
+)
 from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
 
 
@@ -53,19 +63,27 @@ def open_checkpoint(
         if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
             raise CheckpointError(f"{source}: no such file or folder")
         path = hub_snapshot(str(source))
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+    if not (path / "adapter_config.json").is_file():
+        return _open_whole(path, str(source), device, dtype)
+    # Weights beside an adapter are its base, whatever name the adapter's configuration has for that: so transformers.
+    if (path / "config.json").is_file() and model_file(path) is not None:
+        model = _open_whole(path, str(source), device, dtype)
+    else:
         base = base or json_object(path / "adapter_config.json").get("base_model_name_or_path")
         if not base:
             raise CheckpointError(
                 f"{path}: a LoRA adapter without its base; name it as base_model_name_or_path in adapter_config.json"
             )
         model = open_checkpoint(base, device=device, dtype=dtype)
-        vocabulary = read_vocabulary(path) or model.vocabulary
-        merged = LoRAStore(model.store, path)
-        return Checkpoint(
-            str(source), merged, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
-        )
+    vocabulary = read_vocabulary(path) or model.vocabulary
+    merged = LoRAStore(model.store, path)
+    return Checkpoint(
+        str(source), merged, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
+    )
 
+
+def _open_whole(path: Path, source: str, device: str | torch.device, dtype: torch.dtype) -> "Checkpoint":
+    """A model that is no adapter."""
     store = open_store(path)
     if isinstance(store, GGUFStore):
         arch = store.metadata("general.architecture", "")
@@ -87,7 +105,7 @@ def open_checkpoint(
             f"{path}: {len(missing)} of {shape.layers} layers have no tensors (first: layer {missing[0]}); is a shard "
             "missing?"
         )
-    return Checkpoint(str(source), store, config, family, shape, vocabulary, torch.device(device), dtype)
+    return Checkpoint(source, store, config, family, shape, vocabulary, torch.device(device), dtype)
 
 
 _GGUF_KEYS = (
@@ -136,6 +154,16 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.source}: the embedding has shape {shape}, but config.json says {self.geometry.hidden} wide"
             )
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the weights."""
+        return self.store.files
+
+    @property
+    def files_beside(self) -> list[Path]:
+        """Weight files in the same folder that were not read, because transformers would not load them."""
+        return files_beside(self.store)
 
     @property
     def extra(self) -> list[str]:
@@ -255,12 +283,19 @@ class Checkpoint:
         key = torch.cat([up[:, : g.nope_dim] @ latent, rope.expand(g.heads, -1, -1)], dim=1)
         return nope_last(key, self.family, g).flatten(0, 1)
 
-    @property
+    @cached_property
     def tied(self) -> bool:
-        """Whether the output head is the embedding itself."""
-        return "head" not in self._names or bool(
-            self.config.get("tie_word_embeddings") and not isinstance(self.store, GGUFStore)
-        )
+        """Whether the output head is the embedding itself. A stored head that differs is used, as transformers does,
+        even where the configuration ties it."""
+        if "head" not in self._names:
+            return True
+        if not self.config.get("tie_word_embeddings") or isinstance(self.store, GGUFStore):
+            return False
+        embed, head = (self._names[name] for name in ("embed", "head"))
+        if self.store.shape(embed) != self.store.shape(head):
+            return False
+        parts = (slice(i, i + 4096) for i in range(0, self.vocab_rows, 4096))
+        return all(torch.equal(self.store.read(embed, rows), self.store.read(head, rows)) for rows in parts)
 
     @property
     def vocab_rows(self) -> int:

@@ -24,6 +24,7 @@ class Comparison:
     """The outcome for a pair. `score`, `z` and `method` are those of the deciding method; `details` holds all.
 
     not_compared: by model, parameters that no method reads (a Fathom method's own ones): how many, names, share of all.
+    files: by model, names of the files read, and of weight files beside them that transformers would not load either.
     """
 
     a: str
@@ -38,6 +39,7 @@ class Comparison:
     details: dict[str, dict[str, Any]]
     layers: list[dict[str, Any]] = field(default_factory=list)
     not_compared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -126,8 +128,13 @@ def compare(
             f"e.g. {found['names'][0]}"
         )
     return Comparison(
-        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers, left_out
+        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers, left_out,
+        {"a": _files(a), "b": _files(b)},
     )  # fmt: skip
+
+
+def _files(model: Checkpoint) -> dict[str, list[str]]:
+    return {"read": [f.name for f in model.files], "beside": [f.name for f in model.files_beside]}
 
 
 def _not_compared(model: Checkpoint) -> dict[str, Any]:

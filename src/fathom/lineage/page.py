@@ -36,7 +36,18 @@ related.</small></p>
 (n)</th><th>verdict</th></tr>
 {methods}</table>{_null_source(c)}
 <h2>Layers</h2>{_heat_map(c)}
+<h2>Files</h2>{_files(c)}
 </body></html>"""
+
+
+def _files(c: Comparison) -> str:
+    lines = []
+    for side, files in c.files.items():
+        line = f"{side.upper()}: {', '.join(files['read']) or 'in memory'}"
+        if files["beside"]:
+            line += f"; not read, as transformers would not load it: {', '.join(files['beside'])}"
+        lines.append(f"<p><small>{html.escape(line)}</small></p>")
+    return "".join(lines)
 
 
 def _number(value: float | None, digits: str = ".4f") -> str:

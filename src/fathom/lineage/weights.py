@@ -221,6 +221,7 @@ class MemoryStore:
     """Tensors that are already in memory, as a store."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.files: list[Path] = []
         self._tensors = tensors
 
     def names(self) -> Iterable[str]:
