@@ -75,7 +75,9 @@ def _fill_registries() -> None:
 
     import fathom.depth
     import fathom.feed_forward
+    import fathom.mixers
     import fathom.positions
+    import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)

@@ -74,11 +74,11 @@ def compare(
     Example:
       fathom lineage compare my-llama my-finetuned-llama --html lineage.html
     """
-    from fathom.lineage.checkpoint import open_checkpoint
-    from fathom.lineage.compare import abstain
-    from fathom.lineage.compare import compare as run
     from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
-    from fathom.lineage.page import write_page
+    from fathom.lineage.html import write_page
+    from fathom.lineage.pairs import abstain
+    from fathom.lineage.pairs import compare as run
+    from fathom.lineage.reader import open_checkpoint
 
     try:
         models = [open_checkpoint(m, base=base, device=device) for m in (a, b)]
@@ -148,9 +148,9 @@ def fingerprint(
     """
     from fathom import __version__
     from fathom.lineage import commitment
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.huref import fingerprint as compute
     from fathom.lineage.picture import Renderer, creature, save_picture
+    from fathom.lineage.reader import open_checkpoint
     from fathom.lineage.stylegan2 import StyleGAN2
     from fathom.lineage.weights import new_folder
 
@@ -213,7 +213,7 @@ def verify(
       fathom lineage verify my-fingerprint my-llama --secret my-fingerprint/secret.key
     """
     from fathom.lineage import commitment
-    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.reader import open_checkpoint
 
     file = folder / "fingerprint.json" if folder.is_dir() else folder
     document = _read_json(file, "statement", "signature")
@@ -264,9 +264,9 @@ def matrix(
     Example:
       fathom lineage matrix my-llama my-finetuned-llama my-gpt2 -o matrix.png
     """
-    from fathom.lineage.checkpoint import open_checkpoint
-    from fathom.lineage.compare import matrix as run
     from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
+    from fathom.lineage.pairs import matrix as run
+    from fathom.lineage.reader import open_checkpoint
 
     opened, left_out = [], {}
     for name in models:
@@ -315,8 +315,8 @@ def merge(
     Example:
       fathom lineage merge my-merge my-llama my-finetuned-llama
     """
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.merge import merge_weights
+    from fathom.lineage.reader import open_checkpoint
 
     opened = [open_checkpoint(m, device=device) for m in (suspect, *parents)]
     with _bars(as_json) as bars:
@@ -348,8 +348,8 @@ def attack(
     import torch
 
     from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.perturb import INEXACT
+    from fathom.lineage.reader import open_checkpoint
     from fathom.lineage.transforms import EXACT
     from fathom.lineage.weights import Weights
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.errors import CheckpointError
+from fathom.lineage.reader import open_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import FAMILIES
 from fathom.lineage.attack import logits
-from fathom.lineage.checkpoint import halves_from_pairs, open_checkpoint, pairs_from_halves
 from fathom.lineage.errors import CheckpointError, PackedWeightsError
-from fathom.lineage.vocabulary import normalise, shared_rows
+from fathom.lineage.reader import halves_from_pairs, open_checkpoint, pairs_from_halves
+from fathom.lineage.token_rows import normalise, shared_rows
 from fathom.lineage.weights import Weights
 
 

@@ -18,13 +18,13 @@ from fathom.lineage import commitment
 from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
 from fathom.lineage.baselines import activations, pcs, reef, sigma_profile, token_ids
-from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.cka import Samples, unbiased_cka
 from fathom.lineage.detection import detection
 from fathom.lineage.errors import NoAnchorError
 from fathom.lineage.huref import fingerprint, ics
 from fathom.lineage.merge import merge_weights
 from fathom.lineage.perturb import INEXACT, fine_tune, merge
+from fathom.lineage.reader import open_checkpoint
 from fathom.lineage.verdict import Null, combine, judge, nulls
 from fathom_cli.lineage import app
 

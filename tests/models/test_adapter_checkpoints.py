@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fathom import FathomForCausalLM
 from fathom.evaluate import load_checkpoint
-from fathom.models import adapter_checkpoints
+from fathom.models.checkpoints import adapter as adapter_checkpoints
 from tiny import assert_close, tiny_model, tokens
 from tiny_checkpoint import save_fathom
 

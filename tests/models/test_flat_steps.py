@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import decoder, steps
+from fathom.models import decoder
 from fathom.models.registry import REGISTRIES
-from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
-from fathom.models.steps import LEAST, StepStack
+from fathom.models.steps import stack as steps
+from fathom.models.steps.graphs import Foresight, StepGraphs
+from fathom.models.steps.stack import LEAST, StepStack
+from fathom.models.steps.tokens import Chosen, Flat, ahead, going_on
 from fathom.ops.token_blocks import BLOCK, NOWHERE, places_seen
 from fathom.train.trainer import compile_layers
 from tiny import assert_close, tiny_model, tokens

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fathom.data import prepare
 from fathom.train import MethodConfig, TrainResult, checkpoints, load_recipe, train_run
-from fathom.train.checkpoints import MARKER
+from fathom.train.complete_checkpoints import MARKER
 from fathom.train.metrics import read_metrics
 
 VANILLA = MethodConfig("vanilla")

@@ -37,8 +37,8 @@ from fathom.depth.base import (
 )
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.step_cache import replaced_segments
-from fathom.models.step_tokens import Chosen
+from fathom.models.steps.cache import replaced_segments
+from fathom.models.steps.tokens import Chosen
 
 CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.step_cache import appended_segments
-from fathom.models.step_tokens import Chosen
+from fathom.models.steps.cache import appended_segments
+from fathom.models.steps.tokens import Chosen
 from fathom.ops.cross_entropy import IGNORE, mean_over_targets
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fathom.models.vocabulary import Vocabulary
 
 __all__ = [
-    "Counts", "DepthMethod", "DepthOutput", "Method", "Mixer", "NoOptions", "ResidualTopology", "check_choice",
+    "Counts", "DepthMethod", "DepthOutput", "Method", "NoOptions", "check_choice",
     "check_number", "check_range", "draw_for_all_ranks",
 ]  # fmt: skip
 
@@ -87,8 +87,8 @@ class DepthMethod(Method):
     # Tokens stop on their own: `counts` takes the measured shares `ran`, and the trace has `passes`, the steps that
     # every token ran.
     adaptive: ClassVar[bool] = False
-    # With segments of the cache (models/step_cache.py) a method gets a `StepStack` (models/steps.py) and runs step by
-    # step. A token's later slot then stands beside its earlier ones, or takes their place (`replaces`).
+    # With segments of the cache (models/steps/cache.py) a method gets a `StepStack` (models/steps/stack.py) and runs
+    # step by step. A token's later slot then stands beside its earlier ones, or takes their place (`replaces`).
     segments: tuple[tuple[int, int], ...] = ()
     replaces: ClassVar[bool] = False
     progress: float | None = None  # share of the training steps that are done; `train.Phases` sets it before each
@@ -154,66 +154,3 @@ class DepthMethod(Method):
         if config.residual["name"] != "standard":  # type: ignore[index]
             return f"only depth='vanilla' runs with residual={config.residual['name']!r}"  # type: ignore[index]
         return None
-
-
-class Mixer(Method):
-    """Cross-layer mixing between the rotation and the cache write: what keys and values attention reads.
-
-    Layers are counted across passes: index = pass·L + layer. States travel as explicit tensors, so activation
-    checkpointing and torch.compile see pure functions.
-    """
-
-    @classmethod
-    def k_norm_after_rotation(cls, options: Any) -> bool:
-        """Whether the QK-norm of keys follows the rotation instead of preceding it."""
-        return False
-
-    def source_layers(self, index: int) -> tuple[int, ...]:
-        """Indices (all < index) whose states this layer mixes in."""
-        raise NotImplementedError  # abstract
-
-    def is_source(self, index: int) -> bool:
-        """Whether any later layer reads this one's state."""
-        raise NotImplementedError  # abstract
-
-    def ask(
-        self, query: Float[Tensor, "B T H D"], sources: tuple[tuple[Tensor, ...], ...]
-    ) -> Float[Tensor, "B T n D"] | None:
-        """What `forward` wants to know of the queries before their rotation; it gets that rotated, as [B, n, T, D].
-        None: the queries themselves."""
-        return None
-
-    def forward(
-        self,
-        query: Float[Tensor, "B n T D"],
-        key: Float[Tensor, "B G T D"],
-        value: Float[Tensor, "B G T D"],
-        sources: tuple[tuple[Tensor, ...], ...],
-        layer: int,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Returns the key and value that attention and the cache get, and this layer's state for later layers."""
-        raise NotImplementedError  # abstract
-
-
-class ResidualTopology(Method):
-    """How a layer reads its input from, and writes its output to, earlier layers.
-
-    The stream is whatever the topology carries (a tensor, or a tuple of tensors). Sublayer 2ℓ is layer ℓ's attention,
-    2ℓ+1 its MLP.
-    """
-
-    def start(self, hidden_states: Float[Tensor, "B T d"]) -> Any:
-        """The stream before the first layer."""
-        raise NotImplementedError  # abstract
-
-    def read(self, stream: Any, sublayer: int) -> tuple[Float[Tensor, "B T d"], Any]:
-        """What the sublayer's norm sees, and whatever `write` needs of the reading (gates, say)."""
-        raise NotImplementedError  # abstract
-
-    def write(self, stream: Any, sublayer: int, output: Float[Tensor, "B T d"], carry: Any) -> Any:
-        """The stream with the sublayer's output added. With `parallel_residual` a layer writes once, as sublayer 2ℓ."""
-        raise NotImplementedError  # abstract
-
-    def finish(self, stream: Any) -> Float[Tensor, "B T d"]:
-        """What the final norm sees."""
-        raise NotImplementedError  # abstract

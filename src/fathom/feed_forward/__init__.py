@@ -1,7 +1,5 @@
-"""The `feed_forward` section: what a layer does with every token by itself.
-
-One file a method. Importing this package registers every method in it.
-"""
+"""The `feed_forward` section: what a layer does with every token by itself. One file a method; importing this registers
+them."""
 
 import importlib
 import pkgutil

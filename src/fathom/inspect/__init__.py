@@ -10,7 +10,7 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
-from fathom.inspect.steps import StepMap
+from fathom.inspect.step_map import StepMap
 from fathom.models.registry import SECTIONS
 
 PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap)}

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathom.lineage.checkpoint import Checkpoint
+from fathom.lineage.reader import Checkpoint
 from fathom.lineage.short_products import length, near_one
 
 _PROBE_ROWS = 8  # a live writer shows non-zero entries in its first rows; only suspects are read whole

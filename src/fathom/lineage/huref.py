@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fathom.lineage import canonical
 from fathom.lineage.align import LOUD, quiet
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
+from fathom.lineage.reader import Checkpoint
 from fathom.lineage.short_products import length, near_one
-from fathom.lineage.vocabulary import shared_rows
+from fathom.lineage.token_rows import shared_rows
 
 VECTOR = 512
 _STEP = 256  # six terms of K rows fall into 512 equal bins when 6K/512 is whole

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from fathom.lineage import canonical
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.commitment import CommitmentError
 from fathom.lineage.huref import DEFAULT, last_layers, select_tokens
+from fathom.lineage.reader import Checkpoint
 
 _BITS = 10  # fractional bits of the fixed-point numbers
 _NAMES = ("x", "q", "k")

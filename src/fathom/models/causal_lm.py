@@ -20,16 +20,17 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from fathom.models import checkpoints, hf_versions, saved_files
-from fathom.models.adapter_checkpoints import find_adapter
+from fathom.models import hf_versions, saved_files
+from fathom.models.checkpoints import stock as checkpoints
+from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.step_cache import StepLayer, hold_steps
-from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.steps import StepStack
+from fathom.models.steps.cache import StepLayer, hold_steps
+from fathom.models.steps.graphs import Foresight, StepGraphs
+from fathom.models.steps.stack import StepStack
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy
 

@@ -91,7 +91,7 @@ class Attention(nn.Module):
         what `read` leaves for later steps.
 
         `cache_layer` is the index in the cache, pass·L + layer_idx; `sources` are earlier layers' mixer states;
-        `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps.py).
+        `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps/stack.py).
         """
         batch, length, _ = hidden_states.shape
         heads = (batch, length, -1, self.head_dim)
@@ -197,7 +197,7 @@ class LayerGroup(nn.Module):
     def forward(
         self, stream: Any, residual: Any, earlier: list[Any], *, weights: list[dict[str, Tensor]], **inputs: Any
     ) -> tuple[Any, list[Any], list[dict[str, Tensor]]]:
-        """Returns the stream, what `read` leaves of each layer (models/steps.py), and what the layers say by name.
+        """Returns the stream, what `read` leaves of each layer (models/steps/stack.py), and what layers say by name.
         `weights`: of each layer, what stands for its own of that name."""
         left, said = [], []
         for layer, slots, others in zip(self.layers, earlier, weights, strict=True):

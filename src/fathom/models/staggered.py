@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.decoder import Stack
-from fathom.models.step_cache import FOREVER
-from fathom.models.steps import mask_of
+from fathom.models.steps.cache import FOREVER
+from fathom.models.steps.stack import mask_of
 from fathom.ops.token_blocks import NOWHERE, sees
 
 LOOK_EVERY = 16  # turns after which the loop asks whether all rows have finished

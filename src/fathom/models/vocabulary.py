@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fathom.models.adapters import linear_matrix, table_matrix
+from fathom.models.adapted_layers import linear_matrix, table_matrix
 from fathom.ops.cross_entropy import (
     cross_entropy,
     gradients_of_chunk,

@@ -1,7 +1,5 @@
-"""The `positions` section: how queries and keys learn where their tokens stand.
-
-One file a method. Importing this package registers every method in it.
-"""
+"""The `positions` section: how queries and keys learn where their tokens stand. One file a method; importing this
+registers them."""
 
 import importlib
 import pkgutil

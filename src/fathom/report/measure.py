@@ -23,7 +23,7 @@ from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
-from fathom.train.checkpoints import checkpoints
+from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.trainer import MODEL
 
 MEASURED = "measured.json"

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fathom.data import DataConfig, check_vocabulary, load_tokenizer
-from fathom.models.checkpoints import config_from_stock
+from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import REGISTRIES, SECTIONS, nearest
 from fathom.train.loading import build, check_keys, convert, parse_yaml

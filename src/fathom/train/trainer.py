@@ -34,10 +34,10 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks, collate
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
-from fathom.models.step_graphs import Foresight, StepGraphs
+from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
-from fathom.train import checkpoints
+from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.atomic import write_json
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
