@@ -311,9 +311,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
-        placed: Any = cls._placed(model, places)
-        placed = (placed, report) if kwargs.get("output_loading_info") else placed
-        return placed
+        model = cls._placed(model, places)
+        return (model, report) if kwargs.get("output_loading_info") else model  # type: ignore[return-value]
 
     @classmethod
     def _from_fathom(
