@@ -111,6 +111,58 @@ def new_tokens_of(model: FathomForCausalLM, ids: torch.Tensor, **options: typing
     return model.generate(ids, **options)[:, ids.shape[1] :]
 
 
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.fixture(scope="module")
+def stock_folders(tmp_path_factory) -> dict[str, typing.Any]:
+    """A stock checkpoint of every family."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        tiny_model(family, init="hf").save_stock_pretrained(folder)
+    return folders
+
+
+@every_case
+def test_parameters_that_a_stock_checkpoint_lacks_get_their_initial_values(case, stock_folders):
+    """They are made on the meta device: what `initialize_parameters` leaves out is what memory held, here NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        loaded = FathomForCausalLM.from_pretrained(stock_folders[case.family], **{case.registry: case.section})
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    first, second = (method_parameters(FathomForCausalLM(loaded.config)) for _ in range(2))
+    added = method_parameters(loaded)
+    counts = case.method.counts(loaded.config, getattr(loaded.model, case.registry, loaded.depth).options)
+    assert sum(p.numel() for p in added.values()) == counts.parameters
+    adapted = case.registry == "depth" and case.method.adapt is not DepthMethod.adapt
+    for name, parameter in added.items():
+        assert parameter.isfinite().all(), name
+        if not torch.equal(first[name], second[name]):  # drawn from N(initializer_range): the rule of stock checkpoints
+            n, std = parameter.numel(), loaded.config.initializer_range
+            assert abs(parameter.std() / std - 1) < 5 / (2 * n) ** 0.5 and parameter.mean().abs() < 5 * std / n**0.5, (
+                name
+            )
+        elif not adapted:
+            assert torch.equal(parameter, first[name]), name
+
+
+@every_family
+@pytest.mark.parametrize("place", ["method", "module"])
+def test_a_parameter_without_an_initial_value_is_refused(family, place, monkeypatch):
+    class Careless(REGISTRIES["depth"]["vanilla"]):
+        def __init__(self, config, options):
+            super().__init__(config, options)
+            owner = self if place == "method" else torch.nn.Module()
+            owner.gain = torch.nn.Parameter(torch.ones(3))
+            self.inner = owner if place == "module" else None
+
+    monkeypatch.setitem(REGISTRIES["depth"], "vanilla", Careless)
+    with pytest.raises(TypeError, match=r"has parameters of its own \(gain\) and no initialize_parameters\(\) that"):
+        tiny_model(family)
+
+
 # ---------------------------------------------------------------- the function
 
 

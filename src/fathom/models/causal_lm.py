@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from fathom.models import hf_versions, saved_files
+from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
 from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
@@ -51,6 +52,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
+    # What accelerate must not move to a layer's device: mixer and residual are modules that all layers call.
+    _skip_keys_device_placement = ["cache", "past_key_values", "residual", "mixer"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -147,7 +150,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             own = (targets != IGNORE).sum()
             if out.objective is not None:
                 total = out.objective * own
-            elif self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
+            elif self.training and plain_weight(self.lm_head, out.hidden_states.device) is not None:
                 total, _ = self.vocabulary().loss(out.hidden_states, targets)
             else:
                 logits = self.lm_head(out.hidden_states)
@@ -312,48 +315,66 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             return super().from_pretrained(None, *args, **kwargs)
         with checkpoints.damage_named(path):
             path, adapter = find_adapter(path, kwargs)
+            places = {name: kwargs.pop(name) for name in checkpoints.PLACES if name in kwargs}
             given = isinstance(kwargs.get("config"), FathomConfig)
             loaded = None if given else checkpoints.load_stock(path, adapter, kwargs)
             if loaded is None:
-                return cls._from_fathom(path, adapter, *args, **kwargs)
-        config, stored, state, generation_config, placement = loaded
-        read: Any = super().from_pretrained(
-            None, config=config, state_dict=state, output_loading_info=True, **placement
-        )
+                return cls._from_fathom(path, adapter, places, *args, **kwargs)
+        config, stored, state, generation_config, kind = loaded
+        read: Any = super().from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **kind)
         model, report = read
         checkpoints.check_names(path, report["missing_keys"], report["unexpected_keys"], config, stored)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
-        return read if kwargs.get("output_loading_info") else model
+        model = cls._placed(model, places)
+        return (model, report) if kwargs.get("output_loading_info") else model  # type: ignore[return-value]
 
     @classmethod
     def _from_fathom(
         cls,
         path: Any,
         adapter: tuple[Any, dict[str, Any]] | None,
+        places: dict[str, Any],
         *args: Any,
         output_loading_info: bool = False,
         adapter_name: str = "default",
         **kwargs: Any,
     ) -> Any:
+        given, stored = checkpoints.configs(path, kwargs)
+        checkpoints.check_depth(path, given, stored)
+        staged = checkpoints.changed_sections(given, stored)
         with checkpoints.changes_named(path, kwargs), hf_versions.weights_alone() as alone:
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone)
+            direct = {} if staged else places
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone, **direct)
         model, report = loaded
-        hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
-        stored = FathomConfig.from_pretrained(path, **hub)
-        checkpoints.check_depth(path, model.config, stored)
         missing = set(report["missing_keys"])
         checkpoints.check_names(path, missing, report["unexpected_keys"], model.config, stored)
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
             model.depth.adapt(model.model, stored.depth)
         if "lm_head.weight" not in model.all_tied_weights_keys:  # the files have a head of its own
             model.config.tie_word_embeddings = False
+        if staged:
+            model = cls._placed(model, places)
         if adapter is not None:
             where, found = adapter
             of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
             checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
-        return loaded if output_loading_info else model
+        return (model, report) if output_loading_info else model
+
+    @classmethod
+    def _placed(cls, model: FathomForCausalLM, places: dict[str, Any]) -> FathomForCausalLM:
+        """A model, complete in memory, moved to where `places` say. Loading it there at once would look on the disk for
+        the parameters of a new method, which no file has."""
+        if places.get("device_map") is None:
+            return model
+        placed: Any = super().from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation, **places,
+        )  # fmt: skip
+        placed.generation_config = model.generation_config
+        placed.config.name_or_path = model.config.name_or_path
+        return placed
 
     def get_decoder(self) -> Decoder:
         """The module of the parameters: table, layers, norm. The depth method, not the decoder, runs the layers."""

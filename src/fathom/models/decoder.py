@@ -296,7 +296,7 @@ class Stack:
                 inputs.update(read=self.read, earlier=self.earlier[number])
             stream, weights, state, left, said = layer(
                 stream,
-                residual,
+                residual=residual,
                 position_embeddings=self.position_embeddings,
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,

@@ -26,7 +26,11 @@ from fathom.models.configuration import FathomConfig
 
 
 def initialize(module: nn.Module, config: FathomConfig) -> None:
-    """Fill one module's own parameters by the config's rule (transformers calls this for every module)."""
+    """Fill one module's own parameters by the config's rule (transformers calls this for every module).
+
+    Raises TypeError for a module whose parameters no rule fills: on a checkpoint that lacks them they would be whatever
+    was in memory.
+    """
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
@@ -43,3 +47,10 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
     elif hasattr(module, "initialize_parameters"):
         module.initialize_parameters()  # type: ignore[operator]
+    elif not isinstance(module, nn.ParameterList | nn.ParameterDict):  # these are their owner's
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if own:
+            raise TypeError(
+                f"{type(module).__name__} has parameters of its own ({', '.join(own)}) and no initialize_parameters() "
+                "that fills them"
+            )

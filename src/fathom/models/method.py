@@ -133,4 +133,11 @@ class Method(nn.Module):
     def initialize_parameters(self) -> None:
         """Fill the parameters that this module owns itself with their initial values; the modules inside it have this
         hook too, or (Linear, Embedding, norms) follow the model's rule. Use the functions of
-        `transformers.initialization`: they leave alone what a checkpoint has filled."""
+        `transformers.initialization`: they leave alone what a checkpoint has filled. Values given in `__init__` are
+        lost where a checkpoint is loaded, which makes the modules on the meta device."""
+        own = [name for name, parameter in self._parameters.items() if parameter is not None]
+        if own:
+            raise TypeError(
+                f"{self.registry} method {self.name!r} has parameters of its own ({', '.join(own)}) and no "
+                "initialize_parameters() that fills them"
+            )

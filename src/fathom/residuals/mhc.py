@@ -84,7 +84,7 @@ class HyperConnection(nn.Module):
 
     def project(self, streams: tuple[Tensor, ...], wide: torch.dtype) -> Float[Tensor, "B T z"]:
         """z. γ goes into W and 1/rms behind it, so that the streams are neither normalised nor laid side by side."""
-        weight = linear_matrix(self.projection) * self.gain
+        weight = linear_matrix(self.projection, streams[0].device) * self.gain
         parts = weight.split(self.width, dim=1)
         z, mean_square = F.linear(streams[0], parts[0]).to(wide), streams[0].to(wide).square().mean(-1, keepdim=True)
         for stream, part in zip(streams[1:], parts[1:], strict=True):
@@ -148,6 +148,9 @@ class ManifoldHyperConnections(ResidualTopology):
         )
 
     def finish(self, stream):
+        return self(stream)  # a call: accelerate loads offloaded parameters of a module for its forward only
+
+    def forward(self, stream):
         wide = torch.promote_types(stream[0].dtype, torch.float32)
         return weighted_sum(self.reduce_logits.to(wide).softmax(-1), stream)
 

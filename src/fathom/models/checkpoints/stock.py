@@ -256,10 +256,10 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
 # What FathomConfig itself declares.
 FIELDS = [field.name for field in dataclasses.fields(FathomConfig) if field.name in FathomConfig.__annotations__]  # type: ignore[arg-type]
 
-# Keyword arguments of from_pretrained that place the finished model; the rest goes to reading the stock files.
-PLACEMENT = (
-    "device_map", "dtype", "torch_dtype", "attn_implementation", "max_memory", "offload_folder", "offload_buffers",
-)  # fmt: skip
+# Keyword arguments of from_pretrained that say where the finished model's tensors lie, and of what kind it is; the rest
+# goes to reading the stock files.
+PLACES = ("device_map", "max_memory", "offload_folder", "offload_buffers")
+KIND = ("dtype", "torch_dtype", "attn_implementation")
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "gguf_file")
 
@@ -270,8 +270,8 @@ UNREAD = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|masked_bias)$|^(sco
 def load_stock(
     path: Any, adapter: tuple[Any, dict[str, Any]] | None, kwargs: dict[str, Any]
 ) -> tuple[FathomConfig, FathomConfig, State, GenerationConfig | None, dict[str, Any]] | None:
-    """Read a stock checkpoint: (config, the stored one, state dict in Fathom's names, generation config, placement
-    arguments).
+    """Read a stock checkpoint: (config, the stored one, state dict in Fathom's names, generation config, arguments of
+    `KIND`).
 
     An adapter comes merged: where a family fuses matrices that are apart here, it has no other form. None if `path`
     holds a Fathom checkpoint. Raises ValueError for an unsupported family, and a tensor that is absent or has no place.
@@ -283,8 +283,8 @@ def load_stock(
     if stock_config.model_type == FathomConfig.model_type:
         return None
     stock_config, changes = depth_attention_checkpoints.translate(stock_config, changes)
-    placement = {name: kwargs.pop(name) for name in PLACEMENT if name in kwargs}
-    dtype = placement.get("dtype", placement.pop("torch_dtype", "auto"))
+    kind = {name: kwargs.pop(name) for name in KIND if name in kwargs}
+    dtype = kind.get("dtype", kind.pop("torch_dtype", "auto"))
     if "gguf_file" in hub:  # dequantised on reading
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
@@ -296,7 +296,7 @@ def load_stock(
     if adapter is not None:
         stock, missing, unexpected = merge_adapter(stock, *adapter)
         check_names(adapter[0], missing, unexpected)
-    placement["dtype"] = config.dtype = stock.dtype
+    kind["dtype"] = config.dtype = stock.dtype
     state = STOCK[stock_config.model_type].to_fathom(stock.state_dict(), config)
     for section in SECTIONS:
         method: Any = lookup(section, getattr(config, section)["name"])
@@ -306,7 +306,7 @@ def load_stock(
         config.tie_word_embeddings = head is table or torch.equal(head, table)  # a head of its own is kept, as there
         if config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
-    return config, config_from_stock(stock_config), state, stock.generation_config, placement
+    return config, config_from_stock(stock_config), state, stock.generation_config, kind
 
 
 def changed_sections(given: FathomConfig, stored: FathomConfig) -> list[re.Pattern[str]]:
@@ -372,12 +372,18 @@ def changes_named(path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def changed(path: Any, kwargs: dict[str, Any]) -> list[str]:
-    """The fields and options that `kwargs` change in the config of a Fathom checkpoint, and what is stored."""
+def configs(path: Any, kwargs: dict[str, Any]) -> tuple[FathomConfig, FathomConfig]:
+    """Of a Fathom checkpoint, the config that `kwargs` of from_pretrained make of the stored one, and that one."""
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stored, given = FathomConfig.from_pretrained(path, **hub), kwargs.get("config")
     if not isinstance(given, FathomConfig):
         given = FathomConfig.from_pretrained(path, **hub, **{name: kwargs[name] for name in FIELDS if name in kwargs})
+    return given, stored
+
+
+def changed(path: Any, kwargs: dict[str, Any]) -> list[str]:
+    """The fields and options that `kwargs` change in the config of a Fathom checkpoint, and what is stored."""
+    given, stored = configs(path, kwargs)
     changes = []
     for field in FIELDS:
         new, old = getattr(given, field), getattr(stored, field)
