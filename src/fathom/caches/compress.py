@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from fathom.caches import versions
 from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, CompressedLayer, LayerContext, RowGroups
 from fathom.caches.rope import SlotRope
+from fathom.caches.trial import lent_attention, pads_are_exact, rotates_half_split
 
 ATTENTION = "fathom_cache"
 LOCK = threading.RLock()  # a model is looked at and bound by one thread at a time
@@ -53,19 +54,6 @@ class Hook:
         return Hook, (None,)
 
 
-class Lent(str):
-    """The name of our attention in a config. A copy of the config has the one that it replaced."""
-
-    replaced: str | None
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.replaced,)
-
-
-def _itself(name: str | None) -> str | None:
-    return name
-
-
 class Binding:
     """One model under one method: the contexts of its compressed layers, and the forward that is under way."""
 
@@ -87,6 +75,7 @@ class Binding:
             for index, layer in enumerate(compressed)
         }
         self.takes_positions = versions.takes_positions(self.model)
+        self.pads_are_exact = True  # until `compress` has tried
         self.forward = Forward()
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
@@ -139,9 +128,15 @@ class Binding:
             cache.groups.begin(given.get("attention_mask"), self.forward.length, seen=self.forward.seen)
             for layer in cache.compressed_layers():
                 layer.fused = True
-        if given.get("position_ids") is None and self.takes_positions:
+        if given.get("position_ids") is None:
             positions = self._positions(given.get("attention_mask"), tokens)
-            kwargs = kwargs if positions is None else {**kwargs, "position_ids": positions}
+            if positions is not None and self.pads_are_exact and self.takes_positions:
+                kwargs = {**kwargs, "position_ids": positions}
+            elif positions is not None and not self.pads_are_exact and self._pads(given.get("attention_mask")):
+                raise ValueError(
+                    f"attention_mask has pads on the left, and {type(self.model).__name__} counts positions in its own "
+                    "way, so that a padded row would not be the row alone: give rows of one length, or one at a time"
+                )
         return kwargs
 
     def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -153,6 +148,13 @@ class Binding:
         if mask is None or mask.ndim != 2:
             return None
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -forward.length :]
+
+    def _pads(self, mask: Tensor | None) -> bool:
+        """Whether a row of this forward begins later than another."""
+        if self.forward.cache is not None:
+            groups = self.forward.cache.groups
+            return any(before + pads for before, pads in zip(groups.before, groups.pads))
+        return mask is not None and bool((mask[:, -self.forward.length] == 0).any())
 
     def close(self) -> None:
         forward = self.forward
@@ -234,7 +236,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
                     f"{previous!r}",
                     stacklevel=3,
                 )
-            AttentionInterface.register(ATTENTION, _attention)
+            binding.pads_are_exact = pads_are_exact(inner, _mask)
             AttentionMaskInterface.register(ATTENTION, _mask)
             for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
                 handle = module.register_forward_pre_hook(Hook(_before(binding)), with_kwargs=True)
@@ -247,14 +249,7 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
                 if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
                     handle = module.register_forward_pre_hook(Hook(_without_rotation(binding)), with_kwargs=True)
                     stack.callback(handle.remove)
-            replaced = {id(config): config._attn_implementation for config in versions.configs(inner)}
-            inner.set_attn_implementation(ATTENTION)
-            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
-                stack.callback(setattr, config, "_attn_implementation_internal", replaced[id(config)])
-                if config._attn_implementation == ATTENTION:
-                    lent = Lent(ATTENTION)
-                    lent.replaced = replaced[id(config)]
-                    config._attn_implementation_internal = lent
+            stack.enter_context(lent_attention(inner, ATTENTION, _attention))
         yield model
 
 
@@ -336,6 +331,10 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
         raise ValueError(
             f"{family} keeps latents instead of keys and values, a compressed cache already: use it as it is"
         )
+    if width := versions.varying_width(model):
+        raise ValueError(
+            f"{family} has layers of different {width}: caches compress layers of one shape; use the full cache"
+        )
     if named := versions.changes_scores(modules):
         raise ValueError(
             f"{family}: attention with {named} is not supported, as caches compute plain softmax attention; use the "
@@ -367,12 +366,13 @@ def _ropes(
         raise ValueError(
             f"{type(method).__name__} stores unrotated keys, but {family} has no rotary positions: {remedy}"
         )
-    rope, depth = SlotRope(rotary, versions.rope_type(model)), versions.depth(model)
+    kind, depth = versions.rope_type(model), versions.depth(model)
+    if not kind:
+        return {}
+    rope = SlotRope(rotary, kind)
     by_layer = {module.layer_idx: module for module in modules}
     try:
-        return {
-            layer: rope for layer in compressed if versions.rotates_half_split(by_layer[layer % depth], rotary, model)
-        }
+        return {layer: rope for layer in compressed if rotates_half_split(by_layer[layer % depth], rotary, model)}
     except ValueError as error:
         raise ValueError(
             f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
