@@ -61,7 +61,8 @@ class DepthOutput:
 
     Attributes:
         hidden_states: [B, T, d], after the final norm; the head reads them.
-        losses: auxiliary losses by name, already weighted; added to the training loss.
+        losses: auxiliary losses by name, already weighted; added to the training loss as a mean over target tokens is,
+            which they should be: then gradients of micro-batches add up to those of the batch.
         trace: per-token facts that plots and metrics read (passes, gates, masses), each [B, T, …].
         objective: a method's own training objective, the mean over target tokens, instead of the cross-entropy of
             `hidden_states`.
