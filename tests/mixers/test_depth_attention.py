@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import ReferenceDecoder
 from transformers import DynamicCache
 
 from fathom import FathomConfig
@@ -13,6 +12,7 @@ from fathom.cost import kv_bytes_per_token, mixing_per_token, parameter_counts
 from fathom.mixers.depth_attention import DepthAttention
 from fathom.ops.depth_mix import depth_mix, depth_weights
 from fathom.train.recipe import load_recipe, model_config
+from reference import ReferenceDecoder
 from tiny import assert_close, tiny_model, tokens
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from reference import ReferenceDecoder, fresh_models
 
 from fathom import FathomConfig
 from fathom.cost import mixing_per_token
+from reference import ReferenceDecoder, fresh_models
 from tiny import assert_close, tiny_model, tokens
 
 

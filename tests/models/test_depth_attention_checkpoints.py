@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
-from reference import ReferenceDecoder
 from safetensors.torch import save_file
 from test_depth_attention import depth_attention
 
 from fathom import FathomForCausalLM
 from fathom.evaluate import load_checkpoint
+from reference import ReferenceDecoder
 from tiny import SIZES, assert_close, tiny_model, tokens
 from tiny_checkpoint import tiny_tokenizer
 

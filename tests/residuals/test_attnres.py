@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from reference import fresh_models, head, rms_norm, sublayer_functions
 
 from fathom import FathomConfig
 from fathom.cost import mixing_per_token
 from fathom.residuals.attnres import AttentionResiduals
+from reference import fresh_models, head, rms_norm, sublayer_functions
 from tiny import assert_close, tiny_model, tokens
 
 

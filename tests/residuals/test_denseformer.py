@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from reference import fresh_models, head, sublayer_functions
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import mixing_per_token
 from fathom.residuals.denseformer import DenseFormer
+from reference import fresh_models, head, sublayer_functions
 from tiny import SIZES, assert_close, tiny_model, tokens
 
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from reference import fresh_models, head, rms_norm, sublayer_functions
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import mixing_per_token
 from fathom.residuals.mhc import ManifoldHyperConnections, sinkhorn
+from reference import fresh_models, head, rms_norm, sublayer_functions
 from tiny import SIZES, assert_close, tiny_model, tokens
 
 

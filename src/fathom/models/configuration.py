@@ -81,13 +81,15 @@ DERIVED: Any = None
 class FathomConfig(PreTrainedConfig):
     """Configuration of the Fathom decoder.
 
-    Args:
+    Attributes:
         backbone: family whose structure is the default: "llama", "qwen3", "gpt_neox" or "gpt2".
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-            head_dim, max_position_embeddings: sizes, named as in transformers. `intermediate_size=None` means
-            4·hidden for a plain MLP, 8/3·hidden rounded up to a multiple of 32 for a gated one.
-        norm, qk_norm, parallel_residual, gated_mlp, attention_bias, mlp_bias, hidden_act, norm_eps,
-            partial_rotary_factor: structure; None takes the family's value.
+        vocab_size, hidden_size, num_hidden_layers, max_position_embeddings: sizes, named as in transformers.
+        num_attention_heads, num_key_value_heads, head_dim: heads; None: as many key/value heads as query heads, and
+            hidden_size / num_attention_heads.
+        intermediate_size: None means 4·hidden for a plain MLP, 8/3·hidden rounded up to a multiple of 32 for a gated
+            one.
+        norm, qk_norm, parallel_residual: structure of a layer; None takes the family's value.
+        gated_mlp, attention_bias, mlp_bias, hidden_act, norm_eps, partial_rotary_factor: likewise.
         attention_output_bias: bias of `o_proj`; None follows `attention_bias`.
         rope_parameters: RoPE type and its parameters, as in transformers (every type Llama supports).
         attention_dropout, residual_dropout, embedding_dropout: dropout in training.
