@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
 from fathom.models import hf_versions
 from fathom.models.checkpoints import depth_attention as depth_attention_checkpoints
+from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
-from fathom.models.checkpoints.stock.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
 
 

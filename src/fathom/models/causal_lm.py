@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple
 from fathom.models import hf_versions, saved_files
 from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
-from fathom.models.checkpoints.stock.adapter import find_adapter
+from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize

@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fathom.models import hf_versions
 from fathom.models.checkpoints import depth_attention as depth_attention_checkpoints
-from fathom.models.checkpoints.stock.adapter import merge_adapter
+from fathom.models.checkpoints.adapter import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
 from fathom.models.registry import SECTIONS, build_options, lookup
 
