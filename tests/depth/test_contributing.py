@@ -1,4 +1,4 @@
-"""The method that CONTRIBUTING.md shows does what it says: its equation, its parameter on stock weights, its cost."""
+"""The method that CONTRIBUTING.md shows: its equation, its parameter on a stock checkpoint, its cost."""
 
 import re
 from pathlib import Path

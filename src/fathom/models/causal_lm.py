@@ -358,6 +358,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             model = cls._placed(model, places)
         if adapter is not None:
             where, found = adapter
+            if any(parameter.is_meta for parameter in model.parameters()):  # transformers would leave it unread
+                raise ValueError(
+                    f"{where}: an adapter is not attached to weights that device_map={places.get('device_map')!r} "
+                    "offloads; merge it (peft: merge_and_unload), or load without offloading"
+                )
             of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
             checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
         return (model, report) if output_loading_info else model
