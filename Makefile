@@ -8,11 +8,11 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 demo: .venv/.installed
 	$(BIN)/fathom compare recipes/demo.yaml
-	@echo "Open runs/demo/report.html in a browser."
+	@echo "Open runs/demo/report.html in a browser. For the command in this shell: source $(BIN)/activate"
 
 test: .venv/.tests-installed
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
@@ -22,6 +22,9 @@ check: .venv/.tests-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.tests-installed
+	$(BIN)/python docs/site/build.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -33,8 +36,8 @@ check: .venv/.tests-installed
 	touch $@
 
 .venv/.tests-installed: .venv/.installed
-	$(BIN)/python -m pip install --quiet -e ".[test,check]"
+	$(BIN)/python -m pip install --quiet -e ".[test,check,docs]"
 	touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build runs .pytest_cache .mypy_cache .ruff_cache

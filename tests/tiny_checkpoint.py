@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from fathom import cli
+import fathom_cli as cli
 from fathom.data import train_bpe
 from tiny import tiny_model
 

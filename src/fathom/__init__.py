@@ -1,16 +1,89 @@
 """Fathom: published language-model methods on today's PyTorch and Hugging Face stack, measured on the same footing.
 
-Importing it registers `FathomConfig` and `FathomForCausalLM` with transformers' Auto classes.
+Importing it registers `FathomConfig` and `FathomForCausalLM` with transformers' Auto classes. Everything else is
+imported when it is first named: `dir(fathom)` lists what there is.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from __future__ import annotations
 
-import fathom.depth  # noqa: F401  fills the registries
-from fathom.models.causal_lm import FathomForCausalLM
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from fathom.models import registry
 from fathom.models.configuration import FathomConfig
+from fathom.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["FathomConfig", "FathomForCausalLM", "__version__"]
+if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
+    # ruff: noqa: F401
+    from fathom import lineage
+    from fathom.caches import (
+        H2O,
+        KIVI,
+        TOVA,
+        VQKV,
+        FourierAttention,
+        FreqKV,
+        Full,
+        PyramidKV,
+        Scored,
+        SnapKV,
+        StreamingLLM,
+        TreeKV,
+        WeightedKV,
+        compress,
+        compression_report,
+    )
+    from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
+    from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.report.compare import compare
+    from fathom.train import Phases, load_recipe
 
+_PLACES = {
+    "FathomForCausalLM": "fathom.models.causal_lm",
+    **dict.fromkeys(
+        (
+            "compress", "compression_report", "TreeKV", "WeightedKV", "FreqKV", "VQKV", "FourierAttention",
+            "StreamingLLM", "H2O", "TOVA", "SnapKV", "PyramidKV", "KIVI", "Scored", "Full",
+        ),
+        "fathom.caches",
+    ),
+    **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
+    "compare": "fathom.report.compare",
+    **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
+}  # fmt: skip
+_MODULES = ("lineage",)
+__all__ = ["FathomConfig", "__version__", *_PLACES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"fathom.{name}")
+    raise AttributeError(f"module 'fathom' has no attribute {name!r}{registry.nearest(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _fill_registries() -> None:
+    """Import the wings, whose methods register themselves, and hand the model to AutoModelForCausalLM."""
+    from transformers import AutoModelForCausalLM
+
+    import fathom.depth
+    import fathom.feed_forward
+    import fathom.mixers
+    import fathom.positions
+    import fathom.residuals
+    from fathom.models.causal_lm import FathomForCausalLM
+
+    AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+
+
+# Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config
+# to build it from, and `import fathom` need not wait for either.
+registry.fill_with(_fill_registries)
 AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)
-AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)

@@ -15,7 +15,7 @@ from fathom.caches.quality import DEPTHS, FILLER, grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.caches.versions import CACHE_NAME
-from fathom.cli.cache import app
+from fathom_cli.cache import app
 
 
 def invoke(*args):

@@ -11,7 +11,7 @@ from cache_cases import LARGE, SMALL, get_model, make, relative
 from fathom.caches import CodebookTraining, cache_shape, compress, prefill, train_codebooks
 from fathom.caches.channels import channel_error
 from fathom.caches.codebooks import learn
-from fathom.caches.scorer import SCORERS
+from fathom.caches.methods.scorer import SCORERS
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.dct import resampler
 from fathom.ops.fourier_coefficients import rebuild, transform, weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from cache_cases import codebooks
 from typer.testing import CliRunner
 
-from fathom.cli.cache import app
+from fathom_cli.cache import app
 
 GUIDE = Path(__file__).parents[2] / "docs" / "caches.md"
 

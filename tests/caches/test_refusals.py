@@ -46,8 +46,8 @@ from fathom.caches import (
 from fathom.caches.base import CacheShape
 from fathom.caches.budgets import at_fraction
 from fathom.caches.versions import CACHE_NAME
-from fathom.cli.cache import parse_method
 from fathom.ops.tree_sweep import tree_sweep
+from fathom_cli.cache import parse_method
 
 
 @pytest.mark.parametrize(

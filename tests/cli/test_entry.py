@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from fathom import cli
+import fathom_cli as cli
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -37,7 +37,7 @@ def verb(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_help_lists_the_verbs_that_exist(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(cli.VERBS, "absent", "fathom.cli.absent:command")
+    monkeypatch.setitem(cli.VERBS, "absent", "fathom_cli.absent:command")
     assert run(monkeypatch, "--help") == 0
     out = capsys.readouterr().out
     assert "absent" not in out and "--debug" in out

@@ -1,13 +1,23 @@
-"""`fathom methods`."""
+"""`fathom methods`: what it reads from the sources is what the imported classes say, and every method has a card."""
 
+from __future__ import annotations
+
+import dataclasses
+import importlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from fathom import caches
-from fathom.cli.methods import WINGS
+import fathom
+from fathom import caches, lineage
 from fathom.models.registry import REGISTRIES
+from fathom_cli.catalogue import Entry, entries
 from tiny_checkpoint import run_cli
+
+CARDS = Path(__file__).parents[2] / "docs" / "methods"
+every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 
 
 @pytest.fixture
@@ -15,38 +25,76 @@ def run(monkeypatch, capsys):
     return lambda *arguments: run_cli(monkeypatch, capsys, "methods", *arguments)
 
 
-def test_json_has_every_registered_method(run):
+def taker(entry: Entry) -> type:
+    """The real class whose fields are the options."""
+    if entry.section:
+        return REGISTRIES[entry.registry][entry.name].Options
+    return caches.METHODS[entry.name]
+
+
+def test_every_method_is_in_the_catalogue_once():
+    real = [(registry, name) for registry, methods in REGISTRIES.items() for name in methods]
+    real += [("cache", name) for name in caches.METHODS] + [("lineage", name) for name in lineage.METHODS]
+    assert sorted((entry.registry, entry.name) for entry in entries()) == sorted(real)
+
+
+@every_method
+def test_what_the_catalogue_says_is_what_the_class_says(entry):
+    if entry.registry == "lineage":
+        said = lineage.METHODS[entry.name]
+        module, _, name = said.call.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+        if said.options:
+            module, _, name = said.options.rpartition(".")
+            expected = [(f.name, f.default) for f in dataclasses.fields(getattr(importlib.import_module(module), name))]
+            assert [(option.name, option.default) for option in entry.options] == expected
+        return
+    cls = REGISTRIES[entry.registry][entry.name] if entry.section else caches.METHODS[entry.name]
+    assert (entry.summary, entry.equation, entry.paper) == (cls.summary, " ".join(cls.equation.split()), cls.paper)
+    assert entry.call == cls.__name__
+    assert Path(fathom.__file__).parent.parent / entry.source == Path(importlib.import_module(cls.__module__).__file__)
+    options = {option.name: option for option in entry.options}
+    fields = dataclasses.fields(taker(entry))
+    assert list(options) == [field.name for field in fields]
+    for field in fields:
+        assert options[field.name].default == field.default
+        assert options[field.name].type == field.type
+
+
+@every_method
+def test_every_option_has_a_meaning(entry):
+    assert entry.equation and entry.summary and "\n" not in entry.summary
+    assert not [option.name for option in entry.options if not option.meaning]
+
+
+@every_method
+def test_every_method_has_a_card_with_its_verdict_and_cost(entry):
+    card = CARDS / f"{entry.name}.md"
+    assert entry.card == card
+    assert card.read_text().startswith(f"# {entry.name}\n")
+    assert entry.cost and entry.verdict
+
+
+def test_every_card_is_of_a_method():
+    assert {card.stem for card in CARDS.glob("*.md")} <= {entry.name for entry in entries()}
+
+
+def test_a_card_that_is_not_there(tmp_path):
+    stranger = dataclasses.replace(entries()[0], name="stranger")
+    assert stranger.card is None and (stranger.cost, stranger.verdict) == ("", "")
+
+
+def test_the_list_as_json(run):
     code, out, _ = run("--json")
     rows = json.loads(out)
     assert code == 0
-    assert all(set(row) == {"name", "wing", "registry", "paper", "summary"} for row in rows)
-    assert all(row["name"] and row["summary"] and "\n" not in row["summary"] for row in rows)
-    listed = {(row["registry"], row["name"]) for row in rows}
-    assert {(registry, name) for registry, methods in REGISTRIES.items() for name in methods} <= listed
-    assert {("cache", name) for name in caches.METHODS} <= listed
-    assert {row["registry"] for row in rows} <= {*REGISTRIES, *WINGS.values()}
+    assert all(list(row) == ["name", "wing", "registry", "paper", "summary"] for row in rows)
     pondering = next(row for row in rows if row["name"] == "pondering")
     assert (pondering["wing"], pondering["registry"], pondering["paper"]) == ("depth", "depth", "2505.20674")
+    assert {"act", "exit_gate"} <= {row["name"] for row in rows}
 
 
-def test_a_wings_mapping_is_read(run, monkeypatch):
-    class Named:
-        """Reads weights.
-
-        At length.
-        """
-
-        paper = "Title, arXiv 2501.00001"
-
-    monkeypatch.setattr("fathom.lineage.METHODS", {"named": Named}, raising=False)
-    row = {
-        "name": "named", "wing": "lineage", "registry": "lineage", "paper": Named.paper, "summary": "Reads weights.",
-    }  # fmt: skip
-    assert row in json.loads(run("--json")[1])
-    assert ["named", "lineage", "lineage", "2501.00001", "Reads", "weights."] in map(str.split, run()[1].splitlines())
-
-
-def test_table_is_plain_and_aligned(run):
+def test_the_list_is_plain_and_aligned(run):
     lines = run()[1].splitlines()
     column = lines[0].index("summary")
     assert lines[0].split() == ["name", "wing", "registry", "paper", "summary"]
@@ -54,5 +102,33 @@ def test_table_is_plain_and_aligned(run):
     assert "\x1b" not in "".join(lines)
 
 
+@every_method
+def test_one_method_on_a_page(run, entry):
+    out = run(entry.name)[1]
+    assert max(map(len, out.splitlines())) <= 110
+    words = " ".join(out.split())
+    for said in (entry.summary, entry.equation, entry.cost, entry.verdict, entry.source):
+        assert " ".join(said.split()) in words
+    for option in entry.options:
+        assert f"{option.name} = {option.default!r}" in words
+    assert f"{entry.name}.md" in words
+    arxiv = re.search(r"\d{4}\.\d{5}", entry.paper)
+    assert arxiv is None or f"https://arxiv.org/abs/{arxiv.group()}" in words
+
+
+def test_one_method_as_json(run):
+    said = json.loads(run("treekv", "--json")[1])
+    assert said["options"][0] == {
+        "name": "budget", "type": "int", "default": 1024, "meaning": "tokens stored per key/value head.",
+    }  # fmt: skip
+    assert said["verdict"] and said["cost"] and said["equation"] and said["card"].endswith("treekv.md")
+
+
+def test_a_method_that_does_not_exist(run):
+    code, _, err = run("TreeVK")
+    assert code == 2
+    assert err == "fathom: method 'TreeVK' does not exist (did you mean 'treekv'?); `fathom methods` lists all\n"
+
+
 def test_help_has_an_example(run):
-    assert "fathom methods --json" in run("--help")[1]
+    assert "fathom methods treekv" in run("--help")[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fathom import cli
+import fathom_cli as cli
 
 
 @pytest.fixture

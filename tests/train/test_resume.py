@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fathom.data import prepare
-from fathom.train import MethodConfig, TrainResult, checkpoints, load_recipe, train_run
-from fathom.train.checkpoints import MARKER
+from fathom.train import MethodConfig, TrainResult, load_recipe, train_run
+from fathom.train import complete_checkpoints as checkpoints
+from fathom.train.complete_checkpoints import MARKER
 from fathom.train.metrics import read_metrics
 
 VANILLA = MethodConfig("vanilla")
@@ -82,7 +83,7 @@ def test_losses_after_kill_9(text, tmp_path) -> None:
         )
     )
     run = tmp_path / "runs" / "killed" / "vanilla-seed0"
-    command = [sys.executable, "-m", "fathom.cli", "train", str(path), "--output", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "fathom", "train", str(path), "--output", str(tmp_path / "runs")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120
@@ -144,9 +145,11 @@ def test_the_model_is_an_ordinary_checkpoint(whole, data) -> None:
     assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert sorted(path.name for path in whole.model.iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "modeling_fathom.py",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

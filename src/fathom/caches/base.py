@@ -62,7 +62,9 @@ class CacheMethod(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    summary: ClassVar[str]  # one line for `fathom methods`
+    registry: ClassVar[str] = "cache"
+    summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
+    equation: ClassVar[str]  # the method in one line
     pre_rope_remedy: ClassVar[str] = "use a method that keeps keys as they are, such as TOVA(positions='original')"
 
     @property

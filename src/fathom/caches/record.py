@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fathom.caches import versions
 from fathom.caches.base import LayerContext
 from fathom.caches.compress import cache_shape, compress
-from fathom.caches.full import Full, FullState
+from fathom.caches.methods.full import Full, FullState
 from fathom.caches.rope import SlotRope
 from fathom.ops.cached_attention import causal_attention
 

@@ -18,11 +18,11 @@ from transformers import StaticCache
 from fathom.caches import versions
 from fathom.caches.base import CacheMethod, CompressedCache, CompressedLayer, concat
 from fathom.caches.compress import cache_shape, compress, prefill
-from fathom.caches.fourier_attention import FourierState
-from fathom.caches.full import Full, FullState
-from fathom.caches.kivi import KIVIState
+from fathom.caches.methods.fourier_attention import FourierState
+from fathom.caches.methods.full import Full, FullState
+from fathom.caches.methods.kivi import KIVIState
+from fathom.caches.methods.vqkv import VQState
 from fathom.caches.versions import CACHE_NAME
-from fathom.caches.vqkv import VQState
 from fathom.ops.cached_attention import causal_attention
 
 PART = 2048  # tokens that are filled in at a time

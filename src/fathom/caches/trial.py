@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from fathom.caches import versions
 from fathom.caches.base import CompressedLayer, LayerContext, RowGroups
-from fathom.caches.full import Full
+from fathom.caches.methods.full import Full
 from fathom.ops.rotary import rotate
 
 SPY = "fathom_spy"  # attention that only notes its queries and keys

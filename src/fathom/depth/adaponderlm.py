@@ -19,18 +19,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
+from fathom.depth.base import (
+    Counts,
+    DepthMethod,
+    DepthOutput,
+    check_choice,
+    check_number,
+    check_range,
+    reads_earlier_passes,
+)
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.step_cache import replaced_segments
-from fathom.models.step_tokens import Chosen
+from fathom.models.steps.cache import replaced_segments
+from fathom.models.steps.tokens import Chosen
 
 CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
 
@@ -59,6 +67,7 @@ class AdaPonderLM(DepthMethod):
     """PonderLM whose tokens leave the loop one by one, when their gate of the pass closes."""
 
     summary = "Pondering in which a gate halts each token on its own; halted tokens keep their keys."
+    equation = "E_{i+1} = E_i + m_{i+1}·σ(MLP_i(h_i))·softmax(h_i W_outᵀ)·(c·W_in);  m_{i+1} = m_i·1(σ(MLP_i(h_i)) ≥ τ)"
     paper = "2603.01914"
     variants = (
         {"steps": 2, "threshold": 0.5},
@@ -67,6 +76,7 @@ class AdaPonderLM(DepthMethod):
         {"steps": 2, "halting": "uniform", "mean_passes": 2.3},
     )
     adaptive = True
+    replaces = True
     identity = {"steps": 0, "scale_embeds": None}  # noqa: RUF012
 
     @dataclasses.dataclass(frozen=True)
@@ -158,20 +168,21 @@ class AdaPonderLM(DepthMethod):
         return super().unsupported(config, options)
 
     @classmethod
-    def refuse_checkpoint(cls, stored: dict[str, Any], options) -> str | None:
-        if stored["name"] != "pondering":
+    def refuse_checkpoint(cls, stored, given) -> str | None:
+        """Of a PonderLM checkpoint: with open gates it must stay the function it was."""
+        before, now = stored.depth, given.depth
+        if before["name"] != "pondering":
             return None
-        wanted = {
-            **{name: getattr(options, name) for name in ("steps", "accumulate", "premultiply_steps", "top_k")},
-            "feedback": "mixture",
-            "temperature": 1.0,
-        }
-        for name, value in wanted.items():
-            if stored.get(name, value) != value:
-                remedy = (
-                    f"set {name}={stored[name]!r}" if name in cls.Options.__annotations__ else "it cannot be continued"
-                )
-                return f"it was trained with depth 'pondering', {name}={stored[name]!r}, not {value!r}; {remedy}"
+        same = ("steps", "accumulate", "premultiply_steps", "top_k")
+        for name, value in {**{name: now[name] for name in same}, "feedback": "mixture", "temperature": 1.0}.items():
+            if before.get(name, value) != value:
+                remedy = f"set {name}={before[name]!r}" if name in same else "it cannot be continued"
+                return f"it was trained with depth 'pondering', {name}={before[name]!r}, not {value!r}; {remedy}"
+        if reads_earlier_passes(given, before):
+            return (
+                f"it was trained with mixer={given.mixer['name']!r}, whose layers read earlier passes, and here they "
+                "read their own pass alone; continue it as depth 'pondering', or change the mixer"
+            )
         return None
 
     @property
@@ -252,7 +263,6 @@ class AdaPonderLM(DepthMethod):
 
     scores = property(lambda self: self.gates)
     takes_turns = property(lambda self: self.options.gates > 0 and self.options.freeze_readout)
-    replaces = True
 
     def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of a token's first pass, and what its turns carry: that input, and its latest one."""

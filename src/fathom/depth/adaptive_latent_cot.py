@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.step_cache import appended_segments
-from fathom.models.step_tokens import Chosen
+from fathom.models.steps.cache import appended_segments
+from fathom.models.steps.tokens import Chosen
 from fathom.ops.cross_entropy import IGNORE, mean_over_targets
 
 
@@ -37,12 +37,16 @@ class AdaptiveLatentCoT(DepthMethod):
     """Up to M latent steps a token; a router decides after each whether to go on, and mixes their states."""
 
     summary = "Latent steps as long as a router asks for them, exact in parallel; their states are mixed."
+    equation = (
+        "z_{k+1} = F(z_k);  "
+        "reach_{k+1} = reach_k·σ(w·z_k + b), runs while > τ;  "
+        "logits = W_out Σ_k (reach_k − reach_{k+1}) z_k"
+    )
     paper = "2602.08220"
-    variants = (
+    variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"steps": 2, "penalty": 0.0, "threshold": 0.5, "router_bias": 0.0},
         {"steps": 3, "beta": 0.0, "penalty_on": "gate", "threshold": 0.3, "router_per_step": True, "router_bias": 0.0},
         {"steps": 2, "halting": "random", "mean_passes": 2.0},
-        {"steps": 2, "halting": "act", "threshold": 0.2, "router_bias": 0.0},
     )
     adaptive = True
     identity = {"steps": 0}  # noqa: RUF012
@@ -63,10 +67,9 @@ class AdaptiveLatentCoT(DepthMethod):
         detach_router: the router's gradient stops at its input.
         detach_between_steps: gradients do not flow from a step's input into the step before.
         explore: in training, the share of slots below τ that run all the same; of "router" only.
-        halting: "router"; or baselines on the same slots. "act" (Graves 2016): exit_k = σ(w·z_k + b),
-            τ is its ε, penalty λ·(K_t + reach_{K_t}). "exit_gate" (Ouro, arXiv 2510.25741): trained on
-            Σ_k exit_k·CE_k − λ·H(exit) with all steps; at inference the last state predicts, and 1 − τ is its q.
-            Without a router, the last state predicting: "fixed", all M steps; "random" and "uniform" (halting.py).
+        halting: "router"; or baselines on the same slots. "act" and "exit_gate" are the methods of these names
+            (act.py, exit_gate.py). Without a router, the last state predicting: "fixed", all M steps; "random" and
+            "uniform" (halting.py).
         mean_passes: mean number of slots of a token under "random" and "uniform", 1 … M + 1.
         scale_embeds: True sets embed_scale to √(2.5·d), False to 1; None leaves it.
         """
@@ -87,9 +90,10 @@ class AdaptiveLatentCoT(DepthMethod):
         mean_passes: float | None = None
         scale_embeds: bool | None = None
         passes: ClassVar[int] = 1
+        method: ClassVar[str] = "adaptive_latent_cot"  # whose options these are, for what is refused
 
         def __post_init__(self):
-            name = "adaptive_latent_cot"
+            name = self.method
             check_range(name, "steps", self.steps, 0)
             for option in ("threshold", "eval_threshold"):
                 value = getattr(self, option)
@@ -217,7 +221,6 @@ class AdaptiveLatentCoT(DepthMethod):
 
     scores = property(lambda self: self.routers)
     takes_turns = property(lambda self: self.options.routers > 0 and self.options.halting != "exit_gate")
-    replaces = False
 
     def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of a token's first slot, and what its turns carry: reach, and the mixture so far."""

@@ -21,6 +21,7 @@ class Loop(DepthMethod):
     """h ← layers(h), `passes` times, then the final norm."""
 
     summary = "The whole layer stack applied `passes` times to the hidden states."
+    equation = "h_0 = E;  h_r = layers(h_{r−1}),  r = 1 … R;  logits = norm(h_R) W_outᵀ"
     paper = "1807.03819"
     variants = ({"passes": 3},)
     identity = {"passes": 1}  # noqa: RUF012

@@ -27,6 +27,7 @@ class Pause(DepthMethod):
     """n learned slots after every token."""
 
     summary = "Learned pause tokens after every token; the last one predicts."
+    equation = "S = [e_1, p_1 … p_n, e_2, p_1 … p_n, …];  logits_t = W_out F(S)[slot of p_n after token t]"
     paper = "2310.02226"
     variants = ({"pauses": 2}, {"pauses": 2, "shared": True})
     identity = {"pauses": 0}  # noqa: RUF012

@@ -26,6 +26,7 @@ class Pondering(DepthMethod):
     """s extra forwards, each fed the expected embedding of the prediction before it."""
 
     summary = "Extra forwards on the probability-weighted mixture of token embeddings."
+    equation = "E_{i+1} = E_i + softmax(F(E_i) W_outᵀ)·(c·W_in),  i = 0 … s−1;  logits = F(E_s) W_outᵀ"
     paper = "2505.20674"
     variants = (
         {"steps": 2},

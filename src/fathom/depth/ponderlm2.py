@@ -41,6 +41,9 @@ class PonderLM2(DepthMethod):
     """K latent thoughts after every token: the last hidden state, fed back as the next slot's input."""
 
     summary = "Latent thoughts: hidden states fed back in slots of their own, trained by Jacobi sweeps."
+    equation = (
+        "h_{t,0} = F(e_t | cache);  h_{t,k} = F(h_{t,k−1} | cache, position t),  k = 1 … K;  logits_t = W_out h_{t,K}"
+    )
     paper = "2509.23184"
     variants = (
         {"sweeps": 12, "random_sweeps": False},  # exact up to 13 tokens, so that the suite may compare with decoding

@@ -14,6 +14,7 @@ class Vanilla(DepthMethod):
     """h = F(E)."""
 
     summary = "The ordinary decoder: one forward of the layer stack per token."
+    equation = "logits = F(c·W_in[x]) W_outᵀ"
     identity: ClassVar[dict[str, Any]] = {}
 
     @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.decoder import Stack
-from fathom.models.step_cache import FOREVER
-from fathom.models.steps import mask_of
+from fathom.models.steps.cache import FOREVER
+from fathom.models.steps.stack import mask_of
 from fathom.ops.token_blocks import NOWHERE, sees
 
 LOOK_EVERY = 16  # turns after which the loop asks whether all rows have finished
@@ -48,7 +48,7 @@ def generate_staggered(
             f"attn_implementation={model.config._attn_implementation!r}: rows that take turns need a mask of slots, "
             "which it does not read; call set_attn_implementation('sdpa')"
         )
-    if not getattr(depth, "takes_turns", False):
+    if not depth.takes_turns:
         raise ValueError(f"depth={depth.name!r} with these options takes no turns: use generate()")
     out = model(input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
     rows, prompt, device = len(input_ids), input_ids.shape[1], input_ids.device
@@ -68,7 +68,6 @@ def generate_staggered(
     done = torch.ones_like(number)
     embedded = model.model.embed(current)
     inputs, carry = depth.first_turn(embedded)
-    rotary = model.model.rotary_emb
     for turn in range((max_new_tokens - 1) * depth.slots):
         column = held.token.shape[1] + turn
         token[:, column], step[:, column], until[:, column] = number, k, FOREVER
@@ -77,7 +76,7 @@ def generate_staggered(
         stack = Stack(
             model.model,
             positions,
-            rotary(inputs, positions) if rotary else None,
+            model.model.positions.tables(inputs, positions),
             mask_of(visible, model.config, inputs.dtype),
             read=write_column,
             earlier=[(*pair, column) for pair in buffers],

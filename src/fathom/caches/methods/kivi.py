@@ -1,0 +1,197 @@
+"""KIVI-style quantisation (arXiv 2402.02750): keys per channel, values per token, the newest tokens in full."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.ops.bitpack import packed_bytes
+from fathom.ops.cached_attention import blockwise_attention, causal_attention
+from fathom.ops.group_quantize import Quantized, dequantize, quantize
+from fathom.ops.kernels import has_kernel
+
+TOKENS_AT_ONCE = 4096  # rebuilt at a time while attending
+
+
+@dataclasses.dataclass(frozen=True)
+class KIVI(CacheMethod):
+    """Asymmetric min/max codes of `bits` bits in groups of `group` numbers; keys post-RoPE at their true positions.
+
+    Keys: the largest multiple of `residual` tokens is quantised, per channel along tokens. Values: all but the newest
+    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time; on a GPU with Triton that is
+    one launch for keys and one for values, and for a single query one kernel reads the codes as they are.
+    A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
+    bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
+
+    bits: width of a code, 2, 4 or 8.
+    group: numbers that share a scale and a minimum; divides `residual` and the head dim.
+    residual: newest tokens that stay in full precision.
+    """
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+
+    name = "kivi"
+    paper = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750"
+    summary = "Keep every token in 2 or 4 bits: keys per channel, values per token."
+    equation = "code = round((x − min) / (max − min)·(2^b − 1)), groups of keys along tokens, of values along channels"
+
+    def __post_init__(self) -> None:
+        self.check_at_least("group", 1)
+        self.check_at_least("residual", 1)
+        self.check_at_least("bits", 2)
+        if self.bits not in (2, 4, 8):
+            raise self.refuse("bits", self.bits, "use 2, 4 or 8")
+        if self.residual % self.group:
+            raise self.refuse("residual", self.residual, f"use a multiple of group = {self.group}")
+
+    @property
+    def plain(self) -> bool:
+        return True
+
+    def prepare(self, model: PreTrainedModel, shape: CacheShape) -> None:
+        if shape.value_dim % self.group:
+            raise self.refuse(
+                "group", self.group, f"must divide the head dim {shape.value_dim}; {shape.value_dim} itself does"
+            )
+
+    def new_state(self, context: LayerContext) -> KIVIState:
+        return KIVIState(self)
+
+    def quantized(self, tokens: int) -> tuple[int, int]:
+        """(keys, values) that are quantised when `tokens` are held."""
+        return tokens // self.residual * self.residual, max(tokens - self.residual, 0)
+
+    def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
+        tokens = prompt + generated
+        group_bytes = packed_bytes(self.group, self.bits) + 2 * shape.element_bytes
+        total = 0
+        for count, width in zip(self.quantized(tokens), (shape.key_dim, shape.value_dim)):
+            total += count * width // self.group * group_bytes + (tokens - count) * width * shape.element_bytes
+        return total * shape.batch * shape.kv_heads
+
+
+class KIVIState(State):
+    """Keys as groups [B,G,n_k/group,D,·] and values as [B,G,n_v,D/group,·]; the rest in full."""
+
+    def __init__(self, method: KIVI):
+        super().__init__()
+        self.method = method
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.key_codes: Tensor | None = None
+        self.key_scale: Tensor | None = None
+        self.key_minimum: Tensor | None = None
+        self.value_codes: Tensor | None = None
+        self.value_scale: Tensor | None = None
+        self.value_minimum: Tensor | None = None
+
+    @property
+    def stored(self) -> int:
+        return self.seen
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        quantized, _ = self.method.quantized(self.seen)
+        keys, values = concat(self.key, key), concat(self.value, value)
+        one = query.shape[2] == 1 and has_kernel(query.device.type)
+        output = self.decode(query, keys, values, scaling) if quantized and one else None
+        if output is None and quantized:
+            newest = keys, values[:, :, values.shape[2] - keys.shape[2] :]
+            output = blockwise_attention(query, self.blocks, newest, scaling)
+        elif output is None:
+            output = causal_attention(query, keys, values, scaling, dropout)
+        self.store(keys, values, key.shape[2])
+        return output
+
+    def decode(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
+        """One query over the codes as they are stored, in Triton; `keys`, `values` in full. None: not served."""
+        from fathom.ops.quantized_decode import quantized_decode, serves  # needs the package triton
+
+        method = self.method
+        if not serves(query, keys, values, method.bits, method.group):
+            return None
+        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
+        key_codes = (self.key_codes, self.key_scale, self.key_minimum)
+        value_codes = None
+        if self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None:
+            value_codes = (self.value_codes, self.value_scale, self.value_minimum)
+        return quantized_decode(query, key_codes, value_codes, keys, values, method.bits, method.group, scaling)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = concat(self.key, key), concat(self.value, value)
+        blocks = list(self.blocks())
+        newest = values[:, :, values.shape[2] - keys.shape[2] :]
+        dense = torch.cat([k for k, _ in blocks] + [keys], dim=2), torch.cat([v for _, v in blocks] + [newest], dim=2)
+        self.store(keys, values, key.shape[2])
+        return dense
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of the quantised keys' tokens, rebuilt a few at a time."""
+        count, whole = self.method.quantized(self.seen)
+        step = max(1, TOKENS_AT_ONCE // self.method.group) * self.method.group
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield self.rebuilt_keys(start, stop), self.rebuilt_values(start, stop, whole)
+
+    def rebuilt_keys(self, start: int, stop: int) -> Tensor:
+        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
+        group = self.method.group
+        part = slice(start // group, stop // group)
+        parts = (self.key_codes[:, :, part], self.key_scale[:, :, part], self.key_minimum[:, :, part])
+        return self.dequantize(parts, along_tokens=True)
+
+    def rebuilt_values(self, start: int, stop: int, whole: int) -> Tensor:
+        assert self.value is not None
+        full = self.value[:, :, max(start - whole, 0) : max(stop - whole, 0)]
+        if start >= whole:
+            return full
+        assert self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None
+        part = slice(start, min(stop, whole))
+        parts = (self.value_codes[:, :, part], self.value_scale[:, :, part], self.value_minimum[:, :, part])
+        coded = self.dequantize(parts, along_tokens=False)
+        return torch.cat((coded, full), dim=2) if full.shape[2] else coded
+
+    def dequantize(self, parts: Quantized, along_tokens: bool) -> Tensor:
+        """Groups along tokens [B,G,t/group,D,·] or along channels [B,G,t,D/group,·] → numbers [B,G,t,D]; in one Triton
+        launch on a GPU."""
+        codes, scale, minimum = parts
+        bits, group = self.method.bits, self.method.group
+        if has_kernel(codes.device.type):
+            from fathom.ops.group_unpack import dequantize_groups, serves  # needs the package triton
+
+            if serves(scale, minimum, bits, group):
+                return dequantize_groups(codes, scale, minimum, bits, along_tokens)
+        groups = dequantize(codes, scale, minimum, bits, group)
+        return groups.transpose(3, 4).flatten(2, 3) if along_tokens else groups.flatten(3)
+
+    def quantize(self, groups: Tensor) -> Quantized:
+        """Groups in the last axis → packed codes, scale, minimum; in one Triton launch on a GPU."""
+        if has_kernel(groups.device.type):
+            from fathom.ops.group_pack import quantize_groups, serves  # needs the package triton
+
+            if serves(groups, self.method.bits):
+                return quantize_groups(groups, self.method.bits)
+        return quantize(groups, self.method.bits)
+
+    def store(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Quantise what is due of the full-precision part, keep the rest."""
+        method, held = self.method, self.seen
+        self.seen += length
+        due_keys = method.quantized(self.seen)[0] - method.quantized(held)[0]
+        due_values = method.quantized(self.seen)[1] - method.quantized(held)[1]
+        if due_keys:
+            groups = keys[:, :, :due_keys].unflatten(2, (-1, method.group)).transpose(3, 4)
+            for name, tensor in zip(("key_codes", "key_scale", "key_minimum"), self.quantize(groups)):
+                setattr(self, name, concat(getattr(self, name), tensor))
+        if due_values:
+            groups = values[:, :, :due_values].unflatten(3, (-1, method.group))
+            for name, tensor in zip(("value_codes", "value_scale", "value_minimum"), self.quantize(groups)):
+                setattr(self, name, concat(getattr(self, name), tensor))
+        self.key = keys[:, :, due_keys:].clone() if due_keys else keys
+        self.value = values[:, :, due_values:].clone() if due_values else values

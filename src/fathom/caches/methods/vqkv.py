@@ -1,0 +1,256 @@
+"""VQKV (arXiv 2603.16435): a token's key and value become a few small integers, indices into residual codebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.codebooks import Codebooks, load_codebooks
+from fathom.ops.bitpack import pack, packed_bytes, unpack
+from fathom.ops.cached_attention import blockwise_attention, causal_attention
+from fathom.ops.kernels import has_kernel, wants_gradient
+from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
+
+TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
+LOOKUP_QUERIES = 16  # calls up to this length use tables; longer ones rebuild blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class VQKV(CacheMethod):
+    """Keep every token: the first n_sink and the newest in full, the middle as codes. Nothing is evicted.
+
+        prompt: exact attention, then all but the first n_sink and the last n_local tokens are encoded
+        later: when the tail reaches n_local + flush_every tokens, its oldest are encoded down to n_local
+
+    codebooks: a safetensors file from `train_codebooks` (it fixes sizes, sharing, and keys before or after rotation).
+    n_sink: first tokens that stay in full.
+    n_local: newest tokens that stay in full.
+    flush_every: tokens that are encoded together; None means n_local.
+    pack: "int16" (2 bytes a code) or "bits" (⌈log₂ S⌉ bits, rounded up to whole bytes for each token, head and side).
+    attention: "lut" (tables and histogram, calls of up to 16 tokens; longer ones and pre-RoPE keys in blocks), "triton"
+        (the same in one kernel each, on a GPU), "blocks" (rebuild 8192 tokens at a time), "dense" (rebuild all: the
+        reference).
+
+    Bytes per layer with M coded tokens: B·G·[(n − M)(D_k + D_v)·bytes + M·(code bytes of keys + of values)]; the tables
+    are held once per model (`Codebooks.nbytes`).
+    """
+
+    codebooks: str = ""
+    n_sink: int = 4
+    n_local: int = 1024
+    flush_every: int | None = None
+    pack: str = "int16"
+    attention: str = "lut"
+
+    name = "vqkv"
+    paper = "VQKV: High-Fidelity and High-Ratio Cache Compression via Vector-Quantization, arXiv 2603.16435"
+    summary = "Keep every token of the middle as codes of a trained vector quantiser, read without decoding."
+    equation = (
+        "x ≈ Σ_stages codebook[code],  code = argmin ‖residual − codebook‖;  scores = Σ_stages (q·codebookᵀ)[code]"
+    )
+
+    def __post_init__(self) -> None:
+        self.check_path("codebooks")
+        self.check_at_least("n_sink", 0)
+        self.check_at_least("n_local", 1)
+        self.check_choice("pack", ("int16", "bits"))
+        self.check_choice("attention", ("lut", "triton", "blocks", "dense"))
+        if self.flush_every is not None:
+            self.check_at_least("flush_every", 1)
+        if not self.codebooks:
+            raise self.refuse("codebooks", "", "name the file that train_codebooks(model, …).save(file) wrote")
+
+    @property
+    def pre_rope(self) -> bool:
+        return load_codebooks(self.codebooks).rope == "pre"
+
+    @property
+    def flush(self) -> int:
+        return self.flush_every or self.n_local
+
+    def prepare(self, model: PreTrainedModel, shape: CacheShape) -> Codebooks:
+        if self.attention == "triton":
+            self.check_triton(model, "use attention='lut': the same result on every device")
+        return load_codebooks(self.codebooks, model)
+
+    def new_state(self, context: LayerContext) -> VQState:
+        return VQState(self, context)
+
+    def code_bytes(self, table: Tensor) -> int:
+        """Bytes of the codes of one token and head, on one side."""
+        return packed_bytes(table.shape[1], bits_of(table)) if self.pack == "bits" else 2 * table.shape[1]
+
+    def coded(self, prompt: int, generated: int) -> int:
+        """Tokens held as codes after one call of `prompt` tokens and `generated` single steps."""
+        at_prompt = max(0, prompt - self.n_sink - self.n_local)
+        tail = prompt + generated - min(prompt + generated, self.n_sink) - at_prompt
+        return at_prompt + max(0, tail - self.n_local) // self.flush * self.flush
+
+    def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
+        books, coded = load_codebooks(self.codebooks), self.coded(prompt, generated)
+        codes = self.code_bytes(books.keys[layer]) + self.code_bytes(books.values[layer])
+        return (prompt + generated - coded) * shape.token_bytes() + coded * codes * shape.batch * shape.kv_heads
+
+
+def bits_of(table: Tensor) -> int:
+    """⌈log₂ S⌉, at least 1."""
+    return max(1, (table.shape[2] - 1).bit_length())
+
+
+class VQState(State):
+    """sink_*, tail_* [B,G,·,D] in full; key_codes, value_codes [B,G,M,·] for the middle."""
+
+    def __init__(self, method: VQKV, context: LayerContext):
+        super().__init__()
+        self.method, self.rope = method, context.rope
+        warns = context.index == 0 and context.prepared.rope == "post"
+        self.trained_tokens = context.prepared.tokens if warns else 0
+        self.key_table, self.value_table = TableHolder(context, "keys"), TableHolder(context, "values")
+        self.sink_key: Tensor | None = None
+        self.sink_value: Tensor | None = None
+        self.tail_key: Tensor | None = None
+        self.tail_value: Tensor | None = None
+        self.key_codes: Tensor | None = None
+        self.value_codes: Tensor | None = None
+
+    @property
+    def stored(self) -> int:
+        return self.seen
+
+    @property
+    def coded(self) -> int:
+        return 0 if self.key_codes is None else self.key_codes.shape[2]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        sinks = 0 if self.sink_key is None else self.sink_key.shape[2]
+        missing = min(self.method.n_sink - sinks, key.shape[2])
+        keys, values = concat(self.tail_key, key), concat(self.tail_value, value)
+        if missing > 0:  # sinks fill up before anything is coded: tail and new tokens are still one stretch
+            self.sink_key = concat(self.sink_key, keys[:, :, :missing])
+            self.sink_value = concat(self.sink_value, values[:, :, :missing])
+            keys, values = keys[:, :, missing:], values[:, :, missing:]
+        full_keys = keys if self.sink_key is None else torch.cat((self.sink_key, keys), dim=2)
+        full_values = values if self.sink_value is None else torch.cat((self.sink_value, values), dim=2)
+        if self.coded:
+            output = self.attend_coded(query, full_keys, full_values, scaling)
+        else:
+            start = full_keys.shape[2] - query.shape[2]
+            turned = (query, full_keys) if self.rope is None else (self.rope(query, start), self.rope(full_keys))
+            output = causal_attention(*turned, full_values, scaling, dropout)
+        self.store(keys, values, key.shape[2])
+        return output
+
+    def attend_coded(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Attention over sinks, codes and tail; `keys` and `values` are sinks and tail."""
+        if self.rope is not None:
+            sinks, seen = self.method.n_sink, self.seen + query.shape[2]
+            turned_tail = self.rope(keys[:, :, sinks:], seen - (keys.shape[2] - sinks))
+            keys = torch.cat((self.rope(keys[:, :, :sinks]), turned_tail), dim=2)
+            query = self.rope(query, self.seen)
+        if self.method.attention == "dense":
+            blocks = list(self.blocks())
+            sinks = self.method.n_sink
+            all_keys = [keys[:, :, :sinks], *(k for k, _ in blocks), keys[:, :, sinks:]]
+            all_values = [values[:, :, :sinks], *(v for _, v in blocks), values[:, :, sinks:]]
+            return causal_attention(query, torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2), scaling)
+        tables = self.method.attention in ("lut", "triton") and self.rope is None
+        if tables and query.shape[2] <= LOOKUP_QUERIES:
+            return self.attend_by_lookup(query, keys, values, scaling)
+        # sinks are older than every query too, so they can stand before the tail in the causal part
+        return blockwise_attention(query, self.blocks, (keys, values), scaling)
+
+    def attend_by_lookup(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        batch, heads, m, width = query.shape
+        groups = keys.shape[1]
+        grouped = query.reshape(batch, groups, heads // groups * m, width)
+        scores, mix, as_stored = lookup_scores, histogram_mix, False
+        if self.method.attention == "triton" and not wants_gradient(query, keys, values):
+            from fathom.ops import code_attention
+
+            scores, mix = code_attention.code_scores, code_attention.code_mix
+            as_stored = self.method.pack == "int16"
+        assert self.key_codes is not None and self.value_codes is not None
+        key_codes, value_codes = self.key_codes, self.value_codes
+        if not as_stored:
+            key_codes = self.unpack(key_codes, self.key_table())
+            value_codes = self.unpack(value_codes, self.value_table())
+        middle = scores(grouped, key_codes, self.key_table()) * scaling
+        full = (grouped @ keys.transpose(2, 3)).to(middle.dtype) * scaling
+        if m > 1:
+            hidden = torch.ones(m, keys.shape[2], dtype=torch.bool, device=keys.device).triu(keys.shape[2] - m + 1)
+            full = full.unflatten(2, (-1, m)).masked_fill(hidden, float("-inf")).flatten(2, 3)
+        weights = torch.cat((middle, full), dim=-1).softmax(-1)
+        from_codes = mix(weights[..., : self.coded], value_codes, self.value_table())
+        from_full = weights[..., self.coded :].to(values.dtype) @ values
+        return (from_codes.to(values.dtype) + from_full).reshape(batch, heads, m, values.shape[-1])
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The middle, rebuilt 8192 tokens at a time (keys rotated)."""
+        for start in range(0, self.coded, TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
+            assert self.key_codes is not None and self.value_codes is not None
+            keys = self.rebuilt(self.key_codes[:, :, part], self.key_table())
+            if self.rope is not None:
+                keys = self.rope(keys, self.method.n_sink + start)
+            yield keys, self.rebuilt(self.value_codes[:, :, part], self.value_table())
+
+    def rebuilt(self, held: Tensor, table: Tensor) -> Tensor:
+        """The vectors of stored codes [B,G,t,·]; in one Triton launch on a GPU."""
+        if has_kernel(table.device.type):
+            from fathom.ops.residual_decode import serves, sum_codewords  # needs the package triton
+
+            if serves(table):
+                return sum_codewords(held if self.method.pack == "int16" else self.unpack(held, table), table)
+        return _decode(self.unpack(held, table), table)
+
+    def store(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Encode what is due of the tail."""
+        prompt = self.seen == 0
+        if 0 < self.trained_tokens < self.seen + length and self.seen <= self.trained_tokens:
+            warnings.warn(
+                f"VQKV: the codebooks were trained on texts of {self.trained_tokens} tokens, and rotated keys beyond "
+                "are coded badly: run train_codebooks on texts as long as yours, or with rope='pre'",
+                stacklevel=2,
+            )
+        self.seen += length
+        excess = max(0, keys.shape[2] - self.method.n_local)
+        due = excess if prompt else excess // self.method.flush * self.method.flush
+        if due:
+            self.key_codes = concat(self.key_codes, self.packed(keys[:, :, :due], self.key_table()))
+            self.value_codes = concat(self.value_codes, self.packed(values[:, :, :due], self.value_table()))
+        self.tail_key, self.tail_value = keys[:, :, due:].clone(), values[:, :, due:].clone()
+
+    def packed(self, x: Tensor, table: Tensor) -> Tensor:
+        heads = x.split(x.shape[1] // table.shape[0], dim=1)  # one part where heads share a set
+        return self.store_codes(torch.cat([encode(part, books) for part, books in zip(heads, table)], dim=1), table)
+
+    def store_codes(self, codes: Tensor, table: Tensor) -> Tensor:
+        if self.method.pack == "bits":
+            return pack(codes, bits_of(table))
+        return (codes - 32768).to(torch.int16)
+
+    def unpack(self, held: Tensor, table: Tensor) -> Tensor:
+        if self.method.pack == "bits":
+            return unpack(held, bits_of(table), table.shape[1])
+        return held.to(torch.int32) + 32768
+
+
+class TableHolder:
+    """A layer's codebooks [1 or G, N, S, D]: shared by all states, so not a tensor of the state."""
+
+    def __init__(self, context: LayerContext, side: str):
+        self.table: Tensor = getattr(context.prepared, side)[context.index]
+
+    def __call__(self) -> Tensor:
+        return self.table
+
+
+def _decode(codes: Tensor, table: Tensor) -> Tensor:
+    heads = codes.split(codes.shape[1] // table.shape[0], dim=1)
+    return torch.cat([decode(part, books) for part, books in zip(heads, table)], dim=1)

@@ -1,0 +1,13 @@
+"""Fathom's classes, for transformers' Auto classes in a process that has not imported fathom.
+
+This file is saved with every Fathom checkpoint and named by `auto_map` in its config.json. It holds no model code.
+"""
+
+try:
+    from fathom import FathomConfig, FathomForCausalLM
+except ModuleNotFoundError as error:
+    if error.name != "fathom":
+        raise  # fathom is there, and lacks something
+    raise ImportError("this checkpoint needs Fathom, which is not installed: pip install fathom-lm") from error
+
+__all__ = ["FathomConfig", "FathomForCausalLM"]

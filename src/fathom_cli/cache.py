@@ -1,0 +1,307 @@
+"""`fathom cache`: generate or score under a compressed cache, compare methods at equal bytes, show what was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from fathom_cli.catalogue import entries
+
+
+class DefaultRun(typer.core.TyperGroup):
+    """`fathom cache MODEL …` is `fathom cache run MODEL …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=DefaultRun,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Keep fewer bytes of keys and values. `fathom cache MODEL …` is short for `fathom cache run MODEL …`.",
+)
+
+Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Names of cache methods, for the shell."""
+    return [entry.name for entry in entries() if entry.registry == "cache" and entry.name.startswith(incomplete)]
+
+
+Method = Annotated[
+    str,
+    typer.Option(
+        help="treekv, weightedkv, freqkv, vqkv, fourier_attention, or a baseline.", autocompletion=complete_method
+    ),
+]
+Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
+Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
+Text = Annotated[Path | None, typer.Option(help="A text file.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens of TEXT read at a time; the cache is compressed in between.")]
+Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")]
+DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def parse_method(name: str, budget: int | None, options: list[str] | None) -> Any:
+    """The method from `--method`, `--budget` and `--option name=value` (values are JSON, or plain words)."""
+    from fathom.caches import from_dict
+
+    chosen: dict[str, Any] = {"name": name}
+    if budget is not None:
+        chosen["budget"] = budget
+    for option in options or []:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--option {option!r}: write it as name=value, for example n_sink=4")
+        if key in chosen:
+            instead = "choose the method with --method" if key == "name" else f"give {key} once"
+            raise ValueError(f"--option {option!r}: {key} is {chosen[key]!r} already; {instead}")
+        try:
+            chosen[key] = json.loads(value)
+        except json.JSONDecodeError:
+            chosen[key] = value
+    return from_dict(chosen)
+
+
+def load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises ValueError or OSError with what to do."""
+    import torch
+
+    from fathom.evaluate import load_checkpoint
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {dtype!r}: use bfloat16, float16 or float32")
+    loaded, tokenizer = load_checkpoint(model, device)
+    return loaded.to(getattr(torch, dtype)), tokenizer
+
+
+def read_text(path: Path) -> str:
+    """The text of --text. Raises OSError or ValueError with what is wrong."""
+    from fathom.evaluate import read_text
+
+    if not path.is_file():
+        raise FileNotFoundError(f"--text {path}: no such file")
+    return read_text(path)
+
+
+def tokens_of(path: Path, content: str, tokenizer: Any, most: int) -> Any:
+    """The first tokens of --text, [1,T]. Raises ValueError where there is nothing to predict."""
+    ids = tokenizer(content, return_tensors="pt").input_ids[:, :most]
+    if ids.shape[1] < 2:
+        raise ValueError(f"--text {path} has {ids.shape[1]} tokens: use a longer text")
+    return ids
+
+
+def check_folder(output: Path) -> None:
+    """Before anything is measured: whether --output can be written."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
+
+
+@app.command("run")
+def run(
+    model: Model,
+    method: Method = "treekv",
+    budget: Budget = None,
+    option: Options = None,
+    text: Text = None,
+    prompt: Annotated[str | None, typer.Option(help="Generate from this prompt; without it, TEXT is scored.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Score at most this many tokens of TEXT.")] = 8192,
+    chunk: Chunk = 64,
+    device: Device = None,
+    dtype: DType = "bfloat16",
+    json_output: Json = False,
+) -> None:
+    """Generate from a prompt, or score a text, under a compressed cache.
+
+    \b
+    Examples:
+      fathom cache run MODEL --method treekv --budget 1024 --prompt "Once upon a time"
+      fathom cache run MODEL --method weightedkv --budget 256 --text book.txt
+    """
+    from fathom.caches import compress, compression_report
+    from fathom.caches.quality import perplexity
+    from fathom.caches.versions import CACHE_NAME
+
+    if (text is None) == (prompt is None):
+        raise ValueError("give --prompt TEXT to generate, or --text FILE to score it (one of the two)")
+    chosen = parse_method(method, budget, option)
+    content = read_text(text) if text is not None else None
+    loaded, tokenizer = load(model, device, dtype)
+    if text is not None and content is not None:
+        ids = tokens_of(text, content, tokenizer, max_tokens).to(loaded.device)
+        result = perplexity(loaded, ids, chosen, chunk)
+        if json_output:
+            typer.echo(json.dumps({"method": chosen.to_dict(), **result}, indent=1))
+            return
+        typer.echo(f"{chosen.name}: {result['tokens']:,} tokens, perplexity {result['perplexity']:.3f}")
+        typer.echo("by position: " + " ".join(f"{nll:.3f}" for nll in result["nll_by_position"]) + " nats/token")
+        typer.echo(f"cache: {result['bytes']:,} bytes, {result['real_ratio']:.4f} of the full cache")
+        if result["note"]:
+            typer.echo(f"note: {result['note']}")
+        return
+    inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"--prompt {prompt!r} has no tokens: write at least a word")
+    with compress(loaded, chosen):
+        out = loaded.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True)
+        written, report = (
+            tokenizer.decode(out.sequences[0], skip_special_tokens=True),
+            compression_report(out[CACHE_NAME]),
+        )
+        if json_output:
+            typer.echo(json.dumps({"text": written, **report.to_dict()}, indent=1))
+            return
+        typer.echo(written)
+        typer.echo(str(report), err=True)
+
+
+@app.command("bench")
+def bench(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="Held-out text; it must be longer than --tokens.")],
+    tokens: Annotated[int, typer.Option(min=64)] = 2048,
+    methods: Annotated[str, typer.Option(help="Comma-separated; default: all that need no calibration file.")] = "",
+    fractions: Annotated[
+        str, typer.Option(help="Real bytes as fractions of the full cache.")
+    ] = "0.5,0.25,0.125,0.0625",
+    codebooks: Annotated[str, typer.Option(help="Codebooks of vqkv.")] = "",
+    channels: Annotated[str, typer.Option(help="Channel sets of fourier_attention.")] = "",
+    speed: Annotated[bool, typer.Option(help="Also time single-token steps at --tokens tokens (eager).")] = False,
+    recall: Annotated[
+        bool,
+        typer.Option(help="Also passkey and needle: of five secrets hidden in --tokens tokens, how many are found."),
+    ] = False,
+    chunk: Chunk = 64,
+    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+    device: Device = None,
+    dtype: DType = "bfloat16",
+    json_output: Json = False,
+) -> None:
+    """Perplexity of every method at equal real bytes, the secrets it finds, its speed. What does not suit says why.
+
+    \b
+    Example:
+      fathom cache bench MODEL --text book.txt --tokens 4096 --recall --output bench.json
+    """
+    from fathom.caches import cache_shape
+    from fathom.caches.budgets import SLOTTED, NotReachable, at_fraction
+    from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
+    from fathom.caches.speed import decode_speed
+
+    wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")
+    try:
+        levels = [float(part) for part in fractions.split(",")]
+    except ValueError:
+        raise wrong from None
+    if not all(0 < level <= 1 for level in levels):
+        raise wrong
+    if output is not None:
+        check_folder(output)
+    names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
+    content = read_text(text)
+    loaded, tokenizer = load(model, device, dtype)
+    ids = tokens_of(text, content, tokenizer, tokens).to(loaded.device)
+    if ids.shape[1] < tokens:
+        fewer = f" or --tokens {ids.shape[1]}" if ids.shape[1] >= 64 else ""
+        raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text{fewer}")
+    shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
+    plan = [("full", 1.0)] + [(name, fraction) for name in names if name != "full" for fraction in levels]
+    # all of them before the first is measured: a wrong name or file ends the run here
+    chosen_ones = [at_fraction(name, fraction, shape, tokens, chunk, **files) for name, fraction in plan]
+    rows: list[dict[str, Any]] = []
+    if not methods and not codebooks:
+        typer.echo("vqkv is left out: give --codebooks FILE, which train_codebooks makes", err=True)
+    for (name, fraction), chosen in zip(plan, chosen_ones):
+        row: dict[str, Any] = {"method": name, "fraction": fraction}
+        rows.append(row)
+        if isinstance(chosen, NotReachable):
+            row["not_reachable"] = chosen.minimum
+            typer.echo(f"{name:20} {fraction:<8g} {chosen}", err=json_output)
+            continue
+        row["options"] = chosen.to_dict()
+        try:
+            row |= perplexity(loaded, ids, chosen, chunk)
+        except ValueError as refusal:  # of this method on this model
+            row["refused"] = str(refusal)
+            typer.echo(f"{name:20} {fraction:<8g} refused: {refusal}", err=json_output)
+            continue
+        line = f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
+        for task in TASKS if recall else ():
+            filler = content if task == "needle" else FILLER
+            row[task] = grid(loaded, tokenizer, filler, [tokens], DEPTHS, {tokens: chosen}.get, chunk, task)["recall"]
+            line += f"  {task} {row[task]:.1f}"
+        if speed:
+            row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
+            line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
+        typer.echo(line, err=json_output)
+    document = json.dumps({"model": model, "tokens": tokens, "chunk": chunk, "rows": rows}, indent=1)
+    if json_output:
+        typer.echo(document)
+    if output is not None:
+        temporary = output.with_suffix(f".{os.getpid()}.part")
+        temporary.write_text(document)
+        temporary.replace(output)
+
+
+@app.command("show")
+def show(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="The text to read.")],
+    method: Method = "treekv",
+    budget: Budget = None,
+    option: Options = None,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 512,
+    chunk: Chunk = 64,
+    output: Annotated[Path, typer.Option(help="Picture to write: .png, .svg or .pdf.")] = Path("cache.png"),
+    device: Device = None,
+    dtype: DType = "bfloat16",
+    json_output: Json = False,
+) -> None:
+    """Picture: which tokens each layer and head kept, over the text. The budget is 64 tokens by default.
+
+    \b
+    Example:
+      fathom cache show MODEL --text page.txt --method treekv --budget 64 --output kept.png
+    """
+    from fathom.caches import METHODS
+    from fathom.caches.show import as_text, draw, kept_tokens
+    from fathom.caches.token_budget import TokenBudget
+    from fathom.inspect.base import token_texts
+
+    if output.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--output {output}: use a name that ends in .png, .svg or .pdf")
+    check_folder(output)
+    if budget is None and issubclass(METHODS.get(method, object), TokenBudget):
+        budget = 64
+    chosen = parse_method(method, budget, option)
+    content = read_text(text)
+    loaded, tokenizer = load(model, device, dtype)
+    ids = tokens_of(text, content, tokenizer, max_tokens).to(loaded.device)
+    kept = kept_tokens(loaded, ids, chosen, chunk)
+    words = token_texts(tokenizer, ids[0])
+    draw(kept, words, chosen.name, output)
+    if json_output:
+        positions = [[head.nonzero().flatten().tolist() for head in layer] for layer in kept]
+        record = {"method": chosen.to_dict(), "words": words, "kept": positions, "picture": str(output)}
+        typer.echo(json.dumps(record))
+        return
+    if sys.stdout.isatty() and len(words) <= 400:
+        typer.echo(as_text(kept, words))
+    typer.echo(
+        f"{chosen.name}: {kept.float().sum(-1).mean():.0f} of {ids.shape[1]} tokens kept per head; picture: {output}"
+    )

@@ -1,0 +1,132 @@
+"""`fathom cost`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+COLUMNS = {
+    "name": "model",
+    "parameters": "parameters",
+    "non_embedding_parameters": "non-embed.",
+    "linear": "linear",
+    "attention": "attention",
+    "head": "head",
+    "method": "method",
+    "matmul": "Σ matmul",
+    "elementwise": "elementw.",
+    "training_flops_per_token": "training",
+    "kv_bytes_per_token": "KV bytes",
+    "mixing_flops_per_token": "mixing",
+    "mixing_bytes_per_token": "mixing bytes",
+}
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A checkpoint (folder or hub name) or a recipe (YAML file).")],
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
+
+    \b
+    Example:
+      fathom cost recipes/demo.yaml --sequence-length 1024
+    """
+    from fathom.evaluate.steps_run import is_adaptive
+
+    if model.endswith((".yaml", ".yml")):
+        length, dtype, checkpointing, configs = _recipe(model)
+    else:
+        length, dtype, checkpointing, configs = _checkpoint(model)
+    length = sequence_length or length
+    rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
+    if json_output:
+        about = {"sequence_length": length, "kv_dtype": str(dtype).removeprefix("torch.")}
+        typer.echo(json.dumps({**about, "gradient_checkpointing": checkpointing, "models": rows}, indent=2))
+        return
+    typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
+    mixing = any(row["mixing_flops_per_token"] for row in rows)
+    stopping = [name for name, config in configs if is_adaptive(config)]
+    typer.echo(
+        f"\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
+        "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
+        f"training: matrix products of forward and backward{' with gradient checkpointing' if checkpointing else ''}. "
+        f"KV bytes: per token, in {str(dtype).removeprefix('torch.')}."
+        + ("\nmixing: a cross-layer method's scores, projections and weighted sums; the bytes they move." * mixing)
+        + (
+            f"\nAs if every token ran all its steps: {', '.join(stopping)}. `fathom inspect` counts those that run."
+            * bool(stopping)
+        )
+    )
+
+
+def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
+    import torch
+
+    from fathom.train.recipe import load_recipe, model_config
+
+    recipe = load_recipe(Path(path))
+    dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
+    configs = [(method.name, model_config(recipe, method)) for method in recipe.methods]
+    return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs
+
+
+def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
+    import torch
+
+    from fathom.evaluate.load_model import load_config
+    from fathom.models.checkpoints.stock import config_from_stock
+    from fathom.models.configuration import FathomConfig
+
+    stored = load_config(checkpoint)
+    config = stored if isinstance(stored, FathomConfig) else config_from_stock(stored)
+    return config.max_position_embeddings, config.dtype or torch.float32, False, [(checkpoint, config)]
+
+
+def _cost(config: Any, length: int, dtype: Any, checkpointing: bool) -> dict[str, Any]:
+    from fathom.cost import (
+        forward_flops_per_token,
+        kv_bytes_per_token,
+        mixing_per_token,
+        parameter_counts,
+        training_flops_per_token,
+    )
+
+    counts, forward = parameter_counts(config), forward_flops_per_token(config, length)
+    mixing = mixing_per_token(config, dtype)
+    return {
+        "parameters": counts.total,
+        "non_embedding_parameters": counts.non_embedding,
+        "forward_flops_per_token": {**dataclasses.asdict(forward), "matmul": forward.matmul, "total": forward.total},
+        "training_flops_per_token": training_flops_per_token(config, length, checkpointing),
+        "kv_bytes_per_token": kv_bytes_per_token(config, dtype),
+        "mixing_flops_per_token": mixing.flops,
+        "mixing_bytes_per_token": mixing.bytes,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = {key: title for key, title in COLUMNS.items() if any(row[key] for row in rows)}  # what costs nothing goes
+    cells = [list(columns.values())]
+    cells += [[row[key] if key == "name" else _short(row[key]) for key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
+        for line in cells
+    )
+
+
+def _short(value: float) -> str:
+    """Three or four digits and a unit: 12.35M. Exact numbers are in --json."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

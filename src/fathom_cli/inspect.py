@@ -1,0 +1,61 @@
+"""`fathom inspect`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or hub name.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 file that the checkpoint reads.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the PNG files and inspect.html; with --json: none.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens read at once; cut to the model's positions.", min=2)] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Windows at once.", min=1)] = 8,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Draw what a checkpoint does with a text. Which pictures it has follows from its methods.
+
+    depth_attention: from which earlier layers every layer takes its values, and for which tokens.
+    adaptive_latent_cot, adaponderlm, ponderlm3: which tokens run how many steps, against their loss and kind.
+
+    \b
+    Example:
+      fathom inspect runs/mine/depth_attention-seed0/model --text book.txt --output inspect
+    """
+    from transformers.utils import logging
+
+    from fathom.evaluate import load_checkpoint, read_text
+    from fathom.evaluate.text import with_prefix
+    from fathom.inspect import nothing_to_show, offered
+    from fathom.models.registry import SECTIONS
+    from fathom.report.page import describe_options
+    from fathom.report.pictures import write_inspection
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    content = read_text(text)
+    model, tokenizer = load_checkpoint(checkpoint, device)
+    kinds = offered(model.config)
+    if not kinds:
+        raise nothing_to_show(checkpoint, model.config)
+    ids = with_prefix(tokenizer, content)
+    pictures = [kind.measure(model, tokenizer, ids, window, batch_size) for kind in kinds]
+    if json_output:
+        numbers = {picture.name: dataclasses.asdict(picture) for picture in pictures}
+        typer.echo(json.dumps({"checkpoint": checkpoint, "text": str(text), **numbers}, indent=2))
+    else:
+        typer.echo("\n\n".join("\n".join(picture.summary()) for picture in pictures))
+        output = output or Path("inspect")
+    if output is not None:
+        options = {name: getattr(model.config, name) for name in SECTIONS}
+        page = write_inspection(checkpoint, str(text), describe_options(options), pictures, output)
+        typer.echo(f"Page: {page}", err=json_output)

@@ -1,0 +1,133 @@
+"""`fathom methods`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fathom_cli import nearest
+from fathom_cli.catalogue import Entry, entries
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names of methods, for the shell."""
+    return [entry.name for entry in entries() if entry.name.startswith(incomplete)]
+
+
+def command(
+    name: Annotated[
+        str | None, typer.Argument(help="One method; without it, all are listed.", autocompletion=complete)
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List every method, or say what one is: equation, options with defaults, paper, cost, measured verdict, card.
+
+    The list says where each belongs: its wing, and the registry (the config section, or the API) that takes it.
+
+    \b
+    Examples:
+      fathom methods
+      fathom methods treekv
+      fathom methods --json
+    """
+    if name is None:
+        typer.echo(_json([_row(entry) for entry in entries()]) if json_output else _table(entries()))
+        return
+    chosen = [entry for entry in entries() if entry.name == name]
+    if not chosen:
+        raise ValueError(
+            f"method {name!r} does not exist{nearest(name.lower(), [entry.name for entry in entries()])}; "
+            "`fathom methods` lists all"
+        )
+    if json_output:
+        typer.echo(_json(_record(chosen[0])))
+    else:
+        typer.echo("\n\n".join(_page(entry) for entry in chosen))
+
+
+def _row(entry: Entry) -> dict[str, str]:
+    return {column: getattr(entry, column) for column in ("name", "wing", "registry", "paper", "summary")}
+
+
+def _record(entry: Entry) -> dict[str, Any]:
+    options = [dataclasses.asdict(option) for option in entry.options]
+    more = {"equation": entry.equation, "use": _use(entry), "cost": entry.cost, "verdict": entry.verdict}
+    return {**_row(entry), **more, "options": options, "source": entry.source, "card": str(entry.card or "")}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _table(listed: tuple[Entry, ...]) -> str:
+    """Columns without lines: fit for a terminal and for grep."""
+    rows = [{**_row(entry), "paper": _arxiv_id(entry.paper)} for entry in listed]
+    widths = {column: max(len(row[column]) for row in rows) for column in ("name", "wing", "registry", "paper")}
+    head = {column: column for column in (*widths, "summary")}
+    return "\n".join(
+        "  ".join([*(row[column].ljust(width) for column, width in widths.items()), row["summary"]])
+        for row in (head, *rows)
+    )
+
+
+def _page(entry: Entry) -> str:
+    """What a user asks of one method, top to bottom."""
+    arxiv = _arxiv_id(entry.paper)
+    paper = f"{entry.paper.removesuffix(arxiv).removesuffix('arXiv ').strip()} https://arxiv.org/abs/{arxiv}".strip()
+    card = entry.card
+    parts = {
+        "equation": entry.equation,
+        "use": _use(entry),
+        "paper": paper if arxiv else entry.paper or "none",
+        "options": "" if entry.options else "none",
+        "cost": entry.cost or "not on its card",
+        "verdict": entry.verdict or "not on its card",
+        "card": _shown(card) if card else "none",
+        "code": entry.source,
+    }
+    lines = [entry.name, *_wrapped(entry.summary, "  "), ""]
+    for title, text in parts.items():
+        lines += _wrapped(text, " " * 10, f"{title:10}")
+        if title == "options":
+            for option in entry.options:
+                lines += _wrapped(f"{option.name} = {option.default!r}", "      ", "  ")
+                lines += _wrapped(option.meaning, "      ")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _use(entry: Entry) -> str:
+    """How to ask for the method."""
+    if entry.section:
+        section = f"{entry.registry}: {{name: {entry.name}}} in a recipe"
+        return f"{section}, {entry.registry}={{'name': '{entry.name}'}} in Python"
+    if entry.registry == "cache":
+        return f"fathom cache MODEL --method {entry.name}, or with compress(model, fathom.{entry.call}(…)): in Python"
+    return f"{entry.verb}, or {entry.call}(…) in Python" if entry.verb else f"{entry.call}(…) in Python"
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    lines = textwrap.wrap(
+        text,
+        min(shutil.get_terminal_size().columns, 110),
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return lines or [first or ""]
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory, if it is in it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _arxiv_id(paper: str) -> str:
+    found = re.search(r"\d{4}\.\d{5}", paper)
+    return found.group() if found else ""

@@ -1,0 +1,67 @@
+"""`fathom train`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
+    method: Annotated[str | None, typer.Option(help="Which method of the recipe, if it lists several.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Default: the first of the recipe's seeds.", min=0, max=2**32 - 1)
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+) -> None:
+    """Train one model of a recipe; the same command again resumes it.
+
+    Of several learning rates the best on held-out text is taken, found once a method with the first of the recipe's
+    seeds; `fathom compare` and this command share what they found.
+
+    \b
+    Example:
+      fathom train recipes/demo.yaml --method pondering --seed 1
+    \b
+    On several GPUs, which share every batch of the recipe:
+      torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
+    """
+    from fathom.data import prepare
+    from fathom.train import load_recipe, model_config, sequences_per_process, sweep_lr, train_run
+
+    loaded = load_recipe(recipe)
+    if method is None and len(loaded.methods) > 1:
+        names = ", ".join(entry.name for entry in loaded.methods)
+        raise ValueError(f"--method is missing: {recipe} lists {names}; choose one (`fathom compare` trains all)")
+    chosen = loaded.methods[0] if method is None else loaded.method(method)
+    seed = loaded.seeds[0] if seed is None else seed
+    folder = output / loaded.name / f"{chosen.name}-seed{seed}"
+    model_config(loaded, chosen)  # a wrong option is found before the text is tokenised
+    sequences_per_process(loaded.training)
+    data = prepare(loaded.data, output / ".data")
+    trials = output / loaded.name / chosen.name / "sweep"  # one a method, shared with `fathom compare`
+    try:
+        sweep = sweep_lr(loaded, chosen, seed=loaded.seeds[0], folder=trials, data=data)
+        result = train_run(loaded, chosen, seed=seed, folder=folder, data=data, lr=sweep.best)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. The same command goes on from the last complete checkpoint.", err=True)
+        raise typer.Exit(130) from None
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for trial in sweep.trials:
+        typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}")
+    if sweep.at_edge:
+        typer.echo(f"The best, {sweep.best:g}, is at the edge of the candidates: a better one may lie outside.")
+    typer.echo(
+        f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
+        f"tokens/s, train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
+        f"bits per byte {_number(result.bits_per_byte)} (window and stride {loaded.data.block_size} tokens)"
+    )
+    typer.echo(f"Model: {result.model}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
