@@ -51,6 +51,10 @@ class CacheShape:
         """Bytes of one uncompressed token in one layer (all rows, keys and values)."""
         return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
+    def wide_bytes(self) -> int:
+        """Bytes of a number that is kept in fp32 or wider: attention received, coefficients."""
+        return max(4, self.element_bytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheMethod(ABC):

@@ -171,7 +171,7 @@ def flatten_heads(x: Tensor) -> Tensor:
 
 def channel_error(middle: Tensor, frequencies: int) -> Tensor:
     """MSE of every channel [M] after compression with Tw = its length and the affine repair."""
-    middle = middle.float()
+    middle = middle.to(torch.promote_types(middle.dtype, torch.float32))
     window = middle.shape[1]
     weight = fourier.weights("affine", frequencies, window, middle.dtype, middle.device)
     rebuilt = fourier.rebuild(fourier.transform(middle, frequencies, window), weight, 0, window, window)

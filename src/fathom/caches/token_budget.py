@@ -22,7 +22,7 @@ from fathom.ops.kernels import has_kernel, wants_gradient
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
 
-STATISTICS_BYTES = 8  # per slot: attention received (fp32) and queries seen (int32)
+COUNT_BYTES = 4  # of the queries that saw a slot (int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,9 @@ class TokenBudget(CacheMethod):
 
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         slots = min(prompt + generated, self.budget)
-        return slots * (shape.token_bytes() + self.slot_statistics() * shape.batch * shape.kv_heads)
+        return slots * (shape.token_bytes() + self.slot_statistics(shape) * shape.batch * shape.kv_heads)
 
-    def slot_statistics(self) -> int:
+    def slot_statistics(self, shape: CacheShape) -> int:
         """Bytes of statistics per slot and head."""
         return 0
 
@@ -113,7 +113,7 @@ class Eviction:
 
 
 class SlotState(State):
-    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32), queries [B,G,n] (int32)."""
+    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32 or wider), queries [B,G,n] (int32)."""
 
     method: TokenBudget
 

@@ -112,7 +112,7 @@ class FourierAttention(CacheMethod):
         sets = load_channels(self.channels) if self.channels else default_channels(shape)
         compressed = len(sets.key[layer]) + len(sets.value[layer])
         kept = 2 * shape.kv_heads * shape.key_dim - compressed
-        middle, wide = self.middle(prompt, generated), max(4, shape.element_bytes)
+        middle, wide = self.middle(prompt, generated), shape.wide_bytes()
         statistics = 2 if self.reconstruction == "affine" else 0
         coefficients = (2 * self.frequencies + statistics) * wide * compressed * shape.batch
         full = (tokens - middle) * shape.token_bytes()
