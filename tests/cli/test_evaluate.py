@@ -107,7 +107,7 @@ def test_stride_beyond_window(run, folder, text):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model_type": "t5"}, "family 't5' is not supported"), ({"vocab_size": 299}, "300 token ids")],
+    [({"model_type": "t5", "auto_map": {}}, "family 't5' is not supported"), ({"vocab_size": 299}, "300 token ids")],
 )
 def test_bad_checkpoint(run, tmp_path, text, change, message):
     folder = save_fathom(tmp_path / "model")
