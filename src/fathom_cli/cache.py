@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from fathom_cli.catalogue import entries
+from fathom_cli.options import Device, Json
 
 
 class DefaultRun(typer.core.TyperGroup):
@@ -47,12 +48,10 @@ Method = Annotated[
     ),
 ]
 Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
-Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="Another option, as name=value; repeatable.")]
 Text = Annotated[Path | None, typer.Option(help="A text file.")]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens of TEXT read at a time; the cache is compressed in between.")]
-Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def parse_method(name: str, budget: int | None, options: list[str] | None) -> Any:
@@ -187,7 +186,7 @@ def bench(
         typer.Option(help="Also passkey and needle: of five secrets hidden in --tokens tokens, how many are found."),
     ] = False,
     chunk: Chunk = 64,
-    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the numbers, as JSON.")] = None,
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,
@@ -267,7 +266,7 @@ def show(
     option: Options = None,
     max_tokens: Annotated[int, typer.Option(min=2)] = 512,
     chunk: Chunk = 64,
-    output: Annotated[Path, typer.Option(help="Picture to write: .png, .svg or .pdf.")] = Path("cache.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture: .png, .svg or .pdf.")] = Path("cache.png"),
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,

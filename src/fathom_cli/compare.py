@@ -10,7 +10,7 @@ import typer
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
-    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
     jobs: Annotated[int, typer.Option(help="Runs side by side, in turn on the GPUs there are.")] = 1,
 ) -> None:
     """Train every method of a recipe under its budgets and write one report. The same command again goes on.
@@ -18,6 +18,7 @@ def command(
     \b
     Example:
       fathom compare recipes/demo.yaml
+
     \b
     On a machine with 8 GPUs, one run on each:
       fathom compare recipes/compare_gpu.yaml --jobs 8

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fathom_cli.options import Json
+
 COLUMNS = {
     "name": "model",
     "parameters": "parameters",
@@ -32,7 +34,7 @@ def command(
         int | None,
         typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
 

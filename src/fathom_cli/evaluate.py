@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fathom_cli.options import Device, Json
+
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
@@ -20,11 +22,11 @@ def command(
     stride: Annotated[int | None, typer.Option(help="Tokens the window moves by; default: half of it.")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows or requests at once.", min=1)] = 8,
     limit: Annotated[int | None, typer.Option(help="Documents scored of each task; default: all.", min=1)] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
+    device: Device = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Perplexity and bits per byte of a text, or scores on lm_eval tasks.
 

@@ -15,7 +15,7 @@ def command(
     seed: Annotated[
         int | None, typer.Option(help="Default: the first of the recipe's seeds.", min=0, max=2**32 - 1)
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
 ) -> None:
     """Train one model of a recipe; the same command again resumes it.
 
@@ -25,6 +25,7 @@ def command(
     \b
     Example:
       fathom train recipes/demo.yaml --method pondering --seed 1
+
     \b
     On several GPUs, which share every batch of the recipe:
       torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla

@@ -27,7 +27,7 @@ def test_generate_and_score(folder):
     assert done.exit_code == 0, done.exception
     assert "one two" in done.output and "slots per head    6" in done.output
     done = invoke(
-        folder, "--method", "h2o", "--budget", 16, "--text", folder / "text.txt", "-o", "n_sink=2", "--chunk", 8
+        folder, "--method", "h2o", "--budget", 16, "--text", folder / "text.txt", "--option", "n_sink=2", "--chunk", 8
     )
     assert done.exit_code == 0, done.exception
     assert "h2o: 99 tokens, perplexity" in done.output and "of the full cache" in done.output
@@ -35,7 +35,7 @@ def test_generate_and_score(folder):
 
 def test_a_cache_larger_than_a_full_one_says_why(folder):
     text = folder / "text.txt"
-    done = invoke(folder, "--method", "h2o", "--budget", 256, "--text", text, "-o", "n_sink=2")
+    done = invoke(folder, "--method", "h2o", "--budget", 256, "--text", text, "--option", "n_sink=2")
     assert "note: larger than a full cache: nothing was evicted, all 100 tokens fit" in done.output
     done = invoke(folder, "--method", "treekv", "--budget", 64, "--prompt", "one two", "--max-new-tokens", 5)
     assert "larger than a full cache: nothing was evicted, all 6 tokens fit" in done.output
@@ -139,11 +139,14 @@ def test_errors_name_the_remedy(folder, tmp_path):
         ((folder,), "--prompt"),
         ((folder, "--text", tmp_path / "none"), "no such file"),
         ((folder, "--prompt", "x", "--method", "treekvv"), "treekv"),
-        ((folder, "--prompt", "x", "-o", "n_sink"), "name=value"),
-        ((folder, "--prompt", "x", "-o", "n_sinks=3"), "n_sink"),
-        ((folder, "--prompt", "x", "-o", "name=h2o"), "name is 'treekv' already; choose the method with --method"),
-        ((folder, "--prompt", "x", "--budget", 8, "-o", "budget=9"), "budget is 8 already; give budget once"),
-        ((folder, "--prompt", "x", "--method", "kivi", "-o", "bits=4.0"), "bits=4.0): use an integer"),
+        ((folder, "--prompt", "x", "--option", "n_sink"), "name=value"),
+        ((folder, "--prompt", "x", "--option", "n_sinks=3"), "n_sink"),
+        (
+            (folder, "--prompt", "x", "--option", "name=h2o"),
+            "name is 'treekv' already; choose the method",
+        ),
+        ((folder, "--prompt", "x", "--budget", 8, "--option", "budget=9"), "budget is 8 already; give budget once"),
+        ((folder, "--prompt", "x", "--method", "kivi", "--option", "bits=4.0"), "bits=4.0): use an integer"),
         ((folder, "--text", folder / "text.txt", "--method", "snapkv", "--chunk", 16), "use chunk ≥ 32"),
         ((folder, "--prompt", "x", "--dtype", "fp8"), "bfloat16"),
         (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
@@ -153,7 +156,7 @@ def test_errors_name_the_remedy(folder, tmp_path):
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "tova,vqkv"), "codebooks"),
         (("bench", folder, "--text", folder / "text.txt", "--fractions", "0,0.5"), "above 0 up to 1"),
         (("bench", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.json"), "make it first"),
-        (("show", folder, "--text", folder / "text.txt", "--method", "kivi", "-o", "group=8"), "no kept"),
+        (("show", folder, "--text", folder / "text.txt", "--method", "kivi", "--option", "group=8"), "no kept"),
         (("show", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.png"), "make it first"),
         ((folder, "--prompt", ""), "--prompt '' has no tokens"),
         ((folder, "--prompt", "x", "--method", "full", "--budget", 5), "it has none"),
