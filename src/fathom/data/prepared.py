@@ -35,6 +35,8 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerFast
     validation_targets: int
     validation_bytes: int
+    examples_per_sequence: float = 1.0  # of the task, in a training block on average
+    notes: tuple[str, ...] = ()  # what was done to the data that a reader of the results should know
 
 
 def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:

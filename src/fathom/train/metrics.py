@@ -2,9 +2,10 @@
 
 Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second and
 peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
-counts these (on rank 0's tokens). A method that adds penalties to the training loss also has penalty, their sum: `loss`
+counts these (on rank 0's tokens). What methods say by name beside the loss (their losses, and what layers say) has a
+mean over the micro-batches since the last line, under its name. If losses are among it, penalty is their sum: `loss`
 is without them, so that it compares with other methods' and with the held-out loss. Validation lines have step, tokens,
-train_flops and validation_loss. Losses are nats per target token, null where not finite. `seconds` is training alone,
+train_flops and validation_loss. Losses are means over targets, null where not finite. `seconds` is training alone,
 over all restarts; tokens per second is since the last line.
 """
 
@@ -24,9 +25,15 @@ import torch
 from transformers import TrainerCallback
 
 from fathom.depth.base import DepthMethod
+from fathom.models.hf_versions import FathomOutput
 from fathom.train.atomic import write_text
 
 FILE = "metrics.jsonl"
+# What a line has of its own; nothing that a method says may take such a name. `penalty` may be one loss or their sum.
+RESERVED = (
+    "step", "tokens", "train_flops", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "peak_memory_bytes", "mean_steps", "validation_loss",
+)  # fmt: skip
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -55,8 +62,9 @@ class Metrics(TrainerCallback):
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
         self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
-        self.penalties: list[torch.Tensor] = []  # of every forward since the last training line
-        depth.register_forward_hook(self._count)
+        self.depth = depth
+        self.said: dict[str, list[torch.Tensor]] = {}  # by name, of every forward since the last training line
+        self.losses: set[str] = set()  # which of these names are losses
         self.train_flops, self._counted = 0.0, 0  # up to which step
         self.seconds = 0.0
         self._mark = 0.0
@@ -83,15 +91,15 @@ class Metrics(TrainerCallback):
             step, seconds = self._last
             speed = (state.global_step - step) * self.tokens_per_step / max(self.seconds - seconds, 1e-9)
             self._last = (state.global_step, self.seconds)
-            penalty = {}
-            if self.penalties:
-                penalty["penalty"] = self._mean_penalty((state.global_step - step) * args.gradient_accumulation_steps)
-                logs.update(penalty, loss=logs["loss"] - penalty["penalty"])  # for the callbacks after this one
+            said = self._means((state.global_step - step) * args.gradient_accumulation_steps)
+            if self.losses & said.keys():
+                said["penalty"] = sum(said[name] for name in self.losses & said.keys())
+                logs.update(said, loss=logs["loss"] - said["penalty"])  # for the callbacks after this one
             self._write(
                 state,
                 seconds=round(self.seconds, 3),
                 loss=logs["loss"],
-                **penalty,
+                **said,
                 learning_rate=logs["learning_rate"],
                 grad_norm=logs.get("grad_norm"),
                 tokens_per_second=round(speed, 1),
@@ -111,22 +119,32 @@ class Metrics(TrainerCallback):
         self.seconds += now - self._mark
         self._mark = now
 
-    def _count(self, depth: Any, arguments: Any, output: Any) -> None:
-        if depth.training and output.losses:
-            self.penalties.append(sum(output.losses.values()).detach())
-        if depth.training and self.adaptive:
+    def add(self, output: FathomOutput) -> None:
+        """Keep what one training forward said beside its loss, without waiting for the device."""
+        assert output.losses is not None and output.auxiliary is not None and output.trace is not None  # asked for
+        for name, value in {**output.auxiliary, **output.losses}.items():
+            if name in RESERVED or (name == "penalty" and name not in output.losses):
+                raise ValueError(f"a method says {name!r}, which is a quantity of {FILE}: give it another name")
+            self.said.setdefault(name, []).append(value.detach().float().mean())
+        self.losses |= output.losses.keys()
+        if self.adaptive:
             passes = output.trace["passes"]
-            shares = [(passes > step).double().mean() for step in range(depth.most_steps(depth.options))]
+            shares = [(passes > step).double().mean() for step in range(self.depth.most_steps(self.depth.options))]
             self.ran.append(torch.stack(shares))
 
-    def _mean_penalty(self, forwards: int) -> float:
-        """Of the forwards since the last training line (some may have had none), of all ranks, as the loss is."""
-        mean = torch.stack(self.penalties).sum() / forwards
-        self.penalties.clear()
+    def _means(self, forwards: int) -> dict[str, float]:
+        """Of the forwards since the last training line (some may have said nothing), of all ranks, as the loss is."""
+        if not self.said:
+            return {}
+        names = sorted(self.said)
+        # a loss counts in the mean of the training loss where it was not added, too
+        counts = [forwards if name in self.losses else len(self.said[name]) for name in names]
+        means = torch.stack([torch.stack(self.said[name]).sum() / n for name, n in zip(names, counts, strict=True)])
+        self.said.clear()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(mean)
-            mean /= torch.distributed.get_world_size()
-        return mean.item()
+            torch.distributed.all_reduce(means)
+            means /= torch.distributed.get_world_size()
+        return dict(zip(names, means.tolist(), strict=True))
 
     def _add_flops(self, state: Any) -> float | None:
         """Count the steps since the last time; returns how many steps a token ran in them."""
