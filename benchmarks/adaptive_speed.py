@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fathom.cost import forward_flops_per_token, training_flops_per_token
 from fathom.depth.adaponderlm import Gate
 from fathom.models.staggered import generate_staggered
-from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
+from fathom.writing import write_json
 from speed import environment, free, make_fathom, seconds_of, shape, take_turns, write_profile
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from depth_methods import CONTESTANTS, SHAPES
-from fathom.train.atomic import write_json
+from fathom.writing import write_json
 from speed import environment, make_fathom
 
 BATCH, LENGTH, VOCAB = 8, 2048, 50304
