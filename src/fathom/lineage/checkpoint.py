@@ -26,6 +26,7 @@ from fathom.lineage.families import (
 )
 from fathom.lineage.store import GGUFStore, LoRAStore, TensorStore, hub_snapshot, json_object, open_store
 from fathom.lineage.vocabulary import gguf_vocabulary, read_vocabulary
+from fathom.models.local_paths import is_local
 
 
 def open_checkpoint(
@@ -50,7 +51,7 @@ def open_checkpoint(
         raise ValueError(f"device: {str(device)!r} cannot be used here ({str(error).splitlines()[0]})") from error
     path = Path(source)
     if not path.exists():
-        if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        if "/" not in str(source) or is_local(str(source)):
             raise CheckpointError(f"{source}: no such file or folder")
         path = hub_snapshot(str(source))
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
