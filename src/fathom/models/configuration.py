@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fathom.models import saved_files
-from fathom.models.registry import build_options, check_type, lookup, resolve_section
+from fathom.models.registry import build_options, check_type, filled, lookup, resolve_section
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
 # only an unmodified family (checkpoints.py) saves back as that family's stock checkpoint.
@@ -193,6 +193,11 @@ class FathomConfig(PreTrainedConfig):
         self.auto_map = dict(saved_files.AUTO_MAP)
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
+        filled()
+        self.__dict__.update(state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
