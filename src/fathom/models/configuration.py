@@ -14,6 +14,7 @@ from fathom.models.registry import (
     SECTIONS,
     build_options,
     check_type,
+    filled,
     lookup,
     nearest,
     override_section,
@@ -228,6 +229,11 @@ class FathomConfig(PreTrainedConfig):
         self.auto_map = dict(saved_files.AUTO_MAP)
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
+        filled()
+        self.__dict__.update(state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
