@@ -19,11 +19,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import find_adapter_config_file
 
+from fathom.ops.biased_attention import FlexBias
 from fathom.ops.visibility import CAUSAL, Visibility
 
 # The name under which this version's models, layers and outputs carry the cache.
@@ -86,35 +89,45 @@ def _other_mask(
     position_ids: torch.Tensor | None,
     visibility: Visibility,
 ) -> Any:
-    """The mask of a visibility other than causal, through transformers' bidirectional builder."""
-    start = document = None
-    if attention_mask is not None and attention_mask.ndim == 2:
-        start = attention_mask.bool().int().argmax(-1)  # tokens are counted from the first real one
-    elif position_ids is not None and cache is None and attention_mask is None:
+    """The mask of a visibility other than causal."""
+    if attention_mask is not None and attention_mask.ndim == 4:  # made by the caller
+        return attention_mask
+    restarts = None
+    if position_ids is not None and cache is None and attention_mask is None:
         rows = position_ids.expand(len(inputs_embeds), -1)
         restarts = rows.diff(prepend=rows[:, :1] - 1) != 1
-        document = restarts.cumsum(-1)
-        index = torch.arange(rows.shape[1], device=rows.device)
-        start = torch.where(restarts, index, 0).cummax(-1).values  # of every token's document
-
-    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
-        if document is not None:
-            first = start[row, query]  # type: ignore[index]
-            return visibility(query - first, key - first) & (document[row, query] == document[row, key])
-        first = 0 if start is None else start[row]
-        return visibility(query - first, key - first)
-
-    plain = visibility.is_full and document is None
-    if not plain and "flash" in str(config._attn_implementation):
-        what = visibility if document is None else f"{visibility} with packed documents"
-        raise ValueError(f"{config._attn_implementation} has no kernel for {what}; use attn_implementation='sdpa'")
-    return create_bidirectional_mask(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
-        and_mask_function=None if plain else sees,
-        **{CACHE_NAME: cache},
-    )
+    if visibility.is_full and restarts is None:
+        return create_bidirectional_mask(
+            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **{CACHE_NAME: cache}
+        )
+    backend = str(config._attn_implementation)
+    if "flash" in backend:
+        what = visibility if restarts is None else f"{visibility} with packed documents"
+        raise ValueError(f"{backend} has no kernel for {what}; use attn_implementation='sdpa'")
+    device, length = inputs_embeds.device, inputs_embeds.shape[1]
+    seen = 0 if cache is None else cache.get_seq_length()
+    keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
+    key = torch.arange(keys, device=device)
+    query = torch.arange(seen, seen + length, device=device)[:, None]
+    real = key < seen + length
+    if attention_mask is not None:
+        real = real & F.pad(attention_mask.bool(), (0, keys - attention_mask.shape[1]))[:, None]
+        start = attention_mask.bool().int().argmax(-1)[:, None, None]  # tokens are counted from the first real one
+        visible = visibility(query - start, key - start) & real
+    elif restarts is not None:
+        document, start = restarts.cumsum(-1), torch.where(restarts, key, 0).cummax(-1).values[:, :, None]
+        visible = visibility(query - start, key - start) & (document[:, :, None] == document[:, None])
+    else:
+        visible = (visibility(query, key) & real)[None]
+    visible = visible.expand(len(inputs_embeds), length, keys)
+    if backend == "flex_attention":
+        count = len(visible)
+        blocks = create_block_mask(lambda row, _, q, k: visible[row, q, k], count, None, length, keys, device=device)
+        return FlexBias(None, blocks)  # uncompiled on a CPU: the compiler's C++ is wrong for some of these masks
+    if "sdpa" in backend:
+        return visible[:, None]
+    zero = inputs_embeds.new_zeros(())
+    return torch.where(visible[:, None], zero, torch.finfo(zero.dtype).min)
 
 
 def cache_config(config: PreTrainedConfig, passes: int) -> PreTrainedConfig:
