@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 @pytest.fixture(params=["rows", "flat"])
 def form(request, monkeypatch):
     """How step-by-step methods gather tokens: by row; or of all rows end to end as on a GPU, with a dense mask."""
-    from fathom.models.steps import StepStack
+    from fathom.models.steps.stack import StepStack
 
     monkeypatch.setattr(StepStack, "flat_pays", lambda stack: request.param == "flat")
     return request.param

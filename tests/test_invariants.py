@@ -6,28 +6,32 @@ here) and its `identity` (options under which it is the ordinary decoder). Nothi
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import shutil
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import fathom
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.models.registry import REGISTRIES
+from fathom.depth.base import Counts, DepthMethod
+from fathom.models.registry import REGISTRIES, SECTIONS
+from fathom.train.trainer import compile_layers
 from tiny import VOCABULARY, assert_close, tiny_model, tokens
 
 FAMILIES = ("llama", "gpt_neox")  # grouped-query attention, gated MLP; parallel residual, partial rotary, biases
-DEFAULTS = {"depth": "vanilla", "mixer": "none", "residual": "standard"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One method with one option set on one family. Mixers and topologies run under vanilla depth."""
+    """One method with one option set on one family. Methods of other sections than depth run under vanilla depth."""
 
     registry: str
     name: str
@@ -51,11 +55,11 @@ class Case:
 
 
 def cases() -> list[typing.Any]:
-    """Every variant of every method on every family; the defaults of mixer and residual are depth's vanilla case."""
+    """Every variant of every method on every family; what other sections default to is depth's vanilla case."""
     out = []
     for registry, methods in REGISTRIES.items():
         for name, method in methods.items():
-            if registry != "depth" and name == DEFAULTS[registry]:
+            if registry != "depth" and name == SECTIONS[registry].plain[0]:
                 continue
             for options in method.variants:
                 for family in FAMILIES:
@@ -83,9 +87,13 @@ def model(case: Case) -> FathomForCausalLM:
 
 
 def method_parameters(model: FathomForCausalLM) -> dict[str, torch.nn.Parameter]:
-    """The parameters that live in the modules of the three methods."""
-    owners = ("depth.", "model.mixer.", "model.residual.")
-    return {name: p for name, p in model.named_parameters() if name.startswith(owners)}
+    """The parameters that the model's methods own, but for the ordinary feed-forward network's."""
+    owners = [
+        section.owns
+        for name, section in SECTIONS.items()
+        if (name, getattr(model.config, name)["name"]) != ("feed_forward", "dense")
+    ]
+    return {name: p for name, p in model.named_parameters() if any(owner.match(name) for owner in owners)}
 
 
 def loss_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -101,6 +109,58 @@ def new_tokens_of(model: FathomForCausalLM, ids: torch.Tensor, **options: typing
     """Generated ids without the prompt, a fixed number of them."""
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
     return model.generate(ids, **options)[:, ids.shape[1] :]
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.fixture(scope="module")
+def stock_folders(tmp_path_factory) -> dict[str, typing.Any]:
+    """A stock checkpoint of every family."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        tiny_model(family, init="hf").save_stock_pretrained(folder)
+    return folders
+
+
+@every_case
+def test_parameters_that_a_stock_checkpoint_lacks_get_their_initial_values(case, stock_folders):
+    """They are made on the meta device: what `initialize_parameters` leaves out is what memory held, here NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        loaded = FathomForCausalLM.from_pretrained(stock_folders[case.family], **{case.registry: case.section})
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    first, second = (method_parameters(FathomForCausalLM(loaded.config)) for _ in range(2))
+    added = method_parameters(loaded)
+    counts = case.method.counts(loaded.config, getattr(loaded.model, case.registry, loaded.depth).options)
+    assert sum(p.numel() for p in added.values()) == counts.parameters
+    adapted = case.registry == "depth" and case.method.adapt is not DepthMethod.adapt
+    for name, parameter in added.items():
+        assert parameter.isfinite().all(), name
+        if not torch.equal(first[name], second[name]):  # drawn from N(initializer_range): the rule of stock checkpoints
+            n, std = parameter.numel(), loaded.config.initializer_range
+            assert abs(parameter.std() / std - 1) < 5 / (2 * n) ** 0.5 and parameter.mean().abs() < 5 * std / n**0.5, (
+                name
+            )
+        elif not adapted:
+            assert torch.equal(parameter, first[name]), name
+
+
+@every_family
+@pytest.mark.parametrize("place", ["method", "module"])
+def test_a_parameter_without_an_initial_value_is_refused(family, place, monkeypatch):
+    class Careless(REGISTRIES["depth"]["vanilla"]):
+        def __init__(self, config, options):
+            super().__init__(config, options)
+            owner = self if place == "method" else torch.nn.Module()
+            owner.gain = torch.nn.Parameter(torch.ones(3))
+            self.inner = owner if place == "module" else None
+
+    monkeypatch.setitem(REGISTRIES["depth"], "vanilla", Careless)
+    with pytest.raises(TypeError, match=r"has parameters of its own \(gain\) and no initialize_parameters\(\) that"):
+        tiny_model(family)
 
 
 # ---------------------------------------------------------------- the function
@@ -196,6 +256,25 @@ def test_cached_decode_equals_the_full_forward(case, model, split):
             pieces.append(model(chunk, past_key_values=cache, use_cache=True).logits)
     assert cache.get_seq_length() == 11
     assert_close(torch.cat(pieces, dim=1), expected)
+
+
+@every_case
+@torch.no_grad()
+def test_a_mask_of_ones_says_that_a_row_is_one_document(case, model):
+    """Whatever its position ids do; alone, beside a padded row, and read token by token on a cache."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 20, 21, 22, 24]])
+    cache = DynamicCache()
+    one_by_one = [
+        model(ids[:, n : n + 1], position_ids=positions[:, n : n + 1], past_key_values=cache).logits for n in range(9)
+    ]
+    expected = torch.cat(one_by_one, dim=1)
+    assert_close(model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits, expected)
+    mask[1, :4] = 0
+    padded = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    assert_close(padded[:1], expected[:1])
+    apart = model(ids, position_ids=positions, use_cache=False).logits  # no mask: documents
+    assert (apart - expected)[:, 5:].abs().amax((1, 2)).gt(1e-3).all()
 
 
 def left_padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,10 +488,25 @@ def test_compiled_scoring_equals_eager(case):
     compiled_equals_eager(case.model(), "aot_eager")
 
 
+@pytest.mark.parametrize("case", [p for p in cases() if p.values[0].family == FAMILIES[0]])
+def test_a_training_step_whose_layers_are_compiled_equals_eager(case):
+    """As `training.compile: layers` does it; tests/models/test_flat_steps.py has those that `graphs` compiles apart."""
+    fields = {"num_hidden_layers": 1} if case.registry == "depth" else {}  # layers share their graphs
+    model, ids = case.model(**fields).train(), tokens(2, 7)
+    loss, gradients = loss_and_gradients(model, ids)
+    torch._dynamo.reset()
+    compile_layers(model, "eager")
+    again, compiled_gradients = loss_and_gradients(model, ids)
+    torch._dynamo.reset()
+    torch.testing.assert_close(again, loss)
+    for name, gradient in gradients.items():
+        assert_close(compiled_gradients[name], gradient)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
 def test_inductor_code_equals_eager():
     """The last depth method by name stands for all: the graphs are tested above, inductor is torch's."""
-    name = max(name for name in REGISTRIES["depth"] if name != DEFAULTS["depth"])
+    name = max(name for name in REGISTRIES["depth"] if name != SECTIONS["depth"].plain[0])
     options = tuple(REGISTRIES["depth"][name].variants[0].items())
     compiled_equals_eager(Case("depth", name, options, FAMILIES[0]).model(num_hidden_layers=1), "inductor")
 
@@ -468,6 +562,21 @@ def test_unknown_options_are_refused_with_the_nearest_name(registry, name):
 def test_other_topologies_run_with_vanilla_depth_only(depth, residual):
     with pytest.raises(ValueError, match=f"{depth}.*{residual}"):
         FathomConfig(depth={"name": depth}, residual={"name": residual})
+
+
+def reads_of_depth(source: str) -> set[str]:
+    """What a file reads of a depth method: the attributes of whatever is called `depth` or `….depth`."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return {n.attr for n in nodes if "depth" in (getattr(n.value, "attr", ""), getattr(n.value, "id", ""))}
+
+
+def test_the_base_class_declares_all_that_is_read_of_a_depth_method():
+    """Whoever reads what some methods have alone would fail with the others, in a combination that no test runs."""
+    config, counts = FathomConfig(), Counts()
+    others = {*dir(config.depth), *dir(counts), "base"}  # called `depth`, too: a section, its costs, the folder
+    declared = {*dir(DepthMethod(config, None)), "name"}  # `register` gives that
+    for path in Path(fathom.__file__).parent.rglob("*.py"):
+        assert reads_of_depth(path.read_text(encoding="utf-8")) <= declared | others, path
 
 
 @every_method

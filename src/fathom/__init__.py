@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
+from fathom.version import __version__
 
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
@@ -38,8 +39,6 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "FathomForCausalLM": "fathom.models.causal_lm",
@@ -75,6 +74,10 @@ def _fill_registries() -> None:
     from transformers import AutoModelForCausalLM
 
     import fathom.depth
+    import fathom.feed_forward
+    import fathom.mixers
+    import fathom.positions
+    import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)

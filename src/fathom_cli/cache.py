@@ -279,7 +279,7 @@ def show(
     """
     from fathom.caches import METHODS
     from fathom.caches.show import as_text, draw, kept_tokens
-    from fathom.caches.slots import TokenBudget
+    from fathom.caches.token_budget import TokenBudget
     from fathom.inspect.base import token_texts
 
     if output.suffix not in (".png", ".svg", ".pdf"):

@@ -42,7 +42,7 @@ def command(
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
     """
-    from fathom.evaluate.steps import is_adaptive
+    from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
         length, dtype, checkpointing, configs = _recipe(model)
@@ -84,8 +84,8 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
 def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
     import torch
 
-    from fathom.evaluate.checkpoint import load_config
-    from fathom.models.checkpoints import config_from_stock
+    from fathom.evaluate.load_model import load_config
+    from fathom.models.checkpoints.stock import config_from_stock
     from fathom.models.configuration import FathomConfig
 
     stored = load_config(checkpoint)

@@ -40,6 +40,7 @@ def command(
     from fathom.evaluate import load_checkpoint, read_text
     from fathom.evaluate.text import with_prefix
     from fathom.inspect import nothing_to_show, offered
+    from fathom.models.registry import SECTIONS
     from fathom.report.page import describe_options
     from fathom.report.pictures import write_inspection
 
@@ -59,6 +60,6 @@ def command(
         typer.echo("\n\n".join("\n".join(picture.summary()) for picture in pictures))
         output = output or Path("inspect")
     if output is not None:
-        options = {name: getattr(model.config, name) for name in ("depth", "mixer", "residual")}
+        options = {name: getattr(model.config, name) for name in SECTIONS}
         page = write_inspection(checkpoint, str(text), describe_options(options), pictures, output)
         typer.echo(f"Page: {page}", err=json_output)

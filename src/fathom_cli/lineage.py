@@ -80,11 +80,11 @@ def compare(
     Example:
       fathom lineage compare my-llama my-finetuned-llama --html lineage.html
     """
-    from fathom.lineage.checkpoint import open_checkpoint
-    from fathom.lineage.compare import abstain
-    from fathom.lineage.compare import compare as run
     from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
-    from fathom.lineage.page import write_page
+    from fathom.lineage.html import write_page
+    from fathom.lineage.pairs import abstain
+    from fathom.lineage.pairs import compare as run
+    from fathom.lineage.reader import open_checkpoint
 
     try:
         models = [open_checkpoint(m, base=base, device=_place(device)) for m in (a, b)]
@@ -108,6 +108,11 @@ def _show(result: Any) -> None:
     )
     for reason in result.reasons:
         _out.print(f"  {reason}", soft_wrap=True, markup=False)
+    for side, files in result.files.items():
+        read, beside = (_few(files[key]) for key in ("read", "beside"))
+        if read:
+            line = f"  {side}: read {read}" + (f"; not read, as transformers would not: {beside}" if beside else "")
+            _out.print(line, soft_wrap=True, markup=False)
     if not result.details:
         return
     table = Table("method", "score", "z", "p", "null (n)", "verdict", box=None)
@@ -124,6 +129,10 @@ def _show(result: Any) -> None:
         for role in ("q", "k"):
             line = "".join(cells[round(8 * min(max(layer[role], 0), 1))] for layer in result.layers)
             _out.print(f"{role} by layer |{line}|", markup=False, soft_wrap=True)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 4 else [names[0], "…", names[-1]])
 
 
 @app.command()
@@ -145,9 +154,9 @@ def fingerprint(
     """
     from fathom import __version__
     from fathom.lineage import commitment
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.huref import fingerprint as compute
     from fathom.lineage.picture import Renderer, creature, save_picture
+    from fathom.lineage.reader import open_checkpoint
     from fathom.lineage.stylegan2 import StyleGAN2
     from fathom.lineage.weights import new_folder
 
@@ -210,7 +219,7 @@ def verify(
       fathom lineage verify my-fingerprint my-llama --secret my-fingerprint/secret.key
     """
     from fathom.lineage import commitment
-    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.reader import open_checkpoint
 
     file = folder / "fingerprint.json" if folder.is_dir() else folder
     document = _read_json(file, "statement", "signature")
@@ -261,9 +270,9 @@ def matrix(
     Example:
       fathom lineage matrix my-llama my-finetuned-llama my-gpt2 -o matrix.png
     """
-    from fathom.lineage.checkpoint import open_checkpoint
-    from fathom.lineage.compare import matrix as run
     from fathom.lineage.errors import NoEvidenceError, PackedWeightsError
+    from fathom.lineage.pairs import matrix as run
+    from fathom.lineage.reader import open_checkpoint
 
     opened, left_out = [], {}
     for name in models:
@@ -312,8 +321,8 @@ def merge(
     Example:
       fathom lineage merge my-merge my-llama my-finetuned-llama
     """
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.merge import merge_weights
+    from fathom.lineage.reader import open_checkpoint
 
     opened = [open_checkpoint(m, device=_place(device)) for m in (suspect, *parents)]
     with _bars(as_json) as bars:
@@ -345,8 +354,8 @@ def attack(
     import torch
 
     from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
-    from fathom.lineage.checkpoint import open_checkpoint
     from fathom.lineage.perturb import INEXACT
+    from fathom.lineage.reader import open_checkpoint
     from fathom.lineage.transforms import EXACT
     from fathom.lineage.weights import Weights
 

@@ -27,11 +27,11 @@ def command(
       fathom train recipes/demo.yaml --method pondering --seed 1
 
     \b
-    On several GPUs:
+    On several GPUs, which share every batch of the recipe:
       torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
     """
     from fathom.data import prepare
-    from fathom.train import load_recipe, model_config, sweep_lr, train_run
+    from fathom.train import load_recipe, model_config, sequences_per_process, sweep_lr, train_run
 
     loaded = load_recipe(recipe)
     if method is None and len(loaded.methods) > 1:
@@ -41,10 +41,9 @@ def command(
     seed = loaded.seeds[0] if seed is None else seed
     folder = output / loaded.name / f"{chosen.name}-seed{seed}"
     model_config(loaded, chosen)  # a wrong option is found before the text is tokenised
+    sequences_per_process(loaded.training)
     data = prepare(loaded.data, output / ".data")
-    # One sweep a method, the one of `fathom compare`. More devices make larger steps, which is another sweep.
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
-    trials = output / loaded.name / chosen.name / ("sweep" if devices == 1 else f"sweep-{devices}-devices")
+    trials = output / loaded.name / chosen.name / "sweep"  # one a method, shared with `fathom compare`
     try:
         sweep = sweep_lr(loaded, chosen, seed=loaded.seeds[0], folder=trials, data=data)
         result = train_run(loaded, chosen, seed=seed, folder=folder, data=data, lr=sweep.best)

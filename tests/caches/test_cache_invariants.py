@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from fathom.caches import METHODS, build_cache, cache_shape, compress, compression_report, from_dict, prefill
 from fathom.caches.base import CompressedLayer
-from fathom.caches.slots import TokenBudget
+from fathom.caches.token_budget import TokenBudget
 from fathom.caches.versions import CACHE_NAME
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}

@@ -17,7 +17,7 @@ from cache_cases import VOCABULARY, get_model, relative
 
 from fathom.caches import ChannelSets, FourierAttention, cache_shape, compress, load_channels, prefill, search_channels
 from fathom.caches.channels import affine_repair, default_channels, paper_ratios
-from fathom.caches.fourier_attention import FourierState, Side
+from fathom.caches.methods.fourier_attention import FourierState, Side
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops import fourier_grid

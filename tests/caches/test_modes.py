@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 import torch
 from cache_cases import LARGE, SMALL, build, get_model, make, relative
+from transformers import DynamicCache
 
 from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, prefill, train_codebooks
 from fathom.caches.versions import CACHE_NAME
@@ -161,10 +163,37 @@ def test_codebooks_loaded_in_inference_mode_serve_training(ids, tmp_path):
     assert model.model.embed_tokens.weight.grad.isfinite().all()
 
 
-def test_a_copy_made_in_the_context(ids, llama):
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_made_in_the_context_leaves_compression_behind(copied, ids, llama):
+    """It is the stock model, may go under `compress` itself, and its keys are what the stock cache holds."""
+    mask, method = torch.ones_like(ids), make("treekv", SMALL)
+    mask[0, :5] = 0
+    with compress(llama, method):
+        twin, compressed = copied(llama), llama(ids, attention_mask=mask).logits
+        assert torch.equal(twin(ids, attention_mask=mask).logits, copied(twin)(ids, attention_mask=mask).logits)
+    stock = llama(ids, attention_mask=mask)
+    for _ in range(2):
+        found = twin(ids, attention_mask=mask, use_cache=True)
+        assert torch.equal(found.logits, stock.logits) and type(found[CACHE_NAME]) is DynamicCache
+        assert twin.config._attn_implementation == llama.config._attn_implementation == "sdpa"
+        with compress(twin, method):
+            assert torch.equal(twin(ids, attention_mask=mask).logits, compressed)
+
+
+def test_a_model_saved_or_built_in_the_context_is_stock(ids, llama, tmp_path):
     with compress(llama, make("treekv", SMALL)):
-        copied = copy.deepcopy(llama)
-    assert copied.config._attn_implementation is not None
+        llama.save_pretrained(tmp_path)
+        loaded = type(llama).from_pretrained(tmp_path, config=llama.config)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(ids).logits, llama(ids).logits)
 
 
 @pytest.mark.parametrize("name", ["full", "freqkv", "treekv"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cache_cases import new_state, relative
 
-from fathom.caches import H2O, TreeKV, WeightedKV, slots
+from fathom.caches import H2O, TreeKV, WeightedKV
+from fathom.caches import token_budget as slots
 from fathom.ops.cached_attention import weigh
 
 needs_kernel = pytest.mark.skipif(

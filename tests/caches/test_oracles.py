@@ -28,7 +28,7 @@ from fathom.caches import (
 )
 from fathom.caches.base import CacheShape
 from fathom.caches.rope import SlotRope
-from fathom.caches.slots import keep_highest
+from fathom.caches.token_budget import keep_highest
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops import cached_attention
 from fathom.ops.tree_sweep import tree_sweep

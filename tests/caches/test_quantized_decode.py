@@ -10,7 +10,8 @@ import pytest
 import torch
 from cache_cases import new_state, relative
 
-from fathom.caches import KIVI, kivi
+from fathom.caches import KIVI
+from fathom.caches.methods import kivi
 from fathom.ops.group_quantize import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(

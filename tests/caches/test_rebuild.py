@@ -12,7 +12,8 @@ import pytest
 import torch
 from cache_cases import codebooks, get_model, new_state, relative
 
-from fathom.caches import KIVI, VQKV, compress, kivi, prefill, vqkv
+from fathom.caches import KIVI, VQKV, compress, prefill
+from fathom.caches.methods import kivi, vqkv
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.residual_vq import decode
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cache_cases import new_state, relative
 
-from fathom.caches import WeightedKV, weightedkv
+from fathom.caches import WeightedKV
+from fathom.caches.methods import weightedkv
 from fathom.ops.run_merge import SMALLEST, run_merge
 
 kernel = pytest.mark.skipif(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from cache_cases import SMALL, VOCABULARY, get_model, make, new_state, relative
 
-from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress, prefill, slots
+from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress, prefill
+from fathom.caches import token_budget as slots
 from fathom.caches.rope import SlotRope
 from fathom.caches.versions import CACHE_NAME
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cache_cases import new_state
 
-from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, slots
+from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV
+from fathom.caches import token_budget as slots
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),

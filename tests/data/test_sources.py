@@ -89,6 +89,11 @@ def test_embedded_corpus_is_split_by_book_and_author_and_small() -> None:
         ("picture.png", b"x", r"not a kind of file read: \.txt, \.md, \.jsonl"),
         ("latin.txt", b"one\ntwo caf\xe9", r"latin\.txt: not UTF-8 at byte 11 \(0xe9, line 2\): convert"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"latin\.jsonl: not UTF-8 at byte 24 \(0xff, line 2\)"),
+        ("nul.txt", b"one\ntwo\0", r"nul\.txt: NUL at byte 7 \(0x00, line 2\): remove it; if .* UTF-16, convert it"),
+        ("nul.jsonl", b'{"text": "a"}\n{"text": "b\0"}\n', r"nul\.jsonl: NUL at byte 25 \(0x00, line 2\)"),
+        ("esc.jsonl", b'{"text": "a\\u0000"}\n', r"line 1: field 'text' has a NUL character at offset 1"),
+        ("nul.jsonl.gz", gzip.compress(b'{"text": "\0"}'), r"nul\.jsonl\.gz: NUL at byte 10"),
+        ("utf16.txt", "one".encode("utf-16-le"), r"utf16\.txt: NUL at byte 1"),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', r"bad\.jsonl, line 2: not JSON"),
         ("field.jsonl", b'{"body": "a"}\n', r"line 1: no field 'text' \(found: body\); set data\.text_field"),
         ("list.jsonl", b"[1]\n", r"line 1: no field 'text' \(found: none\)"),
@@ -117,6 +122,13 @@ def test_unreadable_file_and_empty_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(PermissionError, match=r"data\.train='.*': cannot read .*locked\.txt \(Permission denied\)"):
+        list(Source(str(path)).documents())
+
+
+def test_a_nul_in_a_parquet_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["fine", "no\0t"]}), path)
+    with pytest.raises(ValueError, match=r"rows\.parquet, row 2: field 'text' has a NUL character at offset 2"):
         list(Source(str(path)).documents())
 
 

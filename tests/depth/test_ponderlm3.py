@@ -200,11 +200,15 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_the_penalty_counts_real_tokens(penalty):
+def test_the_penalty_is_of_the_tokens_that_have_a_target(penalty):
+    """Those that weigh the loss; a padding among them, the last one before a row's text, takes no thought."""
     options = {"penalty": penalty, "target": 1.5, "prior": (0.4, 0.3, 0.2, 0.1), "threshold": 0.0, "sweeps": 15}
     ids, mask = tokens(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-    shares = torch.cat([oracle_row(make(**options), row[start:])[2] for row, start in zip(ids, (2, 0))])
     labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 3:5] = -100
+    shares = [oracle_row(make(**options), row[start:])[2] for row, start in zip(ids, (2, 0))]
+    padding = F.one_hot(torch.tensor([0]), 4).double()
+    shares = torch.cat((padding, shares[0][:3], shares[1][[0, 1, 4]]))
     plain = make(**options).train()(ids, attention_mask=mask, labels=labels).loss
     weighted = make(penalty_weight=0.7, **options).train()
     loss = weighted(ids, attention_mask=mask, labels=labels).loss
@@ -213,12 +217,25 @@ def test_the_penalty_counts_real_tokens(penalty):
         assert_close(weighted.eval()(ids, attention_mask=mask, labels=labels).loss, plain, 1e-9)
 
 
-def test_penalties_of_micro_batches_add_up_to_the_batchs():
-    model = make(penalty_weight=0.5).train()
-    ids = tokens(4, 6)
-    whole = model(ids, labels=ids).loss
-    parts = [model(part, labels=part, num_items_in_batch=20).loss for part in ids.split(2)]
-    assert_close(sum(parts), whole, 1e-9)
+def test_micro_batches_of_few_and_many_targets_add_up_to_the_batch():
+    """Loss and gradients, padded on the left and with labels of -100."""
+    model, ids, mask = make(penalty_weight=0.5).train(), tokens(4, 6), torch.ones(4, 6, dtype=torch.long)
+    mask[0, :3] = mask[3, :1] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, :5] = labels[2, 3:] = -100
+    items, found = (labels[:, 1:] != -100).sum(), []
+    for rows in (4, 2, 1):
+        model.zero_grad()
+        losses = [
+            model(part, attention_mask=real, labels=wanted, num_items_in_batch=items).loss
+            for part, real, wanted in zip(*(x.split(rows) for x in (ids, mask, labels)), strict=True)
+        ]
+        sum(losses).backward()
+        found.append([sum(losses), *(p.grad.clone() for p in model.parameters())])
+    assert items == 11 and found[0][0] > 0
+    for others in found[1:]:
+        for actual, expected in zip(others, found[0], strict=True):
+            assert_close(actual, expected, 1e-9)
 
 
 @pytest.mark.parametrize("penalty", ["steps", "target", "prior"])

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from fathom.evaluate import steps_run
 from fathom.inspect import StepMap, offered
 from fathom.inspect.base import token_texts
-from fathom.inspect.steps import classify
+from fathom.inspect.step_map import classify
 from tiny import tiny_model, tokens
 from tiny_checkpoint import TEXT, run_cli, save_fathom, tiny_tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.lineage.checkpoint import Checkpoint, open_checkpoint
+from fathom.lineage.reader import Checkpoint, open_checkpoint
 from fathom.lineage.weights import Weights
 
 VOCAB, WIDTH, LAYERS = 384, 64, 4

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.commitment import merkle_root
-from fathom.lineage.compare import compare
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.huref import fingerprint
+from fathom.lineage.pairs import compare
+from fathom.lineage.reader import open_checkpoint
 from fathom.lineage.weights import Weights
-from fathom.models.checkpoints import save_stock
+from fathom.models.checkpoints.stock import save_stock
 from fathom.models.registry import REGISTRIES
 
 CASES = [

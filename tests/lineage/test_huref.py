@@ -35,19 +35,23 @@ EXACT_LLAMA = ["permute", "sign", "scale", "fold", "rotate", "rope", "value_outp
 
 
 def dense_terms(model, rows, layers):
-    """The definition, written out head by head in numpy (norm gains folded)."""
+    """The definition, written out head by head in numpy (norm gains folded): every head's W_qᵀW_k, at the size that its
+    rotary pairs have once balanced, weighed by the norm of its W_oW_v."""
     g = model.geometry
     x = model.embedding()[rows].numpy()
     for layer in layers:
         w = {r: model.read(layer, r).numpy() for r in ("q", "k", "v", "o", "up", "down", "attn_norm", "ffn_norm")}
-        a = b = 0
+        a, b, most = 0, 0, 0
         for j in range(g.heads):
             kv = j // (g.heads // g.kv_heads)
             mine, shared = slice(j * g.head_dim, (j + 1) * g.head_dim), slice(kv * g.head_dim, (kv + 1) * g.head_dim)
             q, k, v = w["q"][mine] * w["attn_norm"], w["k"][shared] * w["attn_norm"], w["v"][shared] * w["attn_norm"]
-            a = a + x @ q.T @ k @ x.T
+            pairs = [np.linalg.norm(m.reshape(2, -1, m.shape[1]), axis=(0, 2)) for m in (q, k)]
+            size = (pairs[0] * pairs[1]).sum()  # ‖q‖² = ‖k‖² = Σ ‖q pair‖‖k pair‖ after balancing
+            writes = np.linalg.norm(w["o"][:, mine] @ v)
+            a, most = a + writes / size * (x @ q.T @ k @ x.T), max(most, writes)
             b = b + x @ v.T @ w["o"][:, mine].T @ x.T
-        yield from (a, b, x @ (w["up"] * w["ffn_norm"]).T @ w["down"].T @ x.T)
+        yield from (a / most, b, x @ (w["up"] * w["ffn_norm"]).T @ w["down"].T @ x.T)
 
 
 def test_terms_and_ics_equal_the_definition(weights):

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import FAMILIES
 from fathom.lineage.attack import logits
-from fathom.lineage.checkpoint import halves_from_pairs, open_checkpoint, pairs_from_halves
 from fathom.lineage.errors import CheckpointError, PackedWeightsError
-from fathom.lineage.vocabulary import normalise, shared_rows
+from fathom.lineage.reader import halves_from_pairs, open_checkpoint, pairs_from_halves
+from fathom.lineage.token_rows import normalise, shared_rows
 from fathom.lineage.weights import Weights
 
 
@@ -201,6 +201,7 @@ def test_errors_name_the_culprit(folders, tmp_path):
     save_file(packed, tmp_path / "model.safetensors")
     with pytest.raises(PackedWeightsError, match="dequantise"):
         open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
     with pytest.raises(CheckpointError, match="missing"):
         open_checkpoint(tmp_path)
@@ -220,8 +221,9 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     partial = model("partial", {n: t for n, t in state.items() if "layers.2" not in n})
     with pytest.raises(CheckpointError, match=r"1 of 4 layers have no tensors \(first: layer 2\)"):
         open_checkpoint(partial)
-    index = {"weight_map": dict.fromkeys([*state, "model.layers.0.lost.weight"], "model.safetensors")}
-    (model("index") / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = {"weight_map": dict.fromkeys([*state, "model.layers.0.lost.weight"], "shard.safetensors")}
+    (model("index") / "model.safetensors").rename(tmp_path / "index" / "shard.safetensors")
+    (tmp_path / "index" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"names 'model\.layers\.0\.lost\.weight', which no shard holds"):
         open_checkpoint(tmp_path / "index")
     for changes, message in (
@@ -245,7 +247,11 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
             open_checkpoint(partial)
     for file, text, message in (
         ("model.safetensors.index.json", "[]", "index.json: holds a list"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "index.json: not a shard index"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": 5}}',
+            "index.json: a file name is expected where it has 5",
+        ),
         ("config.json", json.dumps(sizes | {"rope_parameters": "x"}), "sizes in its configuration.*'str'"),
         ("config.json", json.dumps(sizes | {"kv_lora_rank": 8}), "sizes in its configuration.*qk_nope_head_dim"),
         ("config.json", json.dumps(sizes | {"head_dim": "8"}), "head_dim is '8'"),
@@ -257,6 +263,8 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         (folder / file).write_text(text)
         if file == "adapter_config.json":
             (folder / "config.json").unlink()
+        if file.endswith(".index.json"):
+            (folder / "model.safetensors").unlink()
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(folder)
     with pytest.raises(CheckpointError, match="model type 'gptj' is read"):

@@ -18,13 +18,13 @@ from fathom.lineage import commitment
 from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
 from fathom.lineage.baselines import activations, pcs, reef, sigma_profile, token_ids
-from fathom.lineage.checkpoint import open_checkpoint
 from fathom.lineage.cka import Samples, unbiased_cka
 from fathom.lineage.detection import detection
 from fathom.lineage.errors import NoAnchorError
 from fathom.lineage.huref import fingerprint, ics
 from fathom.lineage.merge import merge_weights
 from fathom.lineage.perturb import INEXACT, fine_tune, merge
+from fathom.lineage.reader import open_checkpoint
 from fathom.lineage.verdict import Null, combine, judge, nulls
 from fathom_cli.lineage import app
 
@@ -482,7 +482,9 @@ def test_few_layers_with_queries_and_keys_widen_every_verdict(folders, tmp_path,
 
 def test_matrix_goes_on_without_models_that_cannot_be_compared(folders, tmp_path):
     bare, packed = without(folders, tmp_path / "bare", "q_proj"), without(folders, tmp_path / "packed")
-    save_file({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, packed / "p.safetensors")
+    save_file(
+        {"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, packed / "model.safetensors"
+    )
     models = [folders("llama"), bare, packed, folders("llama", 1)]
     result = CliRunner().invoke(app, ["matrix", *map(str, models), "--json"])
     record = json.loads(result.stdout)

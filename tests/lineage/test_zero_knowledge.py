@@ -30,18 +30,15 @@ def test_sketch_of_heads_equals_the_loop(weights):
     from fathom.lineage import canonical
 
     model = weights("llama").checkpoint()
-    q, k = canonical.query_key_heads(model, 3)
+    q, k = canonical.query_key(model, 3)
     generator = torch.Generator().manual_seed(5)
     tokens = zero_knowledge.select_tokens(model, None, zero_knowledge.DEFAULT)[0]
     torch.randn(4, len(tokens), generator=generator, dtype=torch.float64)
     s = torch.randn(q.shape[-1], 8, generator=generator, dtype=torch.float64)
-    t = torch.randn(8, q.shape[:3].numel(), generator=generator, dtype=torch.float64)
-    want, row = torch.zeros(8, 8, dtype=torch.float64), 0
-    for group in range(q.shape[0]):
-        for _ in range(q.shape[1]):
-            for dim in range(q.shape[2]):
-                want += torch.outer(t[:, row], k[group, 0, dim].double() @ s)
-                row += 1
+    t = torch.randn(8, len(q), generator=generator, dtype=torch.float64)
+    want = torch.zeros(8, 8, dtype=torch.float64)
+    for row in range(len(k)):
+        want += torch.outer(t[:, row], k[row].double() @ s)
     got = torch.from_numpy(zero_knowledge.sketch(model, 5, 4, 8)["k"])
     assert torch.allclose(got / got.norm(), want / want.norm(), atol=1e-6)
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import decoder, steps
-from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.step_tokens import Chosen, Flat, ahead, going_on
-from fathom.models.steps import LEAST, StepStack
+from fathom.models import decoder
+from fathom.models.registry import REGISTRIES
+from fathom.models.steps import stack as steps
+from fathom.models.steps.graphs import Foresight, StepGraphs
+from fathom.models.steps.stack import LEAST, StepStack
+from fathom.models.steps.tokens import Chosen, Flat, ahead, going_on
 from fathom.ops.token_blocks import BLOCK, NOWHERE, places_seen
 from fathom.train.trainer import compile_layers
 from tiny import assert_close, tiny_model, tokens
@@ -498,6 +500,50 @@ def test_groups_of_layers_are_the_layers(depth, layers, together, monkeypatch):
         same_slots(one, two)
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+
+
+STEPWISE = [
+    pytest.param({"name": name, **options}, id=" ".join(map(str, (name, *options.values()))))
+    for name, method in REGISTRIES["depth"].items()
+    for options in method.variants
+    if tiny_model(depth={"name": name, **options}).depth.segments
+]
+
+
+@pytest.mark.parametrize("depth", STEPWISE)
+def test_a_traced_training_step_of_every_variant_with_graphs(depth, monkeypatch):
+    """As `training.compile: graphs` does it on a GPU, but for the graphs' code."""
+    lay_flat(monkeypatch, True, True)
+    traced_only = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: traced_only(function))
+    ids, found = tokens(4, 64), []
+    for graphs in (False, True):
+        model = make(depth, num_hidden_layers=1).train()
+        model.depth.progress = 1.0
+        torch._dynamo.reset()
+        if graphs:
+            compile_layers(model, "eager", graphs=True)
+            assert model.step_graphs is not None
+        torch.manual_seed(0)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch._dynamo.reset()
+    (loss, gradients), (other_loss, other_gradients) = found
+    assert_close(other_loss, loss, 1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRIES["depth"] if name != "vanilla"])
+def test_graphs_are_for_what_runs_step_by_step(name):
+    """Others, and those that a mixer connects, have their layers compiled one by one."""
+    for mixer in ("none", "resformer"):
+        model = tiny_model(depth=name, mixer=mixer)
+        compile_layers(model, "eager", graphs=True)
+        stepwise = bool(model.depth.segments) and mixer == "none"
+        assert (model.step_graphs is not None) == stepwise
+        assert all((layer._compiled_call_impl is None) == stepwise for layer in model.model.layers)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -225,6 +227,42 @@ def test_tokens_can_be_added():
         assert model.config.vocab_size == VOCABULARY + 7
         assert model(ids).logits.shape[-1] == VOCABULARY + 7
     assert model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 9)
+
+
+@pytest.mark.parametrize("name", ["pondering", "adaponderlm"])
+def test_a_vocabulary_below_top_k_is_refused_and_the_model_stays_whole(name):
+    model, ids = tiny_model(depth={"name": name, "steps": 1, "top_k": 5}), tokens(1, 6) % 5
+    with torch.no_grad():
+        before = model(ids).logits
+        for size in ({"new_num_tokens": 4}, {"new_num_tokens": 3, "pad_to_multiple_of": 2}):
+            with pytest.raises(
+                ValueError, match=rf"new_num_tokens=\d with depth='{name}': top_k=5 exceeds vocab_size=4"
+            ):
+                model.resize_token_embeddings(**size)
+        assert model.config.vocab_size == VOCABULARY and torch.equal(model(ids).logits, before)
+        model.resize_token_embeddings(3, pad_to_multiple_of=8)  # is 8
+        assert model(ids).logits.shape[-1] == model.config.vocab_size == 8
+
+
+def test_two_caches_are_refused():
+    model, ids = tiny_model(), tokens(1, 4)
+    one = model(ids, use_cache=True)
+    cache = one["cache"] if "cache" in one else one["past_key_values"]
+    with pytest.raises(ValueError, match="pass exactly one of cache and past_key_values"):
+        model(ids, cache=cache, past_key_values=DynamicCache())
+    assert cache.get_seq_length() == 4
+    model(ids, cache=cache, past_key_values=cache)
+    assert cache.get_seq_length() == 8
+
+
+@every_method
+def test_assistant_early_exit_is_refused_and_the_model_stays_whole(fields):
+    model, ids = tiny_model("llama", **fields), tokens(1, 4)
+    before = model.generate(ids, max_new_tokens=3)
+    for how in ({"assistant_early_exit": 1}, {"generation_config": GenerationConfig(assistant_early_exit=1)}):
+        with pytest.raises(ValueError, match="assistant_early_exit=1 is not implemented: all layers run in every pass"):
+            model.generate(ids, max_new_tokens=3, **how)
+        assert model.config.num_hidden_layers == 2 and torch.equal(model.generate(ids, max_new_tokens=3), before)
 
 
 def test_an_unsupported_kind_of_config_names_the_argument():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -96,3 +97,54 @@ def test_the_old_spelling_of_rope_scaling_is_read(tmp_path):
     ids = tokens(1, 3 * ORIGINAL)
     with torch.no_grad():
         assert (FathomForCausalLM.from_pretrained(tmp_path)(ids).logits - stock(ids).logits).abs().max() <= 1e-5
+
+
+# ---------------------------------------------------------------- float64
+
+
+def exact_frequencies(name: str, length: int) -> list[float]:
+    """Of a head of 8 channels, from each method's equation, in Python's double precision."""
+    options, width, positions = ROPE[name], 8, ORIGINAL if name in ("dynamic", "default") else 4 * ORIGINAL
+    theta = options.get("rope_theta", 1e4)
+    if name == "dynamic" and length > positions:
+        factor = options["factor"]
+        theta *= (factor * length / positions - (factor - 1)) ** (width / (width - 2))
+    frequencies = [theta ** (-2 * i / width) for i in range(width // 2)]
+    if name == "linear":
+        return [f / options["factor"] for f in frequencies]
+    if name == "longrope":
+        divisors = options["long_factor" if length > ORIGINAL else "short_factor"]
+        return [f / divisor for f, divisor in zip(frequencies, divisors)]
+    if name == "llama3":
+        low, high = options["low_freq_factor"], options["high_freq_factor"]
+        smooth = [min(max((ORIGINAL * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in frequencies]
+        return [(1 - s) * f / options["factor"] + s * f for s, f in zip(smooth, frequencies)]
+    if name == "yarn":
+        turns = [width * math.log(ORIGINAL / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in (32.0, 1.0)]
+        low, high = max(math.floor(turns[0]), 0), min(math.ceil(turns[1]), width - 1)
+        ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(width // 2)]
+        return [r * f / options["factor"] + (1 - r) * f for r, f in zip(ramp, frequencies)]
+    return frequencies
+
+
+@pytest.mark.parametrize("name", [name for name in ROPE if name != "yarn-truncate-mscale"])
+@pytest.mark.parametrize("made", ["loaded", "cast", "cast back and forth"])
+def test_a_float64_model_has_float64_frequencies(name, made, tmp_path):
+    stock_with(name).save_pretrained(tmp_path)
+    if made == "loaded":
+        model = FathomForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    else:
+        model = FathomForCausalLM.from_pretrained(tmp_path)
+        single = model.model.rotary_emb.inv_freq.clone()
+        model = model.double() if made == "cast" else model.double().bfloat16().float()
+        if made != "cast":
+            assert torch.equal(model.model.rotary_emb.inv_freq, single)
+            model = model.to(torch.float64)
+    rotary, position_ids = model.model.rotary_emb, torch.arange(3 * ORIGINAL)[None]
+    for length in (ORIGINAL // 2, 3 * ORIGINAL, ORIGINAL // 2):
+        cos, _ = rotary(torch.zeros(1, dtype=torch.float64), position_ids[:, :length])
+        expected = torch.tensor(exact_frequencies(name, length), dtype=torch.float64)
+        assert rotary.inv_freq.dtype == cos.dtype == torch.float64
+        torch.testing.assert_close(rotary.inv_freq, expected, rtol=1e-14, atol=0)
+        angles = torch.cat(2 * [position_ids[0, :length, None] * expected], dim=-1)
+        torch.testing.assert_close(cos[0], angles.cos() * rotary.attention_scaling, rtol=0, atol=1e-12)

@@ -443,6 +443,35 @@ def test_collated_documents_are_apart_under_flash_attention(depth, boundaries, u
     assert_close(model(**batch, use_cache=use_cache).logits, alone, 1e-9)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "depth",
+    [
+        {"name": "vanilla"},
+        {"name": "pondering"},
+        PAUSE,
+        {"name": "ponderlm2", "sweeps": 20},
+        {"name": "ponderlm2", "prefill": "sequential"},
+        {"name": "ponderlm3", "thoughts": 2, "sweeps": 20},
+        {"name": "adaptive_latent_cot", "steps": 2, "threshold": 0.5, "router_bias": 0.0},
+        {"name": "adaponderlm", "steps": 2, "threshold": 0.5},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_mask_of_ones_is_one_document_under_flash_attention_too(depth, rows, use_cache, flash):
+    """Its kernels read restarting ids of a single row as documents; ids that only say positions must not reach them."""
+    model, ids = tiny_model(depth=depth).double(), tokens(rows, 8)
+    given = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 7]]).expand(rows, -1),
+    }
+    expected = model(ids, **given, use_cache=False).logits
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert_close(model(ids, **given, use_cache=use_cache).logits, expected, 1e-9)
+
+
 @several_slots
 def test_boundaries_in_tokens_that_slots_cannot_follow_are_refused(depth):
     model, ids = tiny_model(depth=depth), tokens(2, 6)
@@ -450,6 +479,9 @@ def test_boundaries_in_tokens_that_slots_cannot_follow_are_refused(depth):
     message = rf"cu_seq_lens_q with depth='{depth['name']}': a token has \d slots, and packed documents need "
     with pytest.raises(ValueError, match=message + "position_ids"):
         model(ids, **boundaries)
+    given = {"position_ids": torch.arange(6).expand(2, -1), "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(ValueError, match=message + "no attention_mask, .*: leave it out"):
+        model(ids, **given, **boundaries)
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match=message + "one row of all documents, not 2 rows"):
         model(ids, position_ids=torch.arange(6).expand(2, -1), **boundaries)

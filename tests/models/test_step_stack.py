@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from fathom.models.step_cache import StepLayer, appended_segments, replaced_segments
-from fathom.models.step_tokens import BUCKET, Chosen, choose
+from fathom.models.steps.cache import StepLayer, appended_segments, replaced_segments
+from fathom.models.steps.tokens import BUCKET, Chosen, choose
 from fathom.ops.token_blocks import NOWHERE
 from tiny import assert_close, tiny_model, tokens
 
@@ -314,7 +314,7 @@ def test_a_prefill_that_breaks_off_leaves_the_cache_empty(depth, monkeypatch):
 
     model, cache, ids = tiny_model(depth=depth), DynamicCache(), tokens(2, 20)
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr("fathom.models.steps.StepStack.settled", interrupted)
+        broken.setattr("fathom.models.steps.stack.StepStack.settled", interrupted)
         model(ids, past_key_values=cache)
     if depth is ADA:  # the other's cache is filled as soon as its steps have run
         cache.crop(-3)

@@ -123,6 +123,68 @@ def test_what_no_stock_model_computes_is_not_saved_as_one(fields, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+# ---------------------------------------------------------------- a config that ties what the files keep apart
+
+
+@pytest.fixture(params=[name for name in CONFIGS if "-tied" in name or name == "gpt2"])
+def two_matrices(request, tmp_path):
+    """The folder of a stock model whose config ties the head that its file has beside the table; and the logits."""
+    stock = stock_model(request.param)
+    head = stock.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
+    stock.save_pretrained(tmp_path / "stock")
+    with torch.no_grad():
+        return tmp_path / "stock", stock(tokens(2, 9)).logits
+
+
+def test_a_head_that_differs_from_a_tied_table_is_kept(two_matrices, tmp_path):
+    folder, expected = two_matrices
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, expected)
+        model = FathomForCausalLM.from_pretrained(folder)
+        assert_close(model(ids).logits, expected)
+        assert model.config.tie_word_embeddings is False
+        model.save_pretrained(tmp_path / "ours")
+        model.save_stock_pretrained(tmp_path / "back")
+        for loader in (FathomForCausalLM, AutoModelForCausalLM):
+            for place in ("ours", "back"):
+                assert_close(loader.from_pretrained(tmp_path / place)(ids).logits, expected)
+        model.tie_weights()  # as resizing the vocabulary does
+        assert_close(model(ids).logits, expected)
+
+
+def test_a_fathom_checkpoint_keeps_its_head_too(two_matrices, tmp_path):
+    folder, expected = two_matrices
+    ids = tokens(2, 9)
+    model = FathomForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = True  # as a config of older versions says
+    model.save_pretrained(tmp_path / "ours")
+    again = FathomForCausalLM.from_pretrained(tmp_path / "ours", tie_word_embeddings=True)
+    assert again.config.tie_word_embeddings is False
+    model.save_stock_pretrained(tmp_path / "back")
+    with torch.no_grad():
+        assert_close(again(ids).logits, expected)
+        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, expected)
+
+
+def test_a_file_with_the_tied_matrix_twice_stays_tied(tmp_path):
+    stock = stock_model("qwen3-tied-biases")
+    stock.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**state, "lm_head.weight": state["model.embed_tokens.weight"]}, tmp_path / "pytorch_model.bin")
+    model = FathomForCausalLM.from_pretrained(tmp_path)
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_offloaded_weights_are_not_saved_as_stock(tmp_path):
+    model = tiny_model()
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match="weights of the model are offloaded; load it without offloading"):
+        model.save_stock_pretrained(tmp_path)
+
+
 def test_methods_go_onto_a_stock_checkpoint(tmp_path):
     stock_model("llama").save_pretrained(tmp_path)
     model = FathomForCausalLM.from_pretrained(tmp_path, depth={"name": "loop", "passes": 2}, attention_dropout=0.25)

@@ -50,7 +50,7 @@ def test_what_it_does_not_serve():
 @pytest.mark.parametrize("together", [2, 8])
 def test_layers_in_parts(together):
     """What fills the cache, against its form without the kernel."""
-    from fathom.models import step_cache
+    from fathom.models.steps import cache as step_cache
 
     generator = torch.Generator().manual_seed(0)
     banks = [

@@ -86,6 +86,15 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
         ("- 1", r"the recipe is \[1\]: needs a mapping"),
         ("name: tiny\nname: large\ntraining: {tokens: 1}", "key 'name' is given twice.*line 2"),
         ("name: [", "not valid YAML"),
+        (
+            "name: tiny\ntraining: {tokens: 1e5, lr: [1, 2], sweep_fraction: 0.01}",
+            r"training.sweep_fraction=0.01: a trial .* would have 1000 tokens, less than one step of 4096 .*; use at "
+            "least 0.041, or give one learning rate",
+        ),
+        (
+            "name: tiny\ntraining: {tokens: 1000}\nmethods: [{name: loop, lr: [1, 2]}]",
+            "training.sweep_fraction=0.25: .* 250 tokens, .*; use more training.tokens, or give one",
+        ),
         (MINIMAL + "model: {checkpoint: x, hidden_size: 64}", "model.hidden_size cannot be given: model.checkpoint"),
         (MINIMAL + "model: {checkpoint: x}\ndata: {tokenizer: {bpe: 300}}", "data.tokenizer={'bpe': 300}: must be"),
     ],

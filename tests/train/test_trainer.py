@@ -257,6 +257,17 @@ def test_what_only_changes_speed_does_not_change_the_loss(recipe, data, tmp_path
     assert backends == ["inductor"] * {True: 1, "layers": 4, "graphs": 4}.get(training.get("compile"), 0)
 
 
+def test_latent_thoughts_train_compiled(recipe, data, folder, monkeypatch) -> None:
+    """Their tokens stop on their own, but not step by step: what is read of a method there they once did not have."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model=None, **options: real(model, backend="eager"))
+    options = recipe(model={"num_hidden_layers": 1}, tokens=64, compile="layers")
+    data = dataclasses.replace(data, validation=None)
+    method = MethodConfig("ponderlm3", {"depth": {"name": "ponderlm3", "thoughts": 1}})
+    result = train_run(options, method, seed=0, folder=folder, data=data)
+    assert result.steps == 1 and math.isfinite(result.train_loss)
+
+
 def test_compiled_layers_share_their_graphs(recipe, data) -> None:
     model = FathomForCausalLM(model_config(recipe(model={"num_hidden_layers": 3}), PONDERING, data.tokenizer))
     counter = torch._dynamo.testing.CompileCounter()

@@ -7,19 +7,19 @@ from fathom.caches.base import CacheMethod, CacheShape, CompressedCache
 from fathom.caches.channels import ChannelSets, load_channels, search_channels
 from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, rope_bands, train_codebooks
 from fathom.caches.compress import build_cache, cache_shape, compress, prefill
-from fathom.caches.fourier_attention import FourierAttention
-from fathom.caches.freqkv import FreqKV
-from fathom.caches.full import Full
-from fathom.caches.h2o import H2O
-from fathom.caches.kivi import KIVI
+from fathom.caches.methods.fourier_attention import FourierAttention
+from fathom.caches.methods.freqkv import FreqKV
+from fathom.caches.methods.full import Full
+from fathom.caches.methods.h2o import H2O
+from fathom.caches.methods.kivi import KIVI
+from fathom.caches.methods.scorer import Scored, register_scorer
+from fathom.caches.methods.snapkv import PyramidKV, SnapKV
+from fathom.caches.methods.streaming_llm import StreamingLLM
+from fathom.caches.methods.tova import TOVA
+from fathom.caches.methods.treekv import TreeKV
+from fathom.caches.methods.vqkv import VQKV
+from fathom.caches.methods.weightedkv import WeightedKV
 from fathom.caches.report import compression_report
-from fathom.caches.scorer import Scored, register_scorer
-from fathom.caches.snapkv import PyramidKV, SnapKV
-from fathom.caches.streaming_llm import StreamingLLM
-from fathom.caches.tova import TOVA
-from fathom.caches.treekv import TreeKV
-from fathom.caches.vqkv import VQKV
-from fathom.caches.weightedkv import WeightedKV
 from fathom.models.registry import nearest
 
 OURS = (TreeKV, WeightedKV, FreqKV, VQKV, FourierAttention)

@@ -12,9 +12,11 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -23,9 +25,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fathom.caches import versions
 from fathom.caches.rope import SlotRope
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import has_kernel
+
+
+def portion(ratio: float | Fraction, count: int) -> int:
+    """⌊ratio · count⌋, exact: the ratio is the decimal that one reads, so 0.7 of 90 are 63 (in floating point 62)."""
+    return math.floor(Fraction(str(ratio)) * count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,10 @@ class CacheShape:
     def token_bytes(self) -> int:
         """Bytes of one uncompressed token in one layer (all rows, keys and values)."""
         return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+    def wide_bytes(self) -> int:
+        """Bytes of a number that is kept in fp32 or wider: attention received, coefficients."""
+        return max(4, self.element_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +112,13 @@ class CacheMethod(ABC):
 
     def check_triton(self, model: PreTrainedModel, remedy: str) -> None:
         """Refuse attention="triton" where its kernels cannot run."""
-        if not has_kernel(model.device.type):
+        device = versions.execution_device(model)
+        if not has_kernel(device.type):
             installed = "missing" if find_spec("triton") is None else "installed"
             raise self.refuse(
                 "attention",
                 "triton",
-                f"it needs a CUDA device and the package triton; the model is on {model.device}, "
+                f"it needs a CUDA device and the package triton; the model is on {device}, "
                 f"triton is {installed}. {remedy[0].upper()}{remedy[1:]}",
             )
         if model.dtype == torch.float64:

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from fathom.caches.base import CacheMethod, CacheShape
-from fathom.caches.fourier_attention import FourierAttention
-from fathom.caches.freqkv import FreqKV
-from fathom.caches.full import Full
-from fathom.caches.h2o import H2O
-from fathom.caches.kivi import KIVI
-from fathom.caches.snapkv import PyramidKV, SnapKV
-from fathom.caches.streaming_llm import StreamingLLM
-from fathom.caches.tova import TOVA
-from fathom.caches.treekv import TreeKV
-from fathom.caches.vqkv import VQKV
-from fathom.caches.weightedkv import WeightedKV
+from fathom.caches.methods.fourier_attention import FourierAttention
+from fathom.caches.methods.freqkv import FreqKV
+from fathom.caches.methods.full import Full
+from fathom.caches.methods.h2o import H2O
+from fathom.caches.methods.kivi import KIVI
+from fathom.caches.methods.snapkv import PyramidKV, SnapKV
+from fathom.caches.methods.streaming_llm import StreamingLLM
+from fathom.caches.methods.tova import TOVA
+from fathom.caches.methods.treekv import TreeKV
+from fathom.caches.methods.vqkv import VQKV
+from fathom.caches.methods.weightedkv import WeightedKV
 
 
 @dataclasses.dataclass(frozen=True)

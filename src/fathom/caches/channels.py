@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fathom.caches import versions
-from fathom.caches.base import CacheShape
+from fathom.caches.base import CacheShape, portion
 from fathom.caches.compress import cache_shape
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops import fourier_coefficients as fourier
@@ -107,7 +107,7 @@ def default_channels(shape: CacheShape) -> ChannelSets:
     sides: list[list[tuple[int, ...]]] = [[], []]
     for ratios in paper_ratios(shape.layers):
         for side, ratio in zip(sides, ratios):
-            chosen = order[: int(ratio * shape.key_dim)]
+            chosen = order[: portion(ratio, shape.key_dim)]
             side.append(tuple(sorted(head * shape.key_dim + c for head in range(shape.kv_heads) for c in chosen)))
     return ChannelSets(tuple(sides[0]), tuple(sides[1]), shape.kv_heads, shape.key_dim)
 
@@ -149,7 +149,7 @@ def search_channels(
     sides: list[list[tuple[int, ...]]] = [[], []]
     for pair, chosen in zip(errors, ratios or paper_ratios(shape.layers)):
         for side, error, ratio in zip(sides, pair, chosen):
-            best = error.argsort(stable=True)[: int(ratio * len(error))]
+            best = error.argsort(stable=True)[: portion(ratio, len(error))]
             side.append(tuple(sorted(best.tolist())))
     name = versions.text_config(inner)._name_or_path
     return ChannelSets(tuple(sides[0]), tuple(sides[1]), shape.kv_heads, shape.key_dim, name, fingerprint(inner))
@@ -171,7 +171,7 @@ def flatten_heads(x: Tensor) -> Tensor:
 
 def channel_error(middle: Tensor, frequencies: int) -> Tensor:
     """MSE of every channel [M] after compression with Tw = its length and the affine repair."""
-    middle = middle.float()
+    middle = middle.to(torch.promote_types(middle.dtype, torch.float32))
     window = middle.shape[1]
     weight = fourier.weights("affine", frequencies, window, middle.dtype, middle.device)
     rebuilt = fourier.rebuild(fourier.transform(middle, frequencies, window), weight, 0, window, window)

@@ -66,16 +66,18 @@ class Codebooks:
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:
-    """Read codebooks; with `model`, check that they were made on it, and bring them to its device and dtype.
+    """Read codebooks; with `model`, check that they were made on it, and bring them to its layers' devices and dtype.
 
     Raises:
         OSError: the file cannot be read. ValueError: it is not a codebook file, or was made on another model.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"codebooks={os.fspath(path)!r}: no such file; make one with train_codebooks(model, …)")
-    device = "cpu" if model is None else str(next(model.parameters()).device)
     dtype = None if model is None else model.dtype
-    about, tensors = _read(os.fspath(path), Path(path).stat().st_mtime_ns, device, dtype)
+
+    file = os.fspath(path), Path(path).stat().st_mtime_ns
+    devices = ["cpu"] if model is None else [str(device) for device in versions.layer_devices(model)]
+    about, _ = _read(*file, devices[0], dtype)
     if about.get("format") != FORMAT:
         raise ValueError(f"codebooks={os.fspath(path)!r} is not a codebook file of this library (format {FORMAT})")
     if model is not None and about["fingerprint"] != fingerprint(model):
@@ -84,14 +86,17 @@ def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None
             f"{about['fingerprint']}), not on this model ({fingerprint(model)}), or by an older Fathom that "
             f"looked at fewer weights: run train_codebooks on it{HALF_PRECISION}"
         )
-    index = [0] * about["layers"] if about["share"] == "model" else range(about["layers"])
-    keys = tuple(tensors[f"keys.{layer}"] for layer in index)
-    values = tuple(tensors[f"values.{layer}"] for layer in index)
+    layers = range(about["layers"])
+    places = devices * len(layers) if model is None else devices
+    tables = [_read(*file, device, dtype)[1] for device in places]
+    index = [0] * len(layers) if about["share"] == "model" else layers
+    keys = tuple(held[f"keys.{layer}"] for held, layer in zip(tables, index))
+    values = tuple(held[f"values.{layer}"] for held, layer in zip(tables, index))
     names = about["share"], about["rope"], about["model"], about["fingerprint"]
     return Codebooks(keys, values, *names, tokens=about.get("tokens", 0))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         # read once for the process: training may come after inference
@@ -208,15 +213,15 @@ def learn_groups(
     counts = [max(1, end - start) for start, end in zip([0, *ends], ends)]
     while sum(counts) > stages:
         counts[counts.index(max(counts))] -= 1
-    books = x.new_zeros(stages, entries, width, dtype=torch.float32)
+    books = x.new_zeros(stages, entries, width, dtype=torch.promote_types(x.dtype, torch.float32))
     for dims, part in zip(groups, books.split(counts)):
         part[..., list(dims)] = learn(x[:, list(dims)], part.shape[0], entries, options)
     return books
 
 
 def learn(x: Tensor, stages: int, entries: int, options: CodebookTraining) -> Tensor:
-    """Codebooks [N,S,D] in fp32 for vectors x [n,D]."""
-    x = x.float()
+    """Codebooks [N,S,D] in fp32 or wider for vectors x [n,D]."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     generator = torch.Generator(device=x.device).manual_seed(options.seed)
     train = _residual_kmeans if options.init == "kmeans" else _train_simvq
     with without_autocast(x.device.type):
@@ -232,8 +237,8 @@ def _batch(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 def _train_simvq(x: Tensor, stages: int, entries: int, options: CodebookTraining, generator: torch.Generator) -> Tensor:
     width = x.shape[1]
-    table = torch.randn(stages, entries, width, generator=generator, device=x.device) / width**0.5
-    projection = torch.eye(width, device=x.device).repeat(stages, 1, 1)
+    table = torch.randn(stages, entries, width, generator=generator, device=x.device).to(x.dtype) / width**0.5
+    projection = torch.eye(width, device=x.device, dtype=x.dtype).repeat(stages, 1, 1)
     residual = _batch(x, options.batch, generator)
     for stage in range(stages):  # sizes from a first pass over one batch
         if options.init == "samples":
@@ -292,10 +297,11 @@ def _residual_kmeans(
 
 def residual_energy(x: Tensor, books: Tensor) -> list[float]:
     """‖r_i‖² / ‖x‖² after each stage: how much every codebook takes away."""
-    codes, residual, energy = encode(x, books), x.float(), []
+    codes, wide, energy = encode(x, books), torch.promote_types(x.dtype, torch.float32), []
+    residual = x = x.to(wide)
     for stage in range(books.shape[0]):
-        residual = residual - books[stage, codes[..., stage]].float()
-        energy.append((residual.square().sum() / x.float().square().sum()).item())
+        residual = residual - books[stage, codes[..., stage]].to(wide)
+        energy.append((residual.square().sum() / x.square().sum()).item())
     return energy
 
 

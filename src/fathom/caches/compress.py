@@ -12,18 +12,19 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from fathom.caches import versions
 from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, CompressedLayer, LayerContext, RowGroups
 from fathom.caches.rope import SlotRope
+from fathom.caches.trial import lent_attention, pads_are_exact, rotates_half_split
 
 ATTENTION = "fathom_cache"
 LOCK = threading.RLock()  # a model is looked at and bound by one thread at a time
@@ -39,12 +40,25 @@ class Forward(threading.local):
         self.length = self.seen = 0  # new tokens of this forward, and those before it
         self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        return Forward()  # a copied model is in no forward
+
+class Hook:
+    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models."""
+
+    def __init__(self, call: Callable[..., Any] | None):
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.call is None else self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (None,)
 
 
 class Binding:
     """One model under one method: the contexts of its compressed layers, and the forward that is under way."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in a copy of the model
 
     def __init__(self, model: nn.Module, method: CacheMethod):
         self.outer, self.method = model, method
@@ -61,6 +75,7 @@ class Binding:
             for index, layer in enumerate(compressed)
         }
         self.takes_positions = versions.takes_positions(self.model)
+        self.pads_are_exact = True  # until `compress` has tried
         self.forward = Forward()
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
@@ -113,9 +128,15 @@ class Binding:
             cache.groups.begin(given.get("attention_mask"), self.forward.length, seen=self.forward.seen)
             for layer in cache.compressed_layers():
                 layer.fused = True
-        if given.get("position_ids") is None and self.takes_positions:
+        if given.get("position_ids") is None:
             positions = self._positions(given.get("attention_mask"), tokens)
-            kwargs = kwargs if positions is None else {**kwargs, "position_ids": positions}
+            if positions is not None and self.pads_are_exact and self.takes_positions:
+                kwargs = {**kwargs, "position_ids": positions}
+            elif positions is not None and not self.pads_are_exact and self._pads(given.get("attention_mask")):
+                raise ValueError(
+                    f"attention_mask has pads on the left, and {type(self.model).__name__} counts positions in its own "
+                    "way, so that a padded row would not be the row alone: give rows of one length, or one at a time"
+                )
         return kwargs
 
     def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -127,6 +148,13 @@ class Binding:
         if mask is None or mask.ndim != 2:
             return None
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -forward.length :]
+
+    def _pads(self, mask: Tensor | None) -> bool:
+        """Whether a row of this forward begins later than another."""
+        if self.forward.cache is not None:
+            groups = self.forward.cache.groups
+            return any(before + pads for before, pads in zip(groups.before, groups.pads))
+        return mask is not None and bool((mask[:, -self.forward.length] == 0).any())
 
     def close(self) -> None:
         forward = self.forward
@@ -208,22 +236,20 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
                     f"{previous!r}",
                     stacklevel=3,
                 )
-            AttentionInterface.register(ATTENTION, _attention)
+            binding.pads_are_exact = pads_are_exact(inner, _mask)
             AttentionMaskInterface.register(ATTENTION, _mask)
             for module in {id(m): m for m in (model, inner, inner.base_model) if _has_forward(m)}.values():
-                handle = module.register_forward_pre_hook(_before(binding), with_kwargs=True)
+                handle = module.register_forward_pre_hook(Hook(_before(binding)), with_kwargs=True)
                 stack.callback(handle.remove)
-                handle = module.register_forward_hook(_after(binding), with_kwargs=True, always_call=True)
+                handle = module.register_forward_hook(Hook(_after(binding)), with_kwargs=True, always_call=True)
                 stack.callback(handle.remove)
             for module in binding.modules:
                 object.__setattr__(module, "_fathom_binding", binding)
                 stack.callback(module.__dict__.pop, "_fathom_binding", None)
                 if module.layer_idx in binding.contexts and binding.contexts[module.layer_idx].rope is not None:
-                    handle = module.register_forward_pre_hook(_without_rotation(binding), with_kwargs=True)
+                    handle = module.register_forward_pre_hook(Hook(_without_rotation(binding)), with_kwargs=True)
                     stack.callback(handle.remove)
-            for config in versions.configs(inner):  # the parts of a multimodal model may each have another
-                stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-            inner.set_attn_implementation(ATTENTION)
+            stack.enter_context(lent_attention(inner, ATTENTION, _attention))
         yield model
 
 
@@ -238,7 +264,7 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
     """
     modules = versions.attention_modules(versions.causal_lm(model))
     with LOCK:
-        under = next((m.__dict__["_fathom_binding"] for m in modules if "_fathom_binding" in m.__dict__), None)
+        under = next((found for found in map(_binding, modules) if found is not None), None)
         binding = under if under is not None and under.method == method else Binding(model, method)
     return binding.new_cache(equal_rows=equal_rows)
 
@@ -284,9 +310,16 @@ def prefill(
     return output
 
 
+def _binding(module: nn.Module) -> Binding | None:
+    """What an attention module is bound to under `compress`; None outside, and in a copied model."""
+    return module.__dict__.get("_fathom_binding")
+
+
 def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], compressed: list[int]) -> None:
     family = type(model).__name__
-    if any("_fathom_binding" in module.__dict__ for module in modules):
+    if versions.execution_device(model).type == "meta":
+        raise ValueError(f"{family} is on the meta device: load the weights first")
+    if any(_binding(module) is not None for module in modules):
         raise ValueError(f"{family} is under compress already: leave that context first")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{family} is an encoder-decoder: caches compress decoder-only models")
@@ -297,6 +330,10 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
     if versions.keeps_latents(model):
         raise ValueError(
             f"{family} keeps latents instead of keys and values, a compressed cache already: use it as it is"
+        )
+    if width := versions.varying_width(model):
+        raise ValueError(
+            f"{family} has layers of different {width}: caches compress layers of one shape; use the full cache"
         )
     if named := versions.changes_scores(modules):
         raise ValueError(
@@ -329,12 +366,13 @@ def _ropes(
         raise ValueError(
             f"{type(method).__name__} stores unrotated keys, but {family} has no rotary positions: {remedy}"
         )
-    rope, depth = SlotRope(rotary, versions.rope_type(model)), versions.depth(model)
+    kind, depth = versions.rope_type(model), versions.depth(model)
+    if not kind:
+        return {}
+    rope = SlotRope(rotary, kind)
     by_layer = {module.layer_idx: module for module in modules}
     try:
-        return {
-            layer: rope for layer in compressed if versions.rotates_half_split(by_layer[layer % depth], rotary, model)
-        }
+        return {layer: rope for layer in compressed if rotates_half_split(by_layer[layer % depth], rotary, model)}
     except ValueError as error:
         raise ValueError(
             f"{type(method).__name__} stores unrotated keys, but {family} does not rotate in the half-split way "
@@ -420,7 +458,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: a state's `attend` for compressed layers, SDPA for the others."""
-    binding: Binding | None = module.__dict__.get("_fathom_binding")
+    binding = _binding(module)
     ours = isinstance(key, CompressedLayer)
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathom.caches.base import CacheMethod
+from fathom.caches.base import CacheMethod, portion
 from fathom.caches.compress import compress, prefill
 from fathom.caches.report import compression_report
-from fathom.caches.versions import CACHE_NAME
+from fathom.caches.versions import CACHE_NAME, execution_device
 
 
 def check_chunk(method: CacheMethod, chunk: int) -> None:
@@ -51,7 +51,8 @@ def perplexity(
             out = model(input_ids=part, use_cache=True, **{CACHE_NAME: cache})
             cache = out[CACHE_NAME]
             targets = input_ids[:, start + 1 : start + 1 + part.shape[1]]
-            logits = out.logits[:, : targets.shape[1]].float()
+            logits = out.logits[:, : targets.shape[1]]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
     loss = torch.cat(losses, dim=1).cpu()
     report = compression_report(cache)  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, se
     if room < 0 or not ids:
         raise ValueError(f"tokens={tokens}: use at least {tokens - room}, and some filler text")
     ids = (ids * (room // len(ids) + 1))[:room]
-    cut = int(depth * room)
+    cut = portion(depth, room)
     return begin + ids[:cut] + needle + ids[cut:]
 
 
@@ -144,7 +145,7 @@ def grid(
             for i in range(len(depths))
         ]
         rows = [hidden(task, tokenizer, filler, length, d, secret) for d, secret in zip(depths, secrets)]
-        contexts = torch.tensor(rows, device=next(model.parameters()).device)
+        contexts = torch.tensor(rows, device=execution_device(model))
         answers = [f" {secret}" for secret in secrets]
         hits = retrieval(model, tokenizer, contexts, TASKS[task][1], answers, method_at(length), chunk)
         cells[str(length)] = dict(zip((str(depth) for depth in depths), hits))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from fathom.caches import versions
 from fathom.caches.base import LayerContext
 from fathom.caches.compress import cache_shape, compress
-from fathom.caches.full import Full, FullState
+from fathom.caches.methods.full import Full, FullState
 from fathom.caches.rope import SlotRope
 from fathom.ops.cached_attention import causal_attention
 
@@ -80,9 +81,11 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     shape = cache_shape(model)
     digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())
-    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment, union-attr]
-    layers = [parameter for parameter in versions.decoder(model).parameters() if parameter is not embedding]
-    for weights in (embedding[:EMBEDDINGS], *layers):
-        numbers = weights.detach().flatten()[:: max(1, weights.numel() // SAMPLES)].to("cpu", torch.bfloat16)
+    embedding, decoder = model.get_input_embeddings(), versions.decoder(model)
+    rows = next(versions.weights(embedding))[:EMBEDDINGS]  # type: ignore[arg-type]
+    names = [parameter is embedding.weight for parameter in decoder.parameters()]  # type: ignore[union-attr]
+    layers = (weight for is_embedding, weight in zip(names, versions.weights(decoder)) if not is_embedding)
+    for weight in itertools.chain([rows], layers):
+        numbers = weight.flatten()[:: max(1, weight.numel() // SAMPLES)].to("cpu", torch.bfloat16)
         digest.update(numbers.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

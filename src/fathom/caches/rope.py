@@ -48,5 +48,6 @@ class SlotRope:
         with torch.inference_mode(False), torch.no_grad():  # kept, and training may come after inference
             positions = torch.arange(size, device=like.device).unsqueeze(0)
             made = versions.rotary_tables(rotary, like, positions)
+            made = made[0].to(like.device), made[1].to(like.device)  # the layers of a model may be on several
         self.tables[place] = made  # not read again: another thread may have put its own there
         return made

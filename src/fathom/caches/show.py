@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fathom.caches.base import CacheMethod
 from fathom.caches.compress import compress, prefill
-from fathom.caches.slots import tracking
+from fathom.caches.token_budget import tracking
 from fathom.caches.versions import CACHE_NAME
 
 

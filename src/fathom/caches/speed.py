@@ -18,11 +18,11 @@ from transformers import StaticCache
 from fathom.caches import versions
 from fathom.caches.base import CacheMethod, CompressedCache, CompressedLayer, concat
 from fathom.caches.compress import cache_shape, compress, prefill
-from fathom.caches.fourier_attention import FourierState
-from fathom.caches.full import Full, FullState
-from fathom.caches.kivi import KIVIState
+from fathom.caches.methods.fourier_attention import FourierState
+from fathom.caches.methods.full import Full, FullState
+from fathom.caches.methods.kivi import KIVIState
+from fathom.caches.methods.vqkv import VQState
 from fathom.caches.versions import CACHE_NAME
-from fathom.caches.vqkv import VQState
 from fathom.ops.cached_attention import causal_attention
 
 PART = 2048  # tokens that are filled in at a time
@@ -44,7 +44,7 @@ class BufferState(FullState):
 def fill(cache: CompressedCache, model: nn.Module, batch: int, tokens: int) -> None:
     """Put `tokens` random tokens into every compressed layer, as if they had been read."""
     config = versions.text_config(versions.causal_lm(model))
-    device, dtype = next(model.parameters()).device, versions.causal_lm(model).dtype
+    device, dtype = versions.execution_device(model), versions.causal_lm(model).dtype
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -138,7 +138,7 @@ def decode_speed(
     exactly its tokens). With `graph` the step is one CUDA graph. A cache that grows cannot replay its graph in use:
     such a row (`grows`) is the device's time for one step at this length.
     """
-    device = next(model.parameters()).device
+    device = versions.execution_device(model)
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, device=device)
     known: CacheMethod = Full() if isinstance(method, str) else method
@@ -178,7 +178,7 @@ def build_cache_for(model: nn.Module, method: CacheMethod) -> CompressedCache:
 
 
 def _fill_static(cache: StaticCache, model: Any, batch: int, context: int) -> None:
-    config, device = versions.text_config(model), next(model.parameters()).device
+    config, device = versions.text_config(model), versions.execution_device(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = config.num_key_value_heads
     cache.early_initialization(batch, heads, width, model.dtype, device)
@@ -240,7 +240,7 @@ def first_token(
     warm: int = 2,
 ) -> dict[str, Any]:
     """Seconds from a prompt of random tokens to its first logits, read in chunks of `chunk`, and the peak memory."""
-    device = next(model.parameters()).device
+    device = versions.execution_device(model)
     vocabulary = versions.text_config(versions.causal_lm(model)).vocab_size
     ids = torch.randint(1, vocabulary, (batch, context), device=device)
     cuda = device.type == "cuda"

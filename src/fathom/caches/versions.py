@@ -11,22 +11,20 @@ pass.
 
 from __future__ import annotations
 
-import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from fathom.models.hf_versions import CACHE_NAME, cache_config
-from fathom.ops.rotary import rotate
 
 __all__ = ["CACHE_NAME", "CACHE_NAMES", "attention_modules", "causal_lm", "rotary_tables", "stock_layers"]
 
 CACHE_NAMES = ("cache", "past_key_values")
-SPY = "fathom_spy"  # attention that only notes its keys
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -43,6 +41,44 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
+def execution_device(module: nn.Module) -> torch.device:
+    """Where the first parameter is computed with: its device, or for offloaded weights that of accelerate's hook."""
+    hooked = None
+    for part in module.modules():
+        devices = [getattr(hook, "execution_device", None) for hook in offload_hooks(part)]
+        hooked = next((device for device in devices if device is not None), hooked)
+        for parameter in part.parameters(recurse=False):
+            return torch.device(hooked) if parameter.is_meta and hooked is not None else parameter.device
+    return torch.device("cpu")
+
+
+def offload_hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks on this module, which fetch its weights before its forward."""
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", [] if hook is None else [hook]))
+
+
+def weights(module: nn.Module) -> Iterator[Tensor]:
+    """The numbers of `module.parameters()`; those that are offloaded are fetched one at a time.
+
+    Raises:
+        ValueError: a weight on the meta device that nobody can fetch.
+    """
+    for name, parameter in module.named_parameters():
+        yield _fetched(module, name) if parameter.is_meta else parameter.detach()
+
+
+def _fetched(module: nn.Module, name: str) -> Tensor:
+    path = name.split(".")
+    for depth in reversed(range(len(path))):  # held by its own module, or by one around it
+        leaf = ".".join(path[depth:])
+        for hook in offload_hooks(module.get_submodule(".".join(path[:depth]))):
+            held = getattr(hook, "weights_map", None)
+            if held is not None and leaf in held:
+                return held[leaf]
+    raise ValueError(f"{name} is on the meta device: load the weights first")
+
+
 def stock_layers(model: PreTrainedModel) -> list[Any]:
     """transformers' own empty cache layers for this model, one per decoder layer (and pass, on Fathom's models)."""
     config = text_config(model)
@@ -52,6 +88,13 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
 def depth(model: PreTrainedModel) -> int:
     """Decoder layers of one pass."""
     return text_config(model).num_hidden_layers
+
+
+def layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where each full-attention layer computes."""
+    by_layer = {module.layer_idx: execution_device(module) for module in attention_modules(model)}
+    full = [index for index, layer in enumerate(stock_layers(model)) if is_full_attention(layer)]
+    return [by_layer[index % depth(model)] for index in full]
 
 
 def is_full_attention(layer: Any) -> bool:
@@ -69,6 +112,12 @@ def shares_keys(model: PreTrainedModel) -> bool:
 def keeps_latents(model: PreTrainedModel) -> bool:
     """Whether the cache holds what keys and values are made from (multi-head latent attention: DeepSeek)."""
     return getattr(text_config(model), "kv_lora_rank", None) is not None
+
+
+def varying_width(model: PreTrainedModel) -> str:
+    """The width of a layer's cache that differs from layer to layer (Gemma 4), as the config names it; else ""."""
+    varying = getattr(getattr(text_config(model), "_heterogeneity_spec", None), "per_layer_attributes", ())
+    return next((name for name in ("head_dim", "v_head_dim", "num_key_value_heads") if name in varying), "")
 
 
 def changes_scores(modules: list[Any]) -> str:
@@ -133,11 +182,11 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 
 
 def rope_type(model: PreTrainedModel) -> str:
-    """RoPE type of the full-attention layers, as in `rope_parameters`."""
+    """RoPE type of the full-attention layers, as in `rope_parameters`; "" where they have no positions (Beam)."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     if "full_attention" in parameters:
         parameters = parameters["full_attention"]
-    return parameters.get("rope_type", "default")
+    return "" if parameters is None else parameters.get("rope_type", "default")
 
 
 def rotary_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,47 +194,3 @@ def rotary_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[T
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         return rotary(like, positions, layer_type="full_attention")
     return rotary(like, positions)
-
-
-@torch.no_grad()
-def rotates_half_split(module: nn.Module, rotary: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether this attention rotates its keys, tried on random hidden states. False: a layer without positions (NoPE).
-
-    Raises:
-        ValueError: it rotates them in another way than `ops.rotary` (half-split), or not as its last step.
-    """
-    if type(module).__module__.startswith("fathom."):  # calls ops.rotary itself
-        if getattr(module, "k_norm_after_rotation", False):
-            raise ValueError("keys are normalised after the rotation")
-        return True
-    hidden = torch.randn(1, 3, text_config(model).hidden_size, generator=torch.Generator().manual_seed(0))
-    hidden = hidden.to(next(module.parameters()).device, model.dtype)
-    cos, sin = rotary_tables(rotary, hidden, torch.tensor([[0, 1, 5]], device=hidden.device))
-    try:
-        plain = _keys(module, hidden, (torch.ones_like(cos), torch.zeros_like(sin)))
-        turned = _keys(module, hidden, (cos, sin))
-        expected = rotate(plain, cos, sin)
-    except Exception as error:  # another signature, or tables of another width
-        raise ValueError("its attention does not take tables of cosines and sines") from error
-    near = 0.03 * plain.abs().max().item()  # rounding of 16-bit types is less, another rotation far more
-    for keys, answer in ((expected, True), (plain, False)):
-        if torch.allclose(turned, keys, rtol=0, atol=near):
-            return answer
-    raise ValueError("keys are not rotated half-split")
-
-
-def _keys(module: Any, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """The keys [1,G,3,D] that an attention module hands to its attention function."""
-    held: list[Tensor] = []
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        held.append(key)
-        return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
-
-    AttentionInterface.register(SPY, attend)
-    probe = copy.copy(module)  # with a config of its own: forwards of other threads read the module's
-    probe.__dict__.pop("forward", None)  # a wrapped one (accelerate) would call the module
-    probe.config = copy.copy(module.config)
-    probe.config._attn_implementation_internal = SPY
-    probe(hidden_states=hidden, position_embeddings=tables, attention_mask=None)
-    return held[0]

@@ -28,9 +28,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from fathom.depth.base import Counts
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import build_options, lookup
+from fathom.models.method import Counts
+from fathom.models.registry import SECTIONS, build_options, lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,13 @@ class FlopTerms:
 
 
 def method_counts(config: FathomConfig, ran: Sequence[float] | None = None) -> dict[str, Counts]:
-    """`Counts` of the three sections of the config: depth, mixer, residual.
+    """`Counts` of the method of every section of the config.
 
     `ran`: of a depth method whose tokens stop on their own, the measured share of tokens that run step 0, 1, …
     (`evaluate.steps_run`); None: all run all. Raises ValueError for shares that cannot be, and for other methods.
     """
     counts = {}
-    for registry in ("depth", "mixer", "residual"):
+    for registry in SECTIONS:
         method: Any = lookup(registry, getattr(config, registry)["name"])
         options = build_options(registry, getattr(config, registry))
         if registry != "depth" or ran is None:
@@ -105,16 +105,15 @@ def forward_flops_per_token(
         ValueError: sequence_length below 1; `ran` does not fit the config.
     """
     counts = method_counts(config, ran)
+    if parallel and counts["depth"].parallel is not None:
+        counts["depth"] = counts["depth"].parallel
+    return flop_terms(config, counts, sequence_length, causal)
+
+
+def flop_terms(config: FathomConfig, counts: dict[str, Counts], sequence_length: int, causal: bool) -> FlopTerms:
+    """The equation of this module's docstring, of the methods' counts by section."""
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
-    if parallel and depth.parallel is not None:
-        depth = depth.parallel
-    return flop_terms(config, depth, mixer, residual, sequence_length, causal)
-
-
-def flop_terms(
-    config: FathomConfig, depth: Counts, mixer: Counts, residual: Counts, sequence_length: int, causal: bool
-) -> FlopTerms:
-    """The equation of this module's docstring."""
+    positions, feed_forward = counts["positions"], counts["feed_forward"]
     slots, layers = sum(n * times for n, times in depth.forwards.items()), config.num_hidden_layers
     repeats = slots / depth.passes  # mixers and topologies count all passes of one slot
     norms = slots if depth.final_norms is None else depth.final_norms
@@ -122,16 +121,19 @@ def flop_terms(
         keys = depth.keys * mean_keys(sequence_length, causal)
     else:
         keys = sum(times * n * mean_keys(n * sequence_length, causal) for n, times in depth.forwards.items())
-    scores = config.num_attention_heads * keys  # per layer
+    scores = heads_seen(config) * keys  # per layer
     layers_elementwise = layers * (slots * block_elementwise(config) + (5 + depth.biased) * scores)
+    layers_elementwise += slots * (positions.elementwise + feed_forward.elementwise)
     methods = repeats * (mixer.elementwise + residual.elementwise) + depth.elementwise
     embedding = 0 if config.embed_scale == 1.0 else config.hidden_size
-    per_norm = norm_elementwise(config, config.hidden_size) + config.hidden_size * (config.positions == "learned")
+    place: Any = lookup("positions", config.positions["name"])
+    added = place.added(config, build_options("positions", config.positions))
+    per_norm = norm_elementwise(config, config.hidden_size) + added
     return FlopTerms(
-        linear=slots * layers * 2 * block_weights(config),
+        linear=slots * (layers * 2 * attention_weights(config) + feed_forward.matmul),
         attention=layers * 4 * config.head_dim * scores,
         head=depth.heads * 2 * config.hidden_size * config.vocab_size,
-        method=depth.matmul + repeats * (mixer.matmul + residual.matmul),
+        method=depth.matmul + repeats * (mixer.matmul + residual.matmul) + slots * positions.matmul,
         elementwise=layers_elementwise + norms * per_norm + embedding + methods,
     )
 
@@ -158,7 +160,7 @@ def training_flops_per_token(
     slots, product = sum(n * times for n, times in depth.forwards.items()), forward.matmul
     layers = forward.linear + forward.attention
     if depth.no_gradient is not None:
-        without = flop_terms(config, depth.no_gradient, mixer, residual, sequence_length, causal)
+        without = flop_terms(config, {**counts, "depth": depth.no_gradient}, sequence_length, causal)
         slots -= sum(n * times for n, times in depth.no_gradient.forwards.items())
         product -= without.matmul
         layers -= without.linear + without.attention
@@ -170,8 +172,8 @@ def training_flops_per_token(
     if gradient_checkpointing:
         recomputed += layers
         if not config.residual_dropout:
-            skipped = slots * config.num_hidden_layers - repeats * residual.recomputed_outputs
-            recomputed -= skipped * 2 * config.hidden_size * config.intermediate_size
+            skipped = slots - repeats * residual.recomputed_outputs / config.num_hidden_layers
+            recomputed -= skipped * counts["feed_forward"].last_matmul
     return forward.matmul + 2 * product + recomputed
 
 
@@ -182,30 +184,32 @@ def mean_keys(sequence_length: float, causal: bool) -> float:
     return (sequence_length + 1) / 2 if causal else sequence_length
 
 
-def block_weights(config: FathomConfig) -> int:
-    """Weights of one layer's linear maps: queries and output d·H·D each, keys and values d·G·D each, the MLP."""
-    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    mlp = (3 if config.gated_mlp else 2) * config.intermediate_size
-    return config.hidden_size * (attention + mlp)
+def heads_seen(config: FathomConfig) -> int:
+    """Query heads that attention sees: the projected ones, times what the positions make of each."""
+    method: Any = lookup("positions", config.positions["name"])
+    return config.num_attention_heads * method.heads(build_options("positions", config.positions))
 
 
-def block_biases(config: FathomConfig) -> int:
-    """Biases of one layer's linear maps; each is one addition per token."""
+def attention_weights(config: FathomConfig) -> int:
+    """Weights of one layer's attention: queries d·H·D, output d·D·(heads that attention sees), keys and values d·G·D
+    each."""
+    heads = config.num_attention_heads + heads_seen(config) + 2 * config.num_key_value_heads
+    return config.hidden_size * config.head_dim * heads
+
+
+def attention_biases(config: FathomConfig) -> int:
+    """Biases of one layer's attention; each is one addition per token."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    hidden = config.hidden_size * config.attention_output_bias
-    mlp = config.hidden_size + (2 if config.gated_mlp else 1) * config.intermediate_size
-    return heads * config.head_dim * config.attention_bias + hidden + mlp * config.mlp_bias
+    return heads * config.head_dim * config.attention_bias + config.hidden_size * config.attention_output_bias
 
 
 def block_elementwise(config: FathomConfig) -> int:
-    """Elementwise FLOPs of one layer and token, without attention's scores and the residual topology."""
+    """Elementwise FLOPs of one layer and token, without attention's scores, positions, the feed-forward network and the
+    residual topology."""
     d, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    work = 2 * norm_elementwise(config, d) + block_biases(config)
+    work = 2 * norm_elementwise(config, d) + attention_biases(config)
     if config.qk_norm:
         work += heads * norm_elementwise(config, config.head_dim)
-    if config.positions == "rotary":
-        work += heads * 3 * int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
-    work += config.intermediate_size * (2 if config.gated_mlp else 1)  # activation, and the product with `up`
     return work + (d if config.parallel_residual else 0)  # attention + MLP, before the topology adds their sum
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fathom.cost.flops import block_biases, block_weights, method_counts
+from fathom.cost.flops import attention_biases, attention_weights, method_counts
 from fathom.models.configuration import FathomConfig
 
 
@@ -27,12 +27,12 @@ def parameter_counts(config: FathomConfig) -> ParameterCounts:
     d, layers = config.hidden_size, config.num_hidden_layers
     norm = 2 if config.norm == "layernorm" else 1  # gain, and shift
     qk_norm = 2 * norm * config.head_dim if config.qk_norm else 0
-    block = block_weights(config) + block_biases(config) + 2 * norm * d + qk_norm
-    methods = sum(counts.parameters for counts in method_counts(config).values())
-    non_embedding = layers * block + norm * d + methods
+    block = attention_weights(config) + attention_biases(config) + 2 * norm * d + qk_norm
+    methods = {section: counts.parameters for section, counts in method_counts(config).items()}
+    positions = methods.pop("positions")
+    non_embedding = layers * block + norm * d + sum(methods.values())
     tables = config.vocab_size * (1 if config.tie_word_embeddings else 2)
-    positions = config.max_position_embeddings if config.positions == "learned" else 0
-    return ParameterCounts(total=non_embedding + d * (tables + positions), non_embedding=non_embedding)
+    return ParameterCounts(total=non_embedding + d * tables + positions, non_embedding=non_embedding)
 
 
 @dataclasses.dataclass(frozen=True)

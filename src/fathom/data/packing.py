@@ -149,7 +149,8 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
     within a buffer of `config.shuffle_buffer` by (seed, pass). The order is a function of these alone: a resumed run
     gets it back by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks. One endless epoch,
     because the Trainer takes all steps of a stream for one epoch when it skips. With W data-loader workers each takes
-    every W-th document, so that the order also depends on W.
+    every W-th document and they fill batches in turn, so that the order also depends on W and, from two workers on, on
+    how many processes share a batch.
     """
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig) -> None:

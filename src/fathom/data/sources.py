@@ -84,7 +84,7 @@ class Source:
             elif kind.startswith(".jsonl"):
                 yield from self._read_jsonl(file, stream)
             else:
-                yield _decode(stream.read(), file)
+                yield decode(stream.read(), file)
 
     def _read_jsonl(self, file: Path, stream: BufferedReader) -> Iterator[str]:
         decompress: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower())
@@ -94,7 +94,7 @@ class Source:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        row = json.loads(_decode(line, file, offset, number))
+                        row = json.loads(decode(line, file, offset, number))
                     except json.JSONDecodeError as error:
                         raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
                     yield self._text(row, f"{file}, line {number}")
@@ -109,9 +109,9 @@ class Source:
             raise ValueError(f"{file}: damaged or truncated Parquet file ({error})") from None
         if self.text_field not in table.schema_arrow.names:
             raise ValueError(self._no_field(str(file), table.schema_arrow.names))
-        for batch in table.iter_batches(columns=[self.text_field]):
-            for row in batch.to_pylist():
-                yield self._text(row, str(file))
+        batches = table.iter_batches(columns=[self.text_field])
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield self._text(row, f"{file}, row {number}")
 
     def _read_hub(self) -> Iterator[str]:
         parts = _HUB_NAME.fullmatch(self.name)
@@ -125,8 +125,8 @@ class Source:
                 f"data.{self.argument}={self.name!r}: no such file here, and no Hugging Face data set could be opened "
                 f"under this name with split {self.split!r} ({type(error).__name__}: {error})"
             ) from error
-        for row in rows:
-            yield self._text(row, self.name)
+        for number, row in enumerate(rows, start=1):
+            yield self._text(row, f"{self.name}, row {number}")
 
     def _text(self, row: Any, where: str) -> str:
         if not isinstance(row, dict) or self.text_field not in row:
@@ -136,6 +136,11 @@ class Source:
             return ""
         if not isinstance(text, str):
             raise ValueError(f"{where}: field {self.text_field!r} holds {type(text).__name__}, not text")
+        if "\0" in text:
+            raise ValueError(
+                f"{where}: field {self.text_field!r} has a NUL character at offset {text.index(chr(0))}, which is no "
+                "text: remove it"
+            )
         return text
 
     def _no_field(self, where: str, found: list[str]) -> str:
@@ -158,13 +163,19 @@ def _opened(file: Path, source: Source) -> BufferedReader:
         raise type(error)(f"data.{source.argument}={source.name!r}: cannot read {file} ({error.strerror})") from None
 
 
-def _decode(raw: bytes, file: Path, offset: int = 0, line: int = 1) -> str:
-    """UTF-8 text without a byte-order mark. `raw` begins at byte `offset`, in line `line`, of the decompressed file."""
+def decode(raw: bytes, file: str | Path, offset: int = 0, line: int = 1) -> str:
+    """UTF-8 text without a byte-order mark. `raw` begins at byte `offset`, in line `line`, of the decompressed file.
+
+    Raises ValueError that says at which byte and line it is not UTF-8, or NUL, which no text has.
+    """
     try:
-        return raw.decode("utf-8-sig")
+        text, at = raw.decode("utf-8-sig"), raw.find(b"\0")
     except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
-        raise ValueError(
-            f"{file}: not UTF-8 at byte {offset + error.start} (0x{raw[error.start]:02x}, line {line}): "
-            "convert the file to UTF-8"
-        ) from None
+        text, at = "", error.start
+    if at < 0:
+        return text
+    what, remedy = "not UTF-8", "convert the file to UTF-8"
+    if raw[at] == 0:
+        what, remedy = "NUL", "remove it; if the file is UTF-16, convert it to UTF-8"
+    line += raw.count(b"\n", 0, at)
+    raise ValueError(f"{file}: {what} at byte {offset + at} (0x{raw[at]:02x}, line {line}): {remedy}")

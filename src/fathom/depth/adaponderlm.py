@@ -19,18 +19,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number, check_range
+from fathom.depth.base import (
+    Counts,
+    DepthMethod,
+    DepthOutput,
+    check_choice,
+    check_number,
+    check_range,
+    reads_earlier_passes,
+)
 from fathom.depth.halting import CollapseWatch, Score, check_mean_passes, scheduled_passes
 from fathom.models.registry import register
-from fathom.models.step_cache import replaced_segments
-from fathom.models.step_tokens import Chosen
+from fathom.models.steps.cache import replaced_segments
+from fathom.models.steps.tokens import Chosen
 
 CLAMP_BELOW = 2.0  # logits under the threshold's, where the penalty ends
 
@@ -68,6 +76,7 @@ class AdaPonderLM(DepthMethod):
         {"steps": 2, "halting": "uniform", "mean_passes": 2.3},
     )
     adaptive = True
+    replaces = True
     identity = {"steps": 0, "scale_embeds": None}  # noqa: RUF012
 
     @dataclasses.dataclass(frozen=True)
@@ -159,20 +168,21 @@ class AdaPonderLM(DepthMethod):
         return super().unsupported(config, options)
 
     @classmethod
-    def refuse_checkpoint(cls, stored: dict[str, Any], options) -> str | None:
-        if stored["name"] != "pondering":
+    def refuse_checkpoint(cls, stored, given) -> str | None:
+        """Of a PonderLM checkpoint: with open gates it must stay the function it was."""
+        before, now = stored.depth, given.depth
+        if before["name"] != "pondering":
             return None
-        wanted = {
-            **{name: getattr(options, name) for name in ("steps", "accumulate", "premultiply_steps", "top_k")},
-            "feedback": "mixture",
-            "temperature": 1.0,
-        }
-        for name, value in wanted.items():
-            if stored.get(name, value) != value:
-                remedy = (
-                    f"set {name}={stored[name]!r}" if name in cls.Options.__annotations__ else "it cannot be continued"
-                )
-                return f"it was trained with depth 'pondering', {name}={stored[name]!r}, not {value!r}; {remedy}"
+        same = ("steps", "accumulate", "premultiply_steps", "top_k")
+        for name, value in {**{name: now[name] for name in same}, "feedback": "mixture", "temperature": 1.0}.items():
+            if before.get(name, value) != value:
+                remedy = f"set {name}={before[name]!r}" if name in same else "it cannot be continued"
+                return f"it was trained with depth 'pondering', {name}={before[name]!r}, not {value!r}; {remedy}"
+        if reads_earlier_passes(given, before):
+            return (
+                f"it was trained with mixer={given.mixer['name']!r}, whose layers read earlier passes, and here they "
+                "read their own pass alone; continue it as depth 'pondering', or change the mixer"
+            )
         return None
 
     @property
@@ -252,25 +262,6 @@ class AdaPonderLM(DepthMethod):
         return DepthOutput(out, losses, {"passes": passes})
 
     scores = property(lambda self: self.gates)
-    takes_turns = property(lambda self: self.options.gates > 0 and self.options.freeze_readout)
-    replaces = True
-
-    def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input of a token's first pass, and what its turns carry: that input, and its latest one."""
-        embeddings = embeddings * self.options.steps if self.options.premultiply_steps else embeddings
-        return embeddings, (embeddings, embeddings)
-
-    def take_turn(self, h, step, carry, vocabulary):
-        """After pass `step` of every row's own token: who goes on, with what input and carry, and the output if not."""
-        first, latest = carry
-        logits = torch.stack([gate(h) for gate in self.gates])
-        logit = logits.gather(0, step.clamp(max=self.options.steps - 1)[None, :, None])[0]
-        goes_on = (logit >= self.options.threshold_logit) & (step[:, None] < self.options.steps)
-        thought = vocabulary.mixture(h, top_k=self.options.top_k)
-        latest = torch.addcmul(
-            latest if self.options.accumulate else first, logit.sigmoid().to(h.dtype)[..., None], thought
-        )
-        return goes_on[:, 0], latest, (first, latest), h
 
     def planned(self, stack) -> Tensor | None:
         """The number of passes of every token, where a schedule decides."""

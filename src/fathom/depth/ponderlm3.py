@@ -19,7 +19,7 @@ sweeps, each pass under the mask of the one before:
     y, s = F(interleave(st); w);   logits = W_out Σ_k s_k y_k
 
 exact after J = K·(T−1) sweeps. Gradients flow through every pass, the mask and the mixture. The loss adds a penalty on
-E[k] = Σ_k k·s_k = Σ_{k≥1} w_k, the thoughts a token is expected to take.
+E[k] = Σ_k k·s_k = Σ_{k≥1} w_k, the thoughts a token is expected to take, averaged over the tokens that have a target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
@@ -47,6 +47,7 @@ from fathom.depth.ponderlm2 import (
 from fathom.models.registry import register
 from fathom.models.slots import interleave
 from fathom.ops.biased_attention import MASKED
+from fathom.ops.cross_entropy import IGNORE
 
 SMALLEST = 1e-30  # w is clamped here before its logarithm: far below any τ, and finite in fp32
 
@@ -213,7 +214,7 @@ class PonderLM3(DepthMethod):
             outputs.append(mixed.to(h.dtype))
             shares.append(s)
             runs.append(run)
-        return self.output(torch.cat(outputs, dim=1), torch.cat(shares, dim=1), torch.cat(runs, dim=1), real)
+        return self.output(torch.cat(outputs, dim=1), torch.cat(shares, dim=1), torch.cat(runs, dim=1))
 
     def jacobi(self, stack, embeddings) -> DepthOutput:
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
@@ -257,18 +258,19 @@ class PonderLM3(DepthMethod):
             y = run_pass(self, stack.bind(slots, layout), slots)
         s, _, _ = self.shares(y[:, ::n], real)  # the fusion's; which slots ran was known before
         mixed = (torch.where(run, s, 0.0)[..., None] * y.unflatten(1, (length, n))).sum(2).to(y.dtype)
-        return self.output(mixed, s, run, real)
+        out = self.output(mixed, s, run)
+        if self.training and self.options.penalty_weight and stack.targets is not None:
+            out.losses["penalty"] = self.options.penalty_weight * self.penalty(s, stack.targets)
+        return out
 
-    def output(self, hidden_states, s, run, real) -> DepthOutput:
-        losses = {}
-        if self.training and self.options.penalty_weight:
-            losses["penalty"] = self.options.penalty_weight * self.penalty(s, real)
-        return DepthOutput(hidden_states, losses, {"shares": s, "passes": run.sum(-1)})
+    def output(self, hidden_states, s, run) -> DepthOutput:
+        return DepthOutput(hidden_states, trace={"shares": s, "passes": run.sum(-1)})
 
-    def penalty(self, s: Float[Tensor, "B T n"], real: Bool[Tensor, "B T"] | None) -> Tensor:
-        """Of the mean shares over the batch's tokens (0 if it is all padding); linear in s, so E[k] of the mean is the
-        mean of E[k]."""
-        mean = s.flatten(0, 1).mean(0) if real is None else (s * real[..., None]).sum((0, 1)) / real.sum().clamp(min=1)
+    def penalty(self, s: Float[Tensor, "B T n"], targets: Int[Tensor, "B T"]) -> Tensor:
+        """Of the mean shares over the tokens that have a target and so weigh the loss (0 if none has); linear in s, so
+        E[k] of the mean is the mean of E[k]."""
+        predicts = targets != IGNORE
+        mean = (s * predicts[..., None]).sum((0, 1)) / predicts.sum().clamp(min=1)
         if self.options.penalty == "prior":
             prior = mean.new_tensor(self.options.prior or (1 / self.slots,) * self.slots)
             return (mean * (mean.clamp_min(SMALLEST).log() - prior.log())).sum()  # a share may have underflowed to 0

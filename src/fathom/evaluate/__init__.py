@@ -1,7 +1,7 @@
 """From a checkpoint to numbers: perplexity, bits per byte, lm_eval tasks."""
 
-from fathom.evaluate.checkpoint import load_checkpoint
-from fathom.evaluate.steps import Steps, is_adaptive, steps_run
+from fathom.evaluate.load_model import load_checkpoint
+from fathom.evaluate.steps_run import Steps, is_adaptive, steps_run
 from fathom.evaluate.tasks import evaluate_tasks
 from fathom.evaluate.text import TextScore, bits_per_byte, evaluate_text, read_text, text_loss
 from fathom.evaluate.unigram import unigram_loss

@@ -10,7 +10,8 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
-from fathom.inspect.steps import StepMap
+from fathom.inspect.step_map import StepMap
+from fathom.models.registry import SECTIONS
 
 PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap)}
 
@@ -22,7 +23,7 @@ def offered(config: Any) -> list[type[Picture]]:
 
 def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
     """The error of a checkpoint without a picture: what it is, and which can be inspected."""
-    sections = [getattr(config, name, None) for name in ("depth", "mixer", "residual")]
+    sections = [getattr(config, name, None) for name in SECTIONS]
     named = ", ".join(section["name"] for section in sections if isinstance(section, dict))
     found = f"{config.model_type} ({named})" if named else config.model_type
     can = "; ".join(picture.shows for picture in PICTURES.values())

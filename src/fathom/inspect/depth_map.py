@@ -1,6 +1,6 @@
 """The depth map of Depth-Attention: how much of its value each layer takes from which earlier layer.
 
-    α_j = softmax_j( <q̄^ℓ, k^j> / √D ),    j ∈ D(ℓ) ∪ {ℓ}        (arXiv 2606.05014; depth/depth_attention.py)
+    α_j = softmax_j( <q̄^ℓ, k^j> / √D ),    j ∈ D(ℓ) ∪ {ℓ}        (arXiv 2606.05014; mixers/depth_attention.py)
 
 averaged over the tokens of a text, for every layer and key/value head; and for every token its *shallow weight*: the α
 on sources in the lower half of the layers, averaged over the layers that mix and their heads. Under a multi-pass depth

@@ -19,10 +19,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fathom.lineage.errors import NoAnchorError
-from fathom.lineage.short_products import is_short, near_one, precision
+from fathom.lineage.short_products import is_short, length, near_one, precision
 
 Mode = Literal["lap", "procrustes"]
 _CHUNK = 512  # token rows at a time: what a core's cache holds
+LOUD = 4.0  # times the median norm: rows that are longer say little about the rest
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,42 @@ def identity(mode: str, anchor: str = "identity") -> Alignment:
 def cross_covariance(
     a: TokenTable, b: TokenTable, rows_a: list[int], rows_b: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks, each up to a power of two."""
+    """(AᵀB [d_a, d_b], column norms of A, of B) over matched rows, gathered in chunks, each up to a power of two.
+
+    Rows longer than 4 times the median are halved until they are not: one loud row, of a token that no text has, would
+    decide the map alone.
+    """
     like = a.rows(rows_a[:1])
     # A scaled residual stream changes no cosine; its squares must stay within float32.
     scale_a, scale_b = (near_one(t.rows(r[:_CHUNK])) for t, r in ((a, rows_a), (b, rows_b)))
+    limit_a, limit_b = (_loudest(t, r) * s for t, r, s in ((a, rows_a, scale_a), (b, rows_b, scale_b)))
     cross = like.new_zeros(a.width, b.width)
     norm_a = like.new_zeros(a.width, dtype=torch.float64)
     norm_b = like.new_zeros(b.width, dtype=torch.float64)
-    for start in range(0, len(rows_a), _CHUNK):
-        part_a, part_b = (t.rows(r[start : start + _CHUNK]) for t, r in ((a, rows_a), (b, rows_b)))
-        part_a = part_a if scale_a == 1 else part_a * scale_a
-        part_b = part_b if scale_b == 1 else part_b * scale_b
+    size = _CHUNK if like.device.type == "cpu" else 32 * _CHUNK
+    for start in range(0, len(rows_a), size):
+        part_a, part_b = (t.rows(r[start : start + size]) for t, r in ((a, rows_a), (b, rows_b)))
+        part_a = quiet(part_a if scale_a == 1 else part_a * scale_a, limit_a)
+        part_b = quiet(part_b if scale_b == 1 else part_b * scale_b, limit_b)
         with precision(is_short(part_a) and is_short(part_b)):
             cross.addmm_(part_a.T, part_b)
         norm_a += part_a.square().sum(0).double()
         norm_b += part_b.square().sum(0).double()
     return cross, norm_a.sqrt(), norm_b.sqrt()
+
+
+def _loudest(table: TokenTable, rows: list[int]) -> float:
+    """4 times the median norm of a row, from up to 8 chunks spread over the table."""
+    starts = range(0, len(rows), max(_CHUNK, len(rows) // 8))
+    return LOUD * torch.cat([length(table.rows(rows[i : i + _CHUNK]), 1) for i in starts]).median().item()
+
+
+def quiet(rows: Tensor, limit: float) -> Tensor:
+    """Rows [n, d] longer than `limit` halved until they are not; powers of two round nothing."""
+    norm = length(rows, 1).double()
+    if limit == 0 or not (norm > limit).any():
+        return rows
+    return rows * torch.where(norm > limit, (limit / norm).log2().floor().exp2(), 1.0).to(rows.dtype)
 
 
 def align(

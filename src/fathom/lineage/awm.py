@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fathom.lineage import canonical
 from fathom.lineage.align import Alignment, TokenTable, align, fixed_frame, identity
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.cka import Samples, centred_gram, unbiased_cka
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
-from fathom.lineage.vocabulary import shared_rows
+from fathom.lineage.reader import Checkpoint
+from fathom.lineage.token_rows import shared_rows
 
 Anchor = Literal["auto", "embedding", "head", "identity"]
 PARTS = ("gate", "up", "v", "o", "down")  # evidence beside q and k; o and down write the stream, the others read it

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fathom.lineage.attack import stock_model
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.cka import biased_cka
+from fathom.lineage.reader import Checkpoint
 from fathom.lineage.weights import Weights
 
 

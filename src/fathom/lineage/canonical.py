@@ -6,11 +6,12 @@ depend on where in the group one starts (exact: equal up to rounding), so method
 their own:
 
     norm gains          W ← W·diag(γ), γ ← 1;  LayerNorm also W ← W(I − 11ᵀ/d) and E ← E(I − 11ᵀ/d)
-    q/k under RoPE      per KV group and rotary pair: q·a, k/a with a = (n_k/n_q)^¼, n = squared norms of the
+    q/k under RoPE      per head and rotary pair: q·a, k/a with a = (n_k/n_q)^¼, n = squared norms of the
     pair's rows
-    q/k elsewhere       W_qᵀW_k = U S Vᵀ per KV group:  W_q ← S^½Uᵀ, W_k ← S^½Vᵀ  (any B ∈ GL(h) cancels)
+    q/k elsewhere       W_qᵀW_k = U S Vᵀ per head:  W_q ← S^½Uᵀ, W_k ← S^½Vᵀ  (any B ∈ GL(h) cancels)
     QK-norm             each head's rows to unit norm, times its gains, then pair balance (the norm hides head scale)
     v/o                 as q/k elsewhere
+    heads               each (q, k) to norm 1, weighed by ‖W_oW_v‖; equal patterns added; what writes nothing left out
     up/down             gated or ReLU: neuron i scaled so that ‖up_i‖ = ‖down_i‖
     padding             dead layers, heads, neurons and residual dims removed; split neurons merged
 
@@ -20,14 +21,18 @@ metric (CKA and products of weights do not see the first two) and to `align` (th
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fathom.lineage.checkpoint import Checkpoint
-from fathom.lineage.short_products import length
+from fathom.lineage.reader import Checkpoint
+from fathom.lineage.short_products import length, near_one
 
 _PROBE_ROWS = 8  # a live writer shows non-zero entries in its first rows; only suspects are read whole
+_PROBES = 8  # random directions that tell attention patterns apart
+_ALIKE = 1e-2  # patterns of different heads differ by more than their own size; rounding to bfloat16 stays below this
+_NOTHING = 1e-6  # products this small against their factors are rounding
 
 
 def residual_dims(model: Checkpoint) -> Tensor | None:
@@ -93,57 +98,108 @@ def fold(model: Checkpoint, layer: int, weight: Tensor, norm: str, dims: Tensor 
 
 
 def query_key(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Canonical (W_q [H'·h, d], W_k [Hkv'·h, d]) of a layer; heads whose output is nowhere used are left out."""
-    q, k = query_key_heads(model, layer, dims)
-    if (live := live_heads(model, layer)) is not None:
-        return q[live].flatten(0, 1), k[live.any(1)].flatten(0, 2)
-    return q.flatten(0, 2), k.flatten(0, 2)
+    """Canonical (W_q, W_k), both [H'·h, d], of a layer: the H' heads that reach the stream, each with √weight."""
+    heads = attention_heads(model, layer, dims)
+    live = heads.weight > 0
+    root = heads.weight[live].sqrt().to(heads.q.dtype)[:, None, None]
+    return (heads.q[live] * root).flatten(0, 1), (heads.k[live] * root).flatten(0, 1)
 
 
-def query_key_heads(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Canonical q [Hkv, heads a group, h, d] and k [Hkv, 1, h, d]; rows of dead query heads are zero."""
+@dataclass(frozen=True)
+class Heads:
+    """The query heads of a layer, each beside the key head that it meets: q and k [H, h, d], of norm 1 each.
+
+    weight [H]: ‖W_oW_v‖ of each head, the largest 1. Heads with one attention pattern act as one: their products are
+    added, and the first of them bears the weight. 0: nothing reaches the stream, q and k are no part of the function.
+    """
+
+    q: Tensor
+    k: Tensor
+    weight: Tensor
+
+
+def attention_heads(model: Checkpoint, layer: int, dims: Tensor | None = None) -> Heads:
+    """Canonical heads. Grouped queries are written out, so that sharing a key head or copying it is the same."""
     g = model.geometry
     q = fold(model, layer, model.read(layer, "q"), "attn_norm", dims)
     k = fold(model, layer, model.read(layer, "k"), "attn_norm", dims)
-    q = q.reshape(g.kv_heads, g.heads // g.kv_heads, g.head_dim, -1)
+    q = q.reshape(g.heads, 1, g.head_dim, -1)
     k = k.reshape(g.kv_heads, 1, g.head_dim, -1)
     normed = model.has(layer, "q_norm") and model.has(layer, "k_norm")
     if normed:
         q = _apply_head_norm(q, model.read(layer, "q_norm"))
         k = _apply_head_norm(k, model.read(layer, "k_norm"))
-    if (live := live_heads(model, layer)) is not None:
-        q = q * live[:, :, None, None]
-    return balance_query_key(q, k, g.rotary(layer), normed)
+    k = k.repeat_interleave(g.heads // g.kv_heads, 0)
+    weight = _head_weights(model, layer, q[:, 0], k[:, 0], dims, normed)
+    q, k = (t[:, 0] for t in balance_query_key(q, k, g.rotary(layer), normed))
+    q, k = (t / length(t, (1, 2)).clamp_min(1e-37).to(t.dtype) for t in (q, k))
+    return Heads(q, k, weight)
 
 
 def _apply_head_norm(heads: Tensor, gain: Tensor) -> Tensor:
-    """[Hkv, g, h, d] → unit-norm rows of each head, times gains. OLMo-2 norms all heads together: gain [H·h]."""
+    """[H, 1, h, d] → unit-norm rows of each head, times gains. OLMo-2 norms all heads together: gain [H·h]."""
     if gain.numel() == heads.shape[2]:
-        return (
-            heads / length(heads, 3).double().norm(dim=2, keepdim=True).clamp_min(1e-37).to(heads.dtype) * gain[:, None]
-        )
+        return heads / length(heads, (2, 3)).clamp_min(1e-37).to(heads.dtype) * gain[:, None]
     return heads / length(heads).clamp_min(1e-37).to(heads.dtype) * gain.reshape(*heads.shape[:3], 1)
 
 
-def live_heads(model: Checkpoint, layer: int) -> Tensor | None:
-    """Mask [Hkv, g] of heads with a non-zero W_o block, or None when all are live."""
-    if not model.has(layer, "o"):
-        return None
+def _head_weights(model: Checkpoint, layer: int, q: Tensor, k: Tensor, dims: Tensor | None, normed: bool) -> Tensor:
+    """What each head writes, [H] in float64, the largest 1; see `Heads`. All 1 where the layer has no v or o."""
+    if not (model.has(layer, "v") and model.has(layer, "o")):
+        return q.new_ones(len(q), dtype=torch.float64)
+    v, o = _value_output_heads(model, layer, dims)
+    squares = [(t @ t.mT).double() for t in (v, o)]
+    size = torch.stack([t.diagonal(dim1=1, dim2=2).sum(1) for t in squares]).prod(0).sqrt()
+    weight = (squares[0] * squares[1]).sum((1, 2)).clamp_min(0).sqrt()
+    leader = _pattern_leaders(model, layer, q, k, normed)
+    members = torch.bincount(leader, minlength=len(q))
+    weight = torch.where(members > 0, weight, 0.0)
+    # The traces above lose products far below the sizes of their factors; those, and sums over heads, are made in full.
+    for head in torch.nonzero((members > 1) | ((members == 1) & (weight < 1e-2 * size))).flatten().tolist():
+        same = torch.nonzero(leader == head).flatten()
+        product = torch.einsum("mhd,mhe->de", o[same].double(), v[same].double()).norm()
+        weight[head] = torch.where(product > _NOTHING * size[same].sum(), product, 0.0)
+    return weight / weight.max().clamp_min(1e-300)
+
+
+def _value_output_heads(model: Checkpoint, layer: int, dims: Tensor | None) -> tuple[Tensor, Tensor]:
+    """W_v and W_oᵀ of every query head, both [H, h, d], brought near 1 by powers of two."""
     g = model.geometry
+    v = fold(model, layer, model.read(layer, "v"), "attn_norm", dims).reshape(g.kv_heads, -1, _width(model, dims))
+    o = written(model, layer, model.read(layer, "o"), "post_attn_norm", dims).T.reshape(g.heads, v.shape[1], -1)
+    return (v * near_one(v)).repeat_interleave(g.heads // g.kv_heads, 0), o * near_one(o)
 
-    def live(o: Tensor) -> Tensor:
-        return o.bool().any(0).reshape(g.kv_heads, g.heads // g.kv_heads, -1).any(2)
 
-    mask = live(model.read(layer, "o", slice(0, _PROBE_ROWS)))
-    if not mask.all():
-        mask = live(model.read(layer, "o"))
-    return None if mask.all() else mask
+def _pattern_leaders(model: Checkpoint, layer: int, q: Tensor, k: Tensor, normed: bool) -> Tensor:
+    """For every head the first head that attends as it does, [H].
+
+    Two heads attend alike iff for each rotary pair the complex products (q·x)(k·y)* agree for all x and y, and for the
+    other rows the sum of theirs. A few random x and y decide that.
+    """
+    alone = torch.arange(len(q), device=q.device)
+    biased = model.has(layer, "q.bias") or model.has(layer, "k.bias")
+    if model.config.get("alibi") or model.config.get("model_type") in {"bloom", "mpt"} or (biased and normed):
+        return alone  # ALiBi: every head has its own slope. Under QK-norm a bias is scaled with its head: not followed
+    generator = torch.Generator().manual_seed(20251006)
+    x, y = torch.randn(2, q.shape[2], _PROBES, generator=generator, dtype=torch.float64).to(q)
+    half = model.geometry.rotary(layer) // 2
+    sides = []
+    for role, heads, probe in (("q", q, x), ("k", k, y)):
+        seen = (heads * near_one(heads)) @ probe
+        if model.has(layer, role + ".bias"):
+            bias = model.read(layer, role + ".bias").reshape(-1, heads.shape[1], 1) * near_one(heads)
+            seen = seen + bias.repeat_interleave(len(heads) // len(bias), 0)
+        sides.append((torch.complex(seen[:, :half], seen[:, half : 2 * half]), seen[:, 2 * half :]))
+    (turn_q, rest_q), (turn_k, rest_k) = sides
+    pairs = torch.view_as_real(turn_q * turn_k.conj()).flatten(1)
+    pattern = torch.cat([pairs, (rest_q * rest_k).sum(1)], dim=1)
+    apart = torch.cdist(pattern, pattern, compute_mode="donot_use_mm_for_euclid_dist")
+    return (apart <= _ALIKE * pattern.norm(dim=1)).int().argmax(1)
 
 
 def attends(model: Checkpoint, layer: int) -> bool:
     """Whether any head of the layer writes something."""
-    mask = live_heads(model, layer)
-    return mask is None or bool(mask.any())
+    return bool((attention_heads(model, layer).weight > 0).any())
 
 
 def balance_query_key(q: Tensor, k: Tensor, rotary: int, normed: bool) -> tuple[Tensor, Tensor]:
@@ -188,16 +244,10 @@ def balance_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def value_output(model: Checkpoint, layer: int, dims: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Canonical (W_v [Hkv'·h, d], W_o [d, H'·h]): the product of each KV group's W_v and its W_o blocks, split
-    evenly."""
-    g = model.geometry
-    v = fold(model, layer, model.read(layer, "v"), "attn_norm", dims).reshape(g.kv_heads, 1, -1, _width(model, dims))
-    o = written(model, layer, model.read(layer, "o"), "post_attn_norm", dims)
-    o = o.T.reshape(g.kv_heads, g.heads // g.kv_heads, v.shape[2], -1)
-    live = live_heads(model, layer)
+    """Canonical (W_v [H'·h, d], W_o [d, H'·h]) of the heads that reach the stream: each W_oW_v, split evenly."""
+    live = attention_heads(model, layer, dims).weight > 0
+    v, o = (t[live][:, None] for t in _value_output_heads(model, layer, dims))
     v, o = balance_product(v, o)
-    if live is not None:
-        return v[live.any(1)].flatten(0, 2), o[live].flatten(0, 1).T
     return v.flatten(0, 2), o.flatten(0, 2).T
 
 
@@ -219,12 +269,15 @@ def feed_forward(
     """Canonical (W_gate [F', d] or None, W_up [F', d], W_down [d, F']) of the network `prefix` (see `feed_forwards`).
 
     Dead neurons are dropped, neurons that were split (same gate, parallel up) merged, up/down balanced where the
-    activation allows it.
+    activation allows it. Gate rows get the size of their up rows: what they weigh is what their neuron writes.
     """
     up = fold(model, layer, model.read(layer, prefix + "up"), "ffn_norm", dims)
     down = written(model, layer, model.read(layer, prefix + "down"), "post_ffn_norm", dims).T
+    scales = near_one(up), near_one(down)  # products of both must stay within float32
+    up, down, back = up * scales[0], down * scales[1], (scales[0] * scales[1]) ** -0.5
     if model.has(layer, prefix + "gate"):
         gate = fold(model, layer, model.read(layer, prefix + "gate"), "ffn_norm", dims)
+        gate = gate * near_one(gate)
         live = gate.bool().any(1) & up.bool().any(1) & down.bool().any(1)
         gate, up, down = (gate, up, down) if live.all() else (gate[live], up[live], down[live])
         size = length(up, 1).to(up.dtype)
@@ -237,9 +290,12 @@ def feed_forward(
         keep, down = merge_split(torch.cat([up, bias[:, None]], dim=1), down)
         up = up[keep]
         if "relu" not in str(model.config.get("hidden_act") or model.config.get("activation_function") or ""):
-            return None, up, down.T
+            return None, up / scales[0], down.T / scales[1]
     scale = (length(down, 1).double() / length(up, 1).double().clamp_min(1e-37)).sqrt().to(up.dtype)
-    return gate, up * scale, (down / scale.clamp_min(1e-37)).T
+    up, down = up * scale, down / scale.clamp_min(1e-37)
+    if gate is not None:
+        gate = gate * (length(up, 1) / length(gate, 1)).to(gate.dtype)
+    return gate, up * back, down.T * back
 
 
 def merge_split(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

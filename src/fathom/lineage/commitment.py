@@ -37,10 +37,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.families import family_of
 from fathom.lineage.huref import DEFAULT, VECTOR, Fingerprint, HuRefOptions, fingerprint
+from fathom.lineage.reader import Checkpoint
 from fathom.lineage.weights import Weights
 
 _CHUNK = 1 << 20  # bytes of a leaf; the embedding is cut by rows, because single rows are opened

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import dendrogram
 
-from fathom.lineage.compare import Matrix
+from fathom.lineage.pairs import Matrix
 
 
 def save_matrix(result: Matrix, path: Path) -> None:

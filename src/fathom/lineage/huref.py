@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from fathom.lineage import canonical
-from fathom.lineage.checkpoint import Checkpoint
+from fathom.lineage.align import LOUD, quiet
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
-from fathom.lineage.short_products import near_one
-from fathom.lineage.vocabulary import shared_rows
+from fathom.lineage.reader import Checkpoint
+from fathom.lineage.short_products import length, near_one
+from fathom.lineage.token_rows import shared_rows
 
 VECTOR = 512
 _STEP = 256  # six terms of K rows fall into 512 equal bins when 6K/512 is whole
@@ -152,6 +153,8 @@ def invariant_terms(model: Checkpoint, rows: Sequence[int], options: HuRefOption
     x = table[index]
     del table
     x = x * near_one(x)  # scales all six terms alike
+    if options.fold_norms:  # tokens that no text has may carry any row
+        x = quiet(x, LOUD * length(x, 1).median().item())
     terms = []
     for layer in last_layers(model):
         terms += [_attention(model, layer, x, options), _values(model, layer, x, options)]
@@ -169,10 +172,12 @@ def _grouped(heads: Tensor, group: int, gqa: str) -> Tensor:
 
 def _attention(model: Checkpoint, layer: int, x: Tensor, options: HuRefOptions) -> Term:
     g = model.geometry
+    if options.fold_norms and options.gqa == "per_head":
+        q, k = canonical.query_key(model, layer)
+        return Term.of(x @ q.T, x @ k.T, options)
+    q, k = model.read(layer, "q"), model.read(layer, "k")
     if options.fold_norms:
-        q, k = (t.flatten(0, 2) for t in canonical.query_key_heads(model, layer))
-    else:
-        q, k = model.read(layer, "q"), model.read(layer, "k")
+        q, k = (canonical.fold(model, layer, t, "attn_norm", None) for t in (q, k))
     queries = (x @ q.T).reshape(len(x), g.heads, -1)
     return Term.of(_grouped(queries, g.heads // g.kv_heads, options.gqa), x @ k.T, options)
 
@@ -191,12 +196,15 @@ def _feed_forward(model: Checkpoint, layer: int, x: Tensor, options: HuRefOption
     """Experts add up: their order does not matter, and copies of one expert only scale the term."""
     total, scales = torch.zeros_like(x), None
     for prefix in model.feed_forwards(layer):
-        up, down = model.read(layer, prefix + "up"), model.read(layer, prefix + "down")
-        if options.glu_term == "hadamard" and model.has(layer, prefix + "gate"):
-            up = up * model.read(layer, prefix + "gate")
-        if options.fold_norms:
-            up = canonical.fold(model, layer, up, "ffn_norm", None)
-            down = canonical.written(model, layer, down, "post_ffn_norm", None)
+        if options.fold_norms and options.glu_term == "up":
+            _, up, down = canonical.feed_forward(model, layer, prefix)
+        else:
+            up, down = model.read(layer, prefix + "up"), model.read(layer, prefix + "down")
+            if options.glu_term == "hadamard" and model.has(layer, prefix + "gate"):
+                up = up * model.read(layer, prefix + "gate")
+            if options.fold_norms:
+                up = canonical.fold(model, layer, up, "ffn_norm", None)
+                down = canonical.written(model, layer, down, "post_ffn_norm", None)
         if options.standardise:
             scales = scales or (near_one(up), near_one(down))  # one scale for all experts, or their sum would change
             up, down = up * scales[0], down * scales[1]

@@ -17,9 +17,9 @@ from torch import Tensor
 from fathom.lineage import canonical
 from fathom.lineage.align import align
 from fathom.lineage.awm import Progress
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.errors import NoEvidenceError
-from fathom.lineage.vocabulary import shared_rows
+from fathom.lineage.reader import Checkpoint
+from fathom.lineage.token_rows import shared_rows
 
 _READERS = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "gate": "ffn_norm", "up": "ffn_norm"}
 

@@ -208,7 +208,7 @@ def fine_tune(
     peft)."""
     from transformers import AutoModelForCausalLM
 
-    from fathom.lineage.checkpoint import open_checkpoint
+    from fathom.lineage.reader import open_checkpoint
 
     path = w.save(folder / "before", torch.float32)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)

@@ -34,7 +34,7 @@ def near_one(x: Tensor) -> float:
     return 1.0 if abs(exponent) <= 10 else math.ldexp(1.0, min(max(exponent, -126), 127))
 
 
-def length(x: Tensor, dim: int | None = None) -> Tensor:
+def length(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """Euclidean norms of x over `dim`, which is kept (None: all, a scalar); in float64 where float32 squares overflow
     or vanish."""
     keep = dim is not None

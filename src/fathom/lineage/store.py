@@ -9,6 +9,7 @@ the rest).
 
 import json
 import math
+import os
 import re
 import struct
 from abc import ABC, abstractmethod
@@ -31,8 +32,17 @@ _GGUF_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))
 _FP8_BLOCK = 128  # DeepSeek-V3's scale_inv holds one scale for each 128 × 128 tile
 
 
+# The names under which transformers looks for weights, in its order: the first that is there is the model.
+_MODEL_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+)  # fmt: skip
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")  # what may be taken for a model's weights
+
+
 class TensorStore(Protocol):
-    """Named tensors on disk."""
+    """Named tensors on disk, and the files that hold them."""
+
+    files: list[Path]
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -41,6 +51,9 @@ class TensorStore(Protocol):
 
 def open_store(path: Path) -> TensorStore:
     """The store behind a checkpoint folder, a `.gguf`, `.safetensors` or `.bin` file.
+
+    Of a folder it reads the file that transformers would load, and nothing that lies beside it; a folder with one GGUF
+    file and no other weights is read too.
 
     Raises CheckpointError when nothing readable is there and PackedWeightsError for packed 4-bit formats.
     """
@@ -54,21 +67,56 @@ def open_store(path: Path) -> TensorStore:
         raise CheckpointError(f"{path}: unknown checkpoint format; expected .safetensors, .bin or .gguf")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or folder")
-    for index, store in (
-        ("model.safetensors.index.json", SafetensorsStore),
-        ("pytorch_model.bin.index.json", BinStore),
-    ):
-        if (path / index).is_file():
-            return _checked(_complete(store(_shards(path / index)), path / index))
-    if files := sorted(path.glob("*.safetensors")):
-        return _checked(SafetensorsStore([f for f in files if not f.name.startswith("adapter_")] or files))
-    if files := sorted(path.glob("pytorch_model*.bin")):
-        return _checked(BinStore(files))
-    if files := sorted(path.glob("*.gguf")):
-        if len(files) > 1:
-            raise CheckpointError(f"{path}: {len(files)} GGUF files here; name the one you mean")
+    if (file := model_file(path)) is not None:
+        kind = SafetensorsStore if ".safetensors" in file.name else BinStore
+        if file.suffix != ".json":
+            return _checked(kind([file]))
+        return _checked(_complete(kind(_shards(file)), file))
+    if len(files := sorted(path.glob("*.gguf"))) == 1:
         return GGUFStore(files[0])
-    raise CheckpointError(f"{path}: no *.safetensors, pytorch_model*.bin or *.gguf in this folder")
+    if files:
+        raise CheckpointError(f"{path}: {len(files)} GGUF files here; name the one you mean")
+    found = ", ".join(f.name for f in _weights_in(path))
+    raise CheckpointError(
+        f"{path}: no {', '.join(_MODEL_FILES[:3])} (or index of shards), which is what transformers loads"
+        + (f"; found {found}: name the file you mean" if found else ", and no .gguf")
+    )
+
+
+def model_file(folder: Path) -> Path | None:
+    """The file from which transformers would load the folder's weights (an index when they are in shards), or None.
+
+    Raises CheckpointError when config.json names a file that is not in the folder.
+    """
+    config = folder / "config.json"
+    if config.is_file() and (named := json_object(config).get("transformers_weights")) is not None:
+        file = _inside(folder, named, config)
+        if not file.is_file() or not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise CheckpointError(f"{config}: transformers_weights names {named!r}, which is no safetensors file here")
+        return file
+    return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    return sorted(f for pattern in _WEIGHTS for f in folder.glob(pattern))
+
+
+def files_beside(store: TensorStore) -> list[Path]:
+    """Weight files in the same folders that are not part of the model: an older copy, averaged weights, another
+    format."""
+    return [
+        f for folder in sorted({f.parent for f in store.files}) for f in _weights_in(folder) if f not in store.files
+    ]
+
+
+def _inside(folder: Path, name: Any, source: Path) -> Path:
+    """`folder / name`, refused when that is elsewhere. Links are followed: the hub's cache is made of them."""
+    if not isinstance(name, str):
+        raise CheckpointError(f"{source}: a file name is expected where it has {name!r}")
+    root, file = os.path.abspath(folder), os.path.abspath(folder / name)
+    if os.path.commonpath([root, file]) != root:
+        raise CheckpointError(f"{source}: names {name!r}, which is outside its folder; nothing there is read")
+    return folder / name
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -84,7 +132,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        files = sorted({index.parent / f for f in json_object(index)["weight_map"].values()})
+        files = sorted({_inside(index.parent, f, index) for f in json_object(index)["weight_map"].values()})
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index}: not a shard index ({error})") from error
     if missing := [f.name for f in files if not f.is_file()]:
@@ -100,6 +148,14 @@ def _complete(store: TensorStore, index: Path) -> TensorStore:
     return store
 
 
+def _refuse_twice(known: Iterable[str], names: Iterable[str], path: Path) -> None:
+    if twice := sorted(set(known) & set(names)):
+        raise CheckpointError(
+            f"{path}: tensor {twice[0]!r} is both in this shard and in one before it, so it is unclear which is meant; "
+            "save the model again"
+        )
+
+
 def _checked(store: TensorStore) -> TensorStore:
     if packed := next((n for n in store.names() if _PACKED.search(n)), None):
         raise PackedWeightsError(
@@ -112,6 +168,8 @@ def _checked(store: TensorStore) -> TensorStore:
 class _Shards(ABC):
     """Tensors of a Hugging Face checkpoint; int8 (`SCB`) and block-fp8 (`weight_scale_inv`) weights are dequantised on
     read."""
+
+    files: list[Path]
 
     @abstractmethod
     def names(self) -> Iterable[str]: ...
@@ -141,10 +199,12 @@ class SafetensorsStore(_Shards):
     """Memory-mapped safetensors shards."""
 
     def __init__(self, files: list[Path]) -> None:
+        self.files = files
         self._file_of: dict[str, Any] = {}
         for path in files:
             try:
                 handle = safe_open(path, framework="pt")
+                _refuse_twice(self._file_of, handle.keys(), path)
                 self._file_of.update(dict.fromkeys(handle.keys(), handle))
             except SafetensorError as error:
                 raise CheckpointError(f"{path}: corrupt or truncated shard ({error}); download it again") from error
@@ -170,6 +230,7 @@ class BinStore(_Shards):
     possible."""
 
     def __init__(self, files: list[Path]) -> None:
+        self.files = files
         self._tensors: dict[str, Tensor] = {}
         for path in files:
             try:
@@ -185,6 +246,7 @@ class BinStore(_Shards):
                     f"{path}: cannot be read as tensors only ({reason}); convert it to safetensors"
                 ) from error
             state = state.get("state_dict", state)
+            _refuse_twice(self._tensors, state, path)
             self._tensors.update({n: t for n, t in state.items() if isinstance(t, Tensor)})
 
     def names(self) -> Iterable[str]:
@@ -212,6 +274,7 @@ class GGUFStore:
             raise CheckpointError(
                 f"{path}: reading GGUF needs the gguf package; pip install 'fathom-lm[gguf]'"
             ) from error
+        self.files = [path]
         self._dequantize = dequantize
         try:
             self._data = np.memmap(path, np.uint8, "r")
@@ -320,6 +383,7 @@ class LoRAStore:
         if not files:
             raise CheckpointError(f"{adapter}: no adapter_model.safetensors or adapter_model.bin")
         self._adapter = open_store(files[0])
+        self.files = [*base.files, files[0]]
         self._pairs: dict[str, tuple[str, str]] = {}
         self._replaced: dict[str, str] = {}
         known = set(base.names())
@@ -385,7 +449,7 @@ def hub_snapshot(name: str) -> Path:
     patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "merges.txt"]
     with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not list(folder.glob("*.safetensors")):
+        if model_file(folder) is None and not (folder / "adapter_model.safetensors").is_file():
             folder = Path(snapshot_download(name, allow_patterns=["*.bin", *patterns]))
         return folder
     raise CheckpointError(f"{name!r} is neither a local folder or file nor a hub model that can be reached from here")

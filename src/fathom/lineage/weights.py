@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fathom.lineage.checkpoint import Checkpoint, join_fused, nope_first, pairs_from_halves
 from fathom.lineage.errors import CheckpointError
 from fathom.lineage.families import Family, Geometry, family_of, geometry
+from fathom.lineage.reader import Checkpoint, join_fused, nope_first, pairs_from_halves
 from fathom.lineage.store import GGUFStore
-from fathom.lineage.vocabulary import spelled
+from fathom.lineage.token_rows import spelled
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -221,6 +221,7 @@ class MemoryStore:
     """Tensors that are already in memory, as a store."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.files: list[Path] = []
         self._tensors = tensors
 
     def names(self) -> Iterable[str]:

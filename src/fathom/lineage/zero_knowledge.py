@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from fathom.lineage import canonical
-from fathom.lineage.checkpoint import Checkpoint
 from fathom.lineage.commitment import CommitmentError
 from fathom.lineage.huref import DEFAULT, last_layers, select_tokens
+from fathom.lineage.reader import Checkpoint
 
 _BITS = 10  # fractional bits of the fixed-point numbers
 _NAMES = ("x", "q", "k")
@@ -67,8 +67,7 @@ def sketch(model: Checkpoint, seed: int, rows: int = 8, width: int = 16) -> dict
     """
     index, _, _ = select_tokens(model, None, DEFAULT)
     x = canonical.embedding(model, None)[torch.tensor(index, device=model.device)]
-    q, k = canonical.query_key_heads(model, last_layers(model)[-1])
-    k = k.expand_as(q)  # every query head meets the key head that serves it
+    q, k = canonical.query_key(model, last_layers(model)[-1])
     generator = torch.Generator().manual_seed(seed)
 
     def project(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> np.ndarray:
@@ -78,8 +77,8 @@ def sketch(model: Checkpoint, seed: int, rows: int = 8, width: int = 16) -> dict
     def gaussian(n: int, m: int) -> torch.Tensor:
         return torch.randn(n, m, generator=generator, dtype=torch.float64)
 
-    p, s, t = gaussian(rows, len(x)), gaussian(x.shape[1], width), gaussian(width, q.shape[:3].numel())
-    return {"x": project(x, p, s), "q": project(q.flatten(0, 2), t, s), "k": project(k.flatten(0, 2), t, s)}
+    p, s, t = gaussian(rows, len(x)), gaussian(x.shape[1], width), gaussian(width, len(q))
+    return {"x": project(x, p, s), "q": project(q, t, s), "k": project(k, t, s)}
 
 
 def digest(matrix: np.ndarray) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -14,20 +15,23 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from fathom.models import checkpoints, hf_versions, saved_files
+from fathom.models import hf_versions, saved_files
+from fathom.models.adapted_layers import plain_weight
+from fathom.models.checkpoints import stock as checkpoints
+from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
-from fathom.models.decoder import Decoder, RotaryEmbedding, Stack
+from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
-from fathom.models.step_cache import StepLayer, hold_steps
-from fathom.models.step_graphs import Foresight, StepGraphs
-from fathom.models.steps import StepStack
+from fathom.models.steps.cache import StepLayer, hold_steps
+from fathom.models.steps.graphs import Foresight, StepGraphs
+from fathom.models.steps.stack import StepStack
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy
 
@@ -48,6 +52,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
+    # What accelerate must not move to a layer's device: mixer and residual are modules that all layers call.
+    _skip_keys_device_placement = ["cache", "past_key_values", "residual", "mixer"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -67,10 +73,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RotaryEmbedding):
-            frequencies, module.attention_scaling = module.initial_frequencies()
-            for name in ("inv_freq", "original_inv_freq"):
-                getattr(module, name).copy_(frequencies)
         initialize(module, self.config)
 
     @can_return_tuple
@@ -87,6 +89,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        output_auxiliary: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -95,16 +98,20 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids`
         positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
+        `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`).
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; a cache with the wrong
-                number of layers, that another method filled with slots, or that holds tokens where gradient
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; one with the
+                wrong number of layers, that another method filled with slots, or that holds tokens where gradient
                 checkpointing keeps layers from reading it; where tokens have several slots, an
-                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`.
+                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without
+                `position_ids` or with an `attention_mask`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
+        if cache is not None and past_key_values is not None and past_key_values is not cache:
+            raise ValueError("pass exactly one of cache and past_key_values: they are names of one argument")
         cache = past_key_values if cache is None else cache
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
@@ -135,6 +142,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if stack.hidden_states is not None:
             stack.hidden_states.append(out.hidden_states)
 
+        losses = {**out.losses, **self.losses_of_layers(stack)}
         logits = loss = None
         if targets is None:
             logits = self.lm_head(slice_positions(out.hidden_states, logits_to_keep))
@@ -142,7 +150,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             own = (targets != IGNORE).sum()
             if out.objective is not None:
                 total = out.objective * own
-            elif self.training and type(self.lm_head) is nn.Linear:  # an adapter on the head takes the plain path
+            elif self.training and plain_weight(self.lm_head, out.hidden_states.device) is not None:
                 total, _ = self.vocabulary().loss(out.hidden_states, targets)
             else:
                 logits = self.lm_head(out.hidden_states)
@@ -150,15 +158,25 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = slice_positions(logits, logits_to_keep)
             items = own if num_items_in_batch is None else num_items_in_batch
             loss = total / items
-            if out.losses:  # means over this batch, weighted like it among the batches of a step
-                loss = loss + sum(out.losses.values()) * own / items
+            if losses:  # means over this batch, weighted like it among the batches of a step
+                loss = loss + sum(losses.values()) * own / items
+        said: dict[str, Any] = {}
+        if output_auxiliary:
+            values = {name: torch.stack(kept) for name, kept in stack.auxiliary.items()}
+            said = {"losses": losses, "trace": out.trace, "auxiliary": values}
         return hf_versions.causal_lm_output(
             cache if use_cache else None,
             loss=loss,
             logits=logits,
             hidden_states=tuple(stack.hidden_states) if stack.hidden_states is not None else None,
             attentions=tuple(stack.attentions) if stack.attentions is not None else None,
+            **said,
         )
+
+    def losses_of_layers(self, stack: Stack) -> dict[str, Tensor]:
+        """The losses among what layers said, summed over the layers that ran."""
+        names = lookup("feed_forward", self.config.feed_forward["name"]).losses  # type: ignore[attr-defined]
+        return {name: torch.stack(stack.auxiliary[name]).sum() for name in names if name in stack.auxiliary}
 
     def bind_stack(
         self,
@@ -194,7 +212,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
                     f"attention_mask of shape {got} with depth={self.depth.name!r}: a token has {slots} slots, so the "
                     f"mask must say [batch, tokens] which tokens are real: {shape} for {seen} cached and {length} new"
                 )
-            layer_kwargs = self.without_boundaries(layer_kwargs, given, len(embeddings))
+            layer_kwargs = self.without_boundaries(layer_kwargs, given, attention_mask, len(embeddings))
             if self.depth.segments:
                 rows = position_ids.expand(len(embeddings), -1)
                 most = self.depth.most_steps(self.depth.options)
@@ -210,13 +228,15 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
         mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
-        rotary = self.model.rotary_emb
-        return Stack(
-            self.model, position_ids, rotary(embeddings, position_ids) if rotary else None, mask, cache, layer_kwargs
-        )
+        slot_ids = None
+        if given is not None and attention_mask is not None and "flash" in str(self.config._attn_implementation):
+            # its kernels take restarting ids of a single row for packed documents, which a mask says there are not
+            slot_ids = torch.arange(length, device=embeddings.device)[None]
+        tables = self.model.positions.tables(embeddings, position_ids)
+        return Stack(self.model, position_ids, tables, mask, cache, layer_kwargs, slot_ids=slot_ids)
 
     def without_boundaries(
-        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, rows: int
+        self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, attention_mask: Any, rows: int
     ) -> dict[str, Any]:
         """Without the boundaries of packed documents in tokens: a pass runs over other numbers of slots, whose ids say
         where documents start. Raises ValueError where these cannot say it."""
@@ -224,6 +244,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             needs = None
             if position_ids is None:
                 needs = "position_ids, which say where a document starts: pass them"
+            elif attention_mask is not None:
+                needs = "no attention_mask, which says that a row is one document: leave it out"
             elif rows > 1 and "flash" in str(self.config._attn_implementation):
                 needs = f"one row of all documents, not {rows} rows"
             if needs:
@@ -244,12 +266,34 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         reentrant = getattr(function, "keywords", {}).get("use_reentrant")
         depth, mixer, residual = (getattr(self.config, section)["name"] for section in ("depth", "mixer", "residual"))
         several = self.depth.ragged or self.depth.adaptive or (mixer, residual) != ("none", "standard")
+        several = several or bool(lookup("feed_forward", self.config.feed_forward["name"]).losses)  # type: ignore[attr-defined]
         if enable and reentrant and several:
             raise ValueError(
                 f"use_reentrant=True loses gradients with mixer={mixer!r}, residual={residual!r}, depth={depth!r}; "
                 "use False, which is the default"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As in transformers. Raises ValueError, and leaves the model as it is, where a method needs more tokens."""
+        if new_num_tokens is not None:
+            multiple = pad_to_multiple_of or 1
+            config = copy.copy(self.config)
+            config.vocab_size = -(-new_num_tokens // multiple) * multiple
+            reason = type(self.depth).unsupported(config, self.depth.options)
+            if reason:
+                raise ValueError(f"new_num_tokens={new_num_tokens} with depth={self.depth.name!r}: {reason}")
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.assistant_early_exit is not None:  # it sets num_hidden_layers, and layers run all the same
+            raise ValueError(
+                f"assistant_early_exit={generation_config.assistant_early_exit!r} is not implemented: all layers run "
+                "in every pass; give an assistant_model, or prompt_lookup_num_tokens"
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
@@ -260,38 +304,82 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
-        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
-        Raises ValueError for any other tensor that is absent, another family, a config field of the family that the
-        decoder lacks, and a damaged file.
+        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
+        head that differs from the input table is kept, whatever `tie_word_embeddings` says. An adapter of peft beside
+        the weights, or alone and naming them, comes with them: merged into a stock checkpoint's, attached to a Fathom
+        checkpoint's. Raises ValueError for any other tensor that is absent or has no place, another family, a config
+        field of the family that the decoder lacks, and a damaged file.
         """
-        if pretrained_model_name_or_path is None:
+        path = pretrained_model_name_or_path
+        if path is None:
             return super().from_pretrained(None, *args, **kwargs)
-        with checkpoints.damage_named(pretrained_model_name_or_path):
+        with checkpoints.damage_named(path):
+            path, adapter = find_adapter(path, kwargs)
+            places = {name: kwargs.pop(name) for name in checkpoints.PLACES if name in kwargs}
             given = isinstance(kwargs.get("config"), FathomConfig)
-            loaded = None if given else checkpoints.load_stock(pretrained_model_name_or_path, kwargs)
+            loaded = None if given else checkpoints.load_stock(path, adapter, kwargs)
             if loaded is None:
-                return cls._from_fathom(pretrained_model_name_or_path, *args, **kwargs)
-        config, state, generation_config, placement = loaded
-        model = super().from_pretrained(None, config=config, state_dict=state, **placement)
+                return cls._from_fathom(path, adapter, places, *args, **kwargs)
+        config, stored, state, generation_config, kind = loaded
+        read: Any = super().from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **kind)
+        model, report = read
+        checkpoints.check_names(path, report["missing_keys"], report["unexpected_keys"], config, stored)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
-        return model
+        model = cls._placed(model, places)
+        return (model, report) if kwargs.get("output_loading_info") else model  # type: ignore[return-value]
 
     @classmethod
-    def _from_fathom(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        with checkpoints.changes_named(path, kwargs):
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+    def _from_fathom(
+        cls,
+        path: Any,
+        adapter: tuple[Any, dict[str, Any]] | None,
+        places: dict[str, Any],
+        *args: Any,
+        output_loading_info: bool = False,
+        adapter_name: str = "default",
+        **kwargs: Any,
+    ) -> Any:
+        given, stored = checkpoints.configs(path, kwargs)
+        checkpoints.check_depth(path, given, stored)
+        staged = checkpoints.changed_sections(given, stored)
+        with checkpoints.changes_named(path, kwargs), hf_versions.weights_alone() as alone:
+            direct = {} if staged else places
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone, **direct)
         model, report = loaded
-        hub = {name: kwargs[name] for name in checkpoints.HUB if name in kwargs}
-        stored = FathomConfig.from_pretrained(path, **hub)
-        checkpoints.check_depth(path, model.config, stored)
-        added = checkpoints.new_parameters(model.config, stored)
         missing = set(report["missing_keys"])
-        checkpoints.refuse_missing(path, {name for name in missing if not name.startswith(added)})
+        checkpoints.check_names(path, missing, report["unexpected_keys"], model.config, stored)
         if {f"depth.{name}" for name, _ in model.depth.named_parameters()} <= missing:
             model.depth.adapt(model.model, stored.depth)
-        return loaded if output_loading_info else model
+        if "lm_head.weight" not in model.all_tied_weights_keys:  # the files have a head of its own
+            model.config.tie_word_embeddings = False
+        if staged:
+            model = cls._placed(model, places)
+        if adapter is not None:
+            where, found = adapter
+            if any(parameter.is_meta for parameter in model.parameters()):  # transformers would leave it unread
+                raise ValueError(
+                    f"{where}: an adapter is not attached to weights that device_map={places.get('device_map')!r} "
+                    "offloads; merge it (peft: merge_and_unload), or load without offloading"
+                )
+            of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
+            checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
+        return (model, report) if output_loading_info else model
+
+    @classmethod
+    def _placed(cls, model: FathomForCausalLM, places: dict[str, Any]) -> FathomForCausalLM:
+        """A model, complete in memory, moved to where `places` say. Loading it there at once would look on the disk for
+        the parameters of a new method, which no file has."""
+        if places.get("device_map") is None:
+            return model
+        placed: Any = super().from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation, **places,
+        )  # fmt: skip
+        placed.generation_config = model.generation_config
+        placed.config.name_or_path = model.config.name_or_path
+        return placed
 
     def get_decoder(self) -> Decoder:
         """The module of the parameters: table, layers, norm. The depth method, not the decoder, runs the layers."""

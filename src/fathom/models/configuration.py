@@ -1,4 +1,4 @@
-"""`FathomConfig`: one decoder for four families, and three independent sections that say which methods run on it."""
+"""`FathomConfig`: one decoder for four families, and independent sections that say which methods run on it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import inspect
 import math
 from typing import Any, ClassVar
 
+from packaging.version import Version
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fathom.models import saved_files
-from fathom.models.registry import build_options, check_type, filled, lookup, resolve_section
+from fathom.models.registry import (
+    SECTIONS,
+    build_options,
+    check_type,
+    filled,
+    lookup,
+    nearest,
+    override_section,
+    resolve_section,
+)
+from fathom.version import __version__
 
 # What a backbone family means. Every entry is an ordinary config field and can be overridden one by one;
 # only an unmodified family (checkpoints.py) saves back as that family's stock checkpoint.
@@ -79,7 +89,7 @@ class FathomConfig(PreTrainedConfig):
             hidden_size / num_attention_heads.
         intermediate_size: None means 4·hidden for a plain MLP, 8/3·hidden rounded up to a multiple of 32 for a gated
             one.
-        norm, positions, qk_norm, parallel_residual: structure of a layer; None takes the family's value.
+        norm, qk_norm, parallel_residual: structure of a layer; None takes the family's value.
         gated_mlp, attention_bias, mlp_bias, hidden_act, norm_eps, partial_rotary_factor: likewise.
         attention_output_bias: bias of `o_proj`; None follows `attention_bias`.
         rope_parameters: RoPE type and its parameters, as in transformers (every type Llama supports).
@@ -89,14 +99,15 @@ class FathomConfig(PreTrainedConfig):
         initializer_range: standard deviation of the "hf" rule.
         embed_scale: input embeddings are multiplied by this; None means √hidden under "scaled", 1 under "hf".
             Learned positions are not scaled.
-        depth, mixer, residual: `{"name": …, options}`, the methods; see `fathom methods`.
+        depth, mixer, residual, positions, feed_forward: `{"name": …, options}`, the methods; see `fathom methods`.
+            `positions` defaults to the family's.
 
     Raises:
         ValueError: an unknown family, method or option, a size that does not divide, an unsupported combination.
     """
 
     model_type = "fathom"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "losses", "trace", "auxiliary"]
 
     backbone: str = "llama"
     vocab_size: int = 32000
@@ -108,7 +119,6 @@ class FathomConfig(PreTrainedConfig):
     head_dim: int = DERIVED
     max_position_embeddings: int = 2048
     norm: str = DERIVED
-    positions: str = DERIVED
     qk_norm: bool = DERIVED
     parallel_residual: bool = DERIVED
     gated_mlp: bool = DERIVED
@@ -129,6 +139,8 @@ class FathomConfig(PreTrainedConfig):
     depth: dict[str, Any] = DERIVED
     mixer: dict[str, Any] = DERIVED
     residual: dict[str, Any] = DERIVED
+    positions: dict[str, Any] = DERIVED
+    feed_forward: dict[str, Any] = DERIVED
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -140,6 +152,12 @@ class FathomConfig(PreTrainedConfig):
                 f"per_layer_config={kwargs['per_layer_config']!r}: layers that differ (KV heads, head dims, …) are not "
                 "implemented; all layers share one shape"
             )
+        for field, value in kwargs.items():
+            if isinstance(value, dict) and isinstance(value.get("name"), str):
+                raise ValueError(
+                    f"{field}={value!r}: the config has no section {field!r}{nearest(field, list(SECTIONS))}; its "
+                    f"sections: {', '.join(SECTIONS)}"
+                )
         if self.backbone not in FAMILIES:
             raise ValueError(f"backbone={self.backbone!r} is not supported; families: {', '.join(FAMILIES)}")
         for field, hint in self.types().items():
@@ -163,9 +181,8 @@ class FathomConfig(PreTrainedConfig):
             gated = 32 * math.ceil(self.hidden_size * 8 / 3 / 32)
             self.intermediate_size = gated if self.gated_mlp else 4 * self.hidden_size
 
-        self.depth = resolve_section("depth", self.depth, default="vanilla")
-        self.mixer = resolve_section("mixer", self.mixer, default="none")
-        self.residual = resolve_section("residual", self.residual, default="standard")
+        for section in SECTIONS:
+            setattr(self, section, resolve_section(section, getattr(self, section)))
 
         scale_embeds = self.depth.get("scale_embeds")
         if scale_embeds is not None:  # a method's option sets the decoder's field; nothing multiplies twice
@@ -184,9 +201,26 @@ class FathomConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set."""
+        """As in transformers, but fields among `kwargs` are checked and completed like the others, not only set.
+        Options of a method that `config_dict` names too override its own one by one."""
         given = {name: kwargs.pop(name) for name in cls.types() if name in kwargs}
-        return super().from_dict({**config_dict, **given}, **kwargs)
+        for section in SECTIONS:
+            if section in given:
+                given[section] = override_section(section, config_dict.get(section), given[section])
+        written_by = str(config_dict.get("fathom_version", __version__))
+        try:
+            return super().from_dict({**config_dict, **given}, **kwargs)
+        except ValueError as error:
+            if Version(written_by) <= Version(__version__):
+                raise
+            raise ValueError(
+                f"{error}. The config was written by fathom {written_by}, newer than this {__version__}: "
+                "pip install --upgrade fathom-lm"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the version that wrote it."""
+        return {**super().to_dict(), "fathom_version": __version__}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
@@ -222,24 +256,12 @@ class FathomConfig(PreTrainedConfig):
                 self.num_key_value_heads,
                 f"must divide num_attention_heads={self.num_attention_heads}",
             )
-        partial = (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
-        turned = int(self.head_dim * partial)  # type: ignore[operator]
-        if self.positions == "rotary" and (turned < 2 or turned % 2):
-            refuse("head_dim", self.head_dim, f"rotary positions turn {turned} of its channels; use an even number")
         if self.norm not in ("rmsnorm", "layernorm"):
             refuse("norm", self.norm, 'use "rmsnorm" or "layernorm"')
-        if self.positions not in ("rotary", "learned"):
-            refuse("positions", self.positions, 'use "rotary" or "learned"')
         from transformers.activations import ACT2FN  # here: half a second that `import fathom` need not take
 
         if self.hidden_act not in ACT2FN:
             refuse("hidden_act", self.hidden_act, f"no activation of transformers; it has {', '.join(sorted(ACT2FN))}")
-        if self.positions == "rotary":
-            kinds = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
-            if self.rope_parameters["rope_type"] not in kinds:  # type: ignore[index]
-                refuse("rope_parameters", self.rope_parameters, f"rope_type must be one of {', '.join(kinds)}")
-            if not self.rope_parameters["rope_theta"] > 0:  # type: ignore[index]
-                refuse("rope_parameters", self.rope_parameters, "rope_theta must be positive")
         if self.init not in ("scaled", "hf"):
             refuse("init", self.init, 'use "scaled" or "hf"')
         for dropout in ("attention_dropout", "residual_dropout", "embedding_dropout"):
@@ -247,7 +269,7 @@ class FathomConfig(PreTrainedConfig):
                 refuse(dropout, getattr(self, dropout), "must be in [0, 1)")
         if self.embed_scale is not None and self.embed_scale <= 0:
             refuse("embed_scale", self.embed_scale, "must be positive")
-        for registry in ("depth", "mixer", "residual"):
+        for registry in SECTIONS:
             section = getattr(self, registry)
             method = lookup(registry, section["name"])
             reason = method.unsupported(self, build_options(registry, section))  # type: ignore[attr-defined]
@@ -269,4 +291,4 @@ class FathomConfig(PreTrainedConfig):
     @property
     def is_vanilla(self) -> bool:
         """True when no method is active: the model is an ordinary decoder of its family."""
-        return (self.depth["name"], self.mixer["name"], self.residual["name"]) == ("vanilla", "none", "standard")
+        return all(getattr(self, section)["name"] in SECTIONS[section].plain for section in SECTIONS)

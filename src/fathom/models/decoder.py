@@ -1,7 +1,8 @@
 """The decoder: one pre-norm transformer for the GPT-2, GPT-NeoX, Llama and Qwen3 families.
 
 Read it from the bottom up for one forward pass: `Stack` runs the layers for a depth method, `Block` is one layer,
-`Attention` and `MLP` its two halves. Shapes: B batch, T tokens, d hidden, H query heads, G key/value heads, D head dim.
+`Attention` and a method of the `feed_forward` section its two halves. Shapes: B batch, T tokens, d hidden, H query
+heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.models.configuration import FathomConfig
@@ -27,7 +25,6 @@ from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
 from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
-from fathom.ops.rotary import signed, turn
 from fathom.ops.token_blocks import TokenRanges, ranged_attention
 
 
@@ -38,47 +35,8 @@ def make_norm(config: FathomConfig, width: int) -> nn.Module:
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
-class RotaryEmbedding(nn.Module):
-    """cos and sin of position · frequency, for every RoPE type that transformers supports for Llama.
-
-    The frequencies come from transformers' own initialisation functions; "dynamic" and "longrope" update them with the
-    longest position seen.
-    """
-
-    inv_freq: Tensor
-    original_inv_freq: Tensor
-
-    def __init__(self, config: FathomConfig):
-        super().__init__()
-        self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        inv_freq, self.attention_scaling = self.initial_frequencies()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    def initial_frequencies(self) -> tuple[Tensor, float]:
-        if self.rope_type != "default":
-            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
-        width = int(self.config.head_dim * self.config.rope_parameters["partial_rotary_factor"])
-        exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
-        return self.config.rope_parameters["rope_theta"] ** -exponent, 1.0
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x: Tensor, position_ids: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """cos, sin: [B, T, rotary width], computed in fp32 (or float64 for a float64 model), returned in x's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        angles = position_ids[..., None].to(wide) * self.inv_freq.to(x.device, wide)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (
-            (angles.cos() * self.attention_scaling).to(x.dtype),
-            (angles.sin() * self.attention_scaling).to(x.dtype),
-        )
-
-
 class Attention(nn.Module):
-    """Grouped-query attention with optional QK-norm and rotary positions.
+    """Grouped-query attention with optional QK-norm; a method of `positions` says what queries and keys become.
 
         q, k, v = x W_q, x W_k, x W_v;   softmax(q kᵀ/√D + mask) v W_o
 
@@ -91,7 +49,12 @@ class Attention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        method: Any = lookup("positions", config.positions["name"])
+        options = build_options("positions", config.positions)
+        self.rotate = functools.partial(method.rotate, options)
+        self.expand = functools.partial(method.expand, options)
+        seen = config.num_attention_heads * method.heads(options)  # heads that attention sees
+        self.num_key_value_groups = seen // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
@@ -100,19 +63,20 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_output_bias)
+        self.o_proj = nn.Linear(seen * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
         self.o_proj.writes_residual = True  # type: ignore[assignment]  # initialization.py
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim)
             self.k_norm = make_norm(config, config.head_dim)
-        # Depth-Attention checkpoints normalise keys after the rotation (methods/depth_attention)
-        self.k_norm_after_rotation = config.qk_norm and config.mixer.get("k_norm_position") == "post_rope"
+        mixer: Any = lookup("mixer", config.mixer["name"])
+        after = mixer.k_norm_after_rotation(build_options("mixer", config.mixer))
+        self.k_norm_after_rotation = config.qk_norm and after
 
     def forward(
         self,
         hidden_states: Float[Tensor, "B T d"],
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        position_embeddings: tuple[Tensor, ...] | None,
         attention_mask: Any,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -127,7 +91,7 @@ class Attention(nn.Module):
         what `read` leaves for later steps.
 
         `cache_layer` is the index in the cache, pass·L + layer_idx; `sources` are earlier layers' mixer states;
-        `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps.py).
+        `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps/stack.py).
         """
         batch, length, _ = hidden_states.shape
         heads = (batch, length, -1, self.head_dim)
@@ -141,9 +105,7 @@ class Attention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         asked = None if asked is None else asked.transpose(1, 2)
         if position_embeddings is not None:
-            cos, sin = position_embeddings[0], signed(position_embeddings[1])
-            query, key = turn(query, cos, sin, value.dtype), turn(key, cos, sin, value.dtype)
-            asked = None if asked is None else turn(asked, cos, sin, value.dtype)
+            query, key, asked = self.rotate(position_embeddings, value.dtype, query, key, asked)
         if self.k_norm_after_rotation:
             key = self.k_norm(key)
         # Under autocast norms and rotation leave fp32, which attention rounds anyway: kept wide, keys would double what
@@ -154,6 +116,7 @@ class Attention(nn.Module):
         if mixer is not None:  # between the rotation and the cache write, so the cache holds what attention reads
             asked = query if asked is None else asked
             key, value, state = mixer(asked, key, value, sources, layer=self.layer_idx)
+        query = self.expand(query)
 
         cache = past_key_values if cache is None else cache
         if cache is not None:
@@ -181,24 +144,6 @@ class Attention(nn.Module):
         return self.o_proj(output.reshape(batch, length, -1)), weights, state, left
 
 
-class MLP(nn.Module):
-    """down(act(gate x) · up x) when gated, down(act(up x)) otherwise."""
-
-    def __init__(self, config: FathomConfig):
-        super().__init__()
-        self.gated = config.gated_mlp
-        if config.gated_mlp:
-            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.down_proj.writes_residual = True  # type: ignore[assignment]  # initialization.py
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
-        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x) if self.gated else self.act_fn(self.up_proj(x))
-        return self.down_proj(hidden)
-
-
 class Block(GradientCheckpointingLayer):
     """One layer: attention and MLP, each reading from and writing to the residual topology.
 
@@ -211,25 +156,32 @@ class Block(GradientCheckpointingLayer):
         self.parallel = config.parallel_residual
         self.residual_dropout = config.residual_dropout
         self.self_attn = Attention(config, layer_idx)
-        self.mlp = MLP(config)
+        feed_forward = lookup("feed_forward", config.feed_forward["name"])
+        self.mlp = feed_forward(config, build_options("feed_forward", config.feed_forward))
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.layer_idx = layer_idx
 
     def forward(self, stream: Any, residual: Any, **attention_inputs: Any) -> tuple[Any, ...]:
-        """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added, and
-        attention's weights, mixer state and slots for later steps."""
+        """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added;
+        attention's weights, mixer state and slots for later steps; and what the feed-forward network says by name."""
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
         x, carry = residual.read(stream, first)
         attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
-            both = attended + self.drop(self.mlp(self.post_attention_layernorm(x)))
-            return residual.write(stream, first, both, carry), *found
+            fed, said = self.feed_forward(x)
+            return residual.write(stream, first, attended + fed, carry), *found, said
         stream = residual.write(stream, first, attended, carry)
         x, carry = residual.read(stream, second)
-        stream = residual.write(stream, second, self.drop(self.mlp(self.post_attention_layernorm(x))), carry)
-        return stream, *found
+        fed, said = self.feed_forward(x)
+        return residual.write(stream, second, fed, carry), *found, said
+
+    def feed_forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The second half, from its norm to its dropout, and what it says beside its output."""
+        out = self.mlp(self.post_attention_layernorm(x))
+        out, said = out if isinstance(out, tuple) else (out, {})
+        return self.drop(out), said
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout else x
@@ -244,22 +196,23 @@ class LayerGroup(nn.Module):
 
     def forward(
         self, stream: Any, residual: Any, earlier: list[Any], *, weights: list[dict[str, Tensor]], **inputs: Any
-    ) -> tuple[Any, list[Any]]:
-        """Returns the stream, and what `read` leaves of each layer (models/steps.py). `weights`: of each layer, what
-        stands for its own of that name."""
-        left = []
+    ) -> tuple[Any, list[Any], list[dict[str, Tensor]]]:
+        """Returns the stream, what `read` leaves of each layer (models/steps/stack.py), and what layers say by name.
+        `weights`: of each layer, what stands for its own of that name."""
+        left, said = [], []
         for layer, slots, others in zip(self.layers, earlier, weights, strict=True):
             given = dict(inputs, earlier=slots)
             if others:
-                stream, *_, kept = functional_call(layer, others, (stream, residual), given)
+                stream, *_, kept, values = functional_call(layer, others, (stream, residual), given)
             else:
-                stream, *_, kept = layer(stream, residual, **given)
+                stream, *_, kept, values = layer(stream, residual, **given)
             left.append(kept)
-        return stream, left
+            said.append(values)
+        return stream, left, said
 
 
 class Decoder(nn.Module):
-    """The parameters: input table, learned positions (GPT-2), layers, final norm, mixer and residual topology."""
+    """The parameters: input table, positions, layers, final norm, mixer and residual topology."""
 
     mixer: Any  # a Mixer or None
     residual: Any  # a ResidualTopology
@@ -268,16 +221,19 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.positions == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-            self.rotary_emb = None
-        else:
-            self.rotary_emb = RotaryEmbedding(config)
+        positions: Any = lookup("positions", config.positions["name"])
+        self.place, self.rotary_emb = positions.place, None  # caches look for rotary tables under this name
+        setattr(self, self.place, positions(config, build_options("positions", config.positions)))
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = make_norm(config, config.hidden_size)
         mixer = lookup("mixer", config.mixer["name"])
         self.mixer = mixer(config, build_options("mixer", config.mixer)) if config.mixer["name"] != "none" else None
         self.residual = lookup("residual", config.residual["name"])(config, build_options("residual", config.residual))
+
+    @property
+    def positions(self) -> Any:
+        """The method of the `positions` section, under the name that checkpoints hold it by."""
+        return getattr(self, self.place)
 
     def embed(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """embed_scale · W_in[x], without positions."""
@@ -296,7 +252,7 @@ class Stack:
 
     decoder: Decoder
     position_ids: Int[Tensor, "B T"]
-    position_embeddings: tuple[Tensor, Tensor] | None
+    position_embeddings: tuple[Tensor, ...] | None
     attention_mask: Any
     cache: Cache | None = None
     layer_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -308,6 +264,8 @@ class Stack:
     earlier: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
     groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
+    # What layers say beside their outputs, by name: a tensor for every layer that ran, in order.
+    auxiliary: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -315,9 +273,8 @@ class Stack:
         return self.normalize(self.layers(self.add_positions(embeddings), pass_index))
 
     def add_positions(self, embeddings: Tensor) -> Tensor:
-        """Learned positions (GPT-2), then embedding dropout; rotary families add nothing here."""
-        if self.decoder.rotary_emb is None:
-            embeddings = embeddings + self.decoder.embed_positions(self.position_ids)
+        """What the positions add to the embeddings, then embedding dropout; rotary ones add nothing here."""
+        embeddings = self.decoder.positions.add(embeddings, self.position_ids)
         rate = self.decoder.config.embedding_dropout
         return F.dropout(embeddings, rate, self.decoder.training) if rate else embeddings
 
@@ -337,9 +294,9 @@ class Stack:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))
             if self.read is not None:
                 inputs.update(read=self.read, earlier=self.earlier[number])
-            stream, weights, state, left = layer(
+            stream, weights, state, left, said = layer(
                 stream,
-                residual,
+                residual=residual,
                 position_embeddings=self.position_embeddings,
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
@@ -352,13 +309,14 @@ class Stack:
                 self.kept.append(left)
             if self.attentions is not None:
                 self.attentions.append(weights)
+            self.note(said)
         return residual.finish(stream)
 
     def grouped(self, stream: Any) -> Any:
         """The layers by compiled groups; nothing of them is wanted but the stream and what `read` leaves."""
         together = len(self.decoder.layers) // len(self.groups)  # type: ignore[arg-type]
         for number, group in enumerate(self.groups):  # type: ignore[arg-type]
-            stream, left = group(
+            stream, left, said = group(
                 stream,
                 self.decoder.residual,
                 self.earlier[number * together : (number + 1) * together],
@@ -369,7 +327,14 @@ class Stack:
                 **self.layer_kwargs,
             )
             self.kept += left
+            for values in said:
+                self.note(values)
         return stream
+
+    def note(self, said: dict[str, Tensor]) -> None:
+        """Keep what a layer said."""
+        for name, value in said.items():
+            self.auxiliary.setdefault(name, []).append(value)
 
     def normalize(self, hidden_states: Tensor) -> Tensor:
         """The final norm."""

@@ -3,6 +3,7 @@
 | since | what moved |
 |---|---|
 | by 5.24 | a traced mask builder leaves out a plain causal mask; 5.17 always builds it |
+| by 5.24 | `adapter_kwargs` say where in a local folder an adapter lies; 5.17 looks beside the weights |
 | by 5.24 | checkpointed layers keep their cache where no gradient is wanted; 5.17 takes it away |
 | 5.24 | models take the cache as `cache`; before, as `past_key_values` (an alias until 5.40), and outputs likewise |
 """
@@ -11,17 +12,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import find_adapter_config_file
 
 # The name under which this version's models, layers and outputs carry the cache.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+# `adapter_kwargs` with which transformers' loaders look for an adapter in vain.
+NO_ADAPTER = {"subfolder": "no-adapter"}
+
+
+@contextlib.contextmanager
+def weights_alone() -> Iterator[dict[str, Any]]:
+    """Yields the argument with which transformers' loaders, in here, leave an adapter beside the weights unread."""
+    with contextlib.ExitStack() as stack:
+        if "_commit_hash" in inspect.signature(find_adapter_config_file).parameters:
+            for place in ("integrations.peft", "models.auto.auto_factory"):
+                stack.enter_context(mock.patch(f"transformers.{place}.find_adapter_config_file", return_value=None))
+        yield {"adapter_kwargs": NO_ADAPTER}
 
 
 def causal_mask(
@@ -96,6 +113,21 @@ def layers_lose_cache(model: PreTrainedModel) -> bool:
     return model.training and (always or torch.is_grad_enabled()) and model.is_gradient_checkpointing
 
 
-def causal_lm_output(cache: Cache | None, **fields: Any) -> CausalLMOutputWithPast:
-    """`CausalLMOutputWithPast` with the cache under this version's name."""
-    return CausalLMOutputWithPast(**{CACHE_NAME: cache}, **fields)  # type: ignore[arg-type]
+@dataclasses.dataclass
+class FathomOutput(CausalLMOutputWithPast):
+    """transformers' output, and on request (`output_auxiliary=True`) what the methods say by name.
+
+    Attributes:
+        losses: auxiliary losses, as they were added to `loss`.
+        trace: per-token facts of the depth method (passes, gates, masses), each [B, T, …].
+        auxiliary: what layers say (router statistics): a value for every layer that ran, in order, [runs, …].
+    """
+
+    losses: dict[str, torch.Tensor] | None = None
+    trace: dict[str, torch.Tensor] | None = None
+    auxiliary: dict[str, torch.Tensor] | None = None
+
+
+def causal_lm_output(cache: Cache | None, **fields: Any) -> FathomOutput:
+    """The output with the cache under this version's name."""
+    return FathomOutput(**{CACHE_NAME: cache}, **fields)  # type: ignore[arg-type]

@@ -26,13 +26,15 @@ from fathom.models.configuration import FathomConfig
 
 
 def initialize(module: nn.Module, config: FathomConfig) -> None:
-    """Fill one module's own parameters by the config's rule (transformers calls this for every module)."""
+    """Fill one module's own parameters by the config's rule (transformers calls this for every module).
+
+    Raises TypeError for a module whose parameters no rule fills: on a checkpoint that lacks them they would be whatever
+    was in memory.
+    """
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
-    elif hasattr(module, "initialize_parameters"):
-        module.initialize_parameters()  # type: ignore[operator]
     elif isinstance(module, nn.Linear | nn.Embedding):
         if config.init == "hf":
             init.normal_(module.weight, mean=0.0, std=config.initializer_range)
@@ -43,3 +45,12 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
             init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
+    elif hasattr(module, "initialize_parameters"):
+        module.initialize_parameters()  # type: ignore[operator]
+    elif not isinstance(module, nn.ParameterList | nn.ParameterDict):  # these are their owner's
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if own:
+            raise TypeError(
+                f"{type(module).__name__} has parameters of its own ({', '.join(own)}) and no initialize_parameters() "
+                "that fills them"
+            )

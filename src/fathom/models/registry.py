@@ -1,19 +1,43 @@
-"""The three registries of methods that plug into the decoder: `depth`, `mixer`, `residual`.
+"""The sections of the config, and the registry of methods that each of them chooses from.
 
-They stand on this floor because the decoder looks methods up by name; the wings above fill them (`@register(...)` on
-the method's class), so that imports only go down. The wings are imported when `REGISTRIES` is first read: `import
-fathom` says how (`fill_with`) and does not wait for it.
+They stand on this floor because the decoder looks methods up by name; the wings above fill the registries
+(`@register(...)` on the method's class), so that imports only go down. The wings are imported when `REGISTRIES` is
+first read: `import fathom` says how (`fill_with`) and does not wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-_REGISTRIES: dict[str, dict[str, type]] = {"depth": {}, "mixer": {}, "residual": {}}
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One section of the config, `{"name": …, options}`.
+
+    Attributes:
+        plain: the methods of an ordinary decoder; the first is the default where the family names none.
+        owns: pattern of the names that parameters of its methods have in a model.
+    """
+
+    plain: tuple[str, ...]
+    owns: re.Pattern[str]
+
+
+# Whoever needs "all sections" reads this table: config, recipes, cost, checkpoints, reports, tests.
+SECTIONS: dict[str, Section] = {
+    "depth": Section(("vanilla",), re.compile(r"depth\.")),
+    "mixer": Section(("none",), re.compile(r"model\.mixer\.")),
+    "residual": Section(("standard",), re.compile(r"model\.residual\.")),
+    "positions": Section(("rotary", "learned"), re.compile(r"model\.(positions|embed_positions|rotary_emb)\.")),
+    "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
+}
+_REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
 _fill: Callable[[], None] | None = None
 
 if TYPE_CHECKING:
@@ -82,13 +106,13 @@ def check_type(option: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{option}={value!r}: must be of type {names}")
 
 
-def resolve_section(registry: str, section: dict[str, Any] | str | None, default: str) -> dict[str, Any]:
+def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict[str, Any]:
     """A section of the config as a complete dict: `{"name": …, every option with its value}`, validated.
 
     Raises ValueError on an unknown method or option (naming the nearest real one) or an option out of range.
     """
     if section is None:
-        section = {"name": default}
+        section = {"name": SECTIONS[registry].plain[0]}
     if isinstance(section, str):
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):
@@ -107,6 +131,30 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None, default
             )
         check_type(f"{registry} method {section['name']!r} option {key}", value, known[key])
     return {"name": section["name"], **dataclasses.asdict(cls.Options(**options))}  # type: ignore[attr-defined]
+
+
+def override_section(registry: str, stored: dict[str, Any] | str | None, given: Any) -> Any:
+    """The section `given` with a checkpoint, completed by the `stored` one if both name the same method.
+
+    Another method starts from its own defaults; a warning says which stored options it resets.
+    """
+    if isinstance(given, str):
+        given = {"name": given}
+    if not stored or not isinstance(given, dict) or given.get("name") not in filled()[registry]:
+        return given
+    stored = resolve_section(registry, stored)
+    if given["name"] == stored["name"]:
+        return {**stored, **given}
+    defaults = resolve_section(registry, stored["name"])
+    now = resolve_section(registry, given)
+    reset = [f"{key}={value!r}" for key, value in stored.items() if value not in (defaults[key], now.get(key))]
+    if reset:
+        warnings.warn(
+            f"{registry}={given['name']!r} resets these options of the checkpoint's {stored['name']!r}: "
+            f"{', '.join(reset)}",
+            stacklevel=2,
+        )
+    return given
 
 
 def build_options(registry: str, section: dict[str, Any]) -> Any:

@@ -284,7 +284,8 @@ class SlotView:
 
 def restarts_are_documents(stack: Any) -> bool:
     """Whether position ids that restart say where packed documents start, as in transformers: in forwards without a
-    cache or a mask, and with an empty cache under flash attention, whose kernels read them so whatever is kept."""
+    cache, and with an empty one under flash attention, whose kernels read them so whatever is kept. Not under a mask,
+    of ones or not: the row is then one document."""
     given = stack.packed and stack.attention_mask is None
     return given and (stack.cache is None or "flash" in str(stack.decoder.config._attn_implementation))
 
@@ -349,8 +350,11 @@ class SlotStack(Stack):
 
     def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, keep: bool = True) -> Stack:
         """The stack over slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
-        rotary, cache = self.decoder.rotary_emb, self.cache
+        cache = self.cache
         mask = layout.mask(self.decoder.config, slots, cache, self.packed)
+        slot_ids = torch.arange(slots.shape[1], device=slots.device)[None]
+        if restarts_are_documents(self):
+            slot_ids = layout.slot_ids
         if keep and cache is not None and isinstance(cache.layers[0], RaggedSlotLayer):
             for held in cache.layers:
                 held.append(layout.tokens, layout.step)  # type: ignore[union-attr]
@@ -358,13 +362,14 @@ class SlotStack(Stack):
         return Stack(
             self.decoder,
             layout.position_ids,
-            rotary(slots, layout.position_ids) if rotary else None,
+            self.decoder.positions.tables(slots, layout.position_ids),
             mask,
             cache if keep or cache is None else SlotView(cache),  # type: ignore[arg-type]
             self.layer_kwargs,
             self.hidden_states,
             self.attentions,
-            slot_ids=layout.slot_ids,
+            slot_ids=slot_ids,
+            auxiliary=self.auxiliary,
         )
 
     def largest_change(

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fathom.models.adapters import linear_matrix, table_matrix
+from fathom.models.adapted_layers import linear_matrix, plain_weight, table_matrix
 from fathom.ops.cross_entropy import (
     cross_entropy,
     gradients_of_chunk,
@@ -40,8 +40,9 @@ class Vocabulary:
 
     def mixture(self, hidden_states: Float[Tensor, "B T d"], **options: Any) -> Float[Tensor, "B T d"]:
         """Σ_v p_v · c·W_in[v] with p = softmax(h W_outᵀ): the expected next embedding (ops/vocabulary_mixture.py)."""
+        device = hidden_states.device
         mixed = vocabulary_mixture(
-            hidden_states, linear_matrix(self.head), table_matrix(self.table), **options,
+            hidden_states, linear_matrix(self.head, device), table_matrix(self.table, device), **options,
             of_chunk=self.compiled.get(mixture_of_chunk, mixture_of_chunk),
         )  # fmt: skip
         return mixed if self.scale == 1.0 else mixed * self.scale
@@ -50,13 +51,15 @@ class Vocabulary:
         self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
         """The sum of `losses`, and these without gradient: for training, at the price of the sum alone."""
-        if type(self.head) is not nn.Linear:  # an adapter's dropout is of states
+        weight = plain_weight(self.head, hidden_states.device)
+        if weight is None:  # an adapter's dropout is of states
             losses = cross_entropy(self.head(hidden_states).flatten(0, 1), targets.flatten())
             return losses.sum(), losses.detach().view_as(targets)
         of_chunk = self.compiled.get(gradients_of_chunk, gradients_of_chunk)
-        return linear_cross_entropy(hidden_states, self.head.weight, targets, of_chunk=of_chunk)
+        return linear_cross_entropy(hidden_states, weight, targets, of_chunk=of_chunk)
 
     def losses(self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """−log p of every target token, 0 where it is −100."""
         of_chunk = self.compiled.get(losses_of_chunk, losses_of_chunk)
-        return token_cross_entropies(hidden_states, linear_matrix(self.head), targets, of_chunk)
+        matrix = linear_matrix(self.head, hidden_states.device)
+        return token_cross_entropies(hidden_states, matrix, targets, of_chunk)

@@ -18,11 +18,12 @@ from fathom.data import PreparedData
 from fathom.evaluate import bits_per_byte, unigram_loss
 from fathom.inspect import StepMap, offered
 from fathom.models.causal_lm import FathomForCausalLM
+from fathom.models.registry import SECTIONS
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
-from fathom.train.checkpoints import checkpoints
+from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.trainer import MODEL
 
 MEASURED = "measured.json"
@@ -123,7 +124,7 @@ def _describe(
     ran = getattr(pictures.get(StepMap.name), "ran", None)  # what tokens that stop on their own really cost
     return Run(
         method=planned.method.name,
-        options={"depth": config.depth, "mixer": config.mixer, "residual": config.residual},
+        options={section: getattr(config, section) for section in SECTIONS},
         budget=planned.budget,
         seed=planned.seed,
         lr=result.lr,

@@ -26,9 +26,6 @@ PLOTS = {
 }
 
 
-_IDLE = ("vanilla", "none", "standard")  # what a config section holds when no method is active there
-
-
 @dataclass(frozen=True)
 class Cell:
     """What a table cell shows, what it sorts by, and a second line in small type."""
@@ -161,9 +158,9 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
-        if section["name"] in _IDLE:
+        if section["name"] in SECTIONS[registry].plain:
             continue
-        defaults = resolve_section(registry, section["name"], section["name"])
+        defaults = resolve_section(registry, section["name"])
         given = {key: value for key, value in section.items() if key != "name"}
         shown = [
             f"{key}={value}" for i, (key, value) in enumerate(given.items()) if i == 0 or value != defaults.get(key)

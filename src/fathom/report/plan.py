@@ -36,8 +36,8 @@ class Planned:
 def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
     """All runs, budget by budget, in the recipe's order.
 
-    Raises ValueError for a method that does not fit the model, and for inference_flops with `model.checkpoint`, whose
-    layers are fixed.
+    Raises ValueError for a method that does not fit the model, for a budget of less than a step, and for
+    inference_flops with `model.checkpoint`, whose layers are fixed.
     """
     planned: list[Planned] = []
     for budget in recipe.budgets:
@@ -65,10 +65,17 @@ def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) 
             for config in configs
         ]
         flops = costs[0] * recipe.training.tokens if budget.amount is None else budget.amount
-        step = recipe.training.sequences * recipe.training.gradient_accumulation * recipe.data.block_size
         # whole steps, as are trained: budgets that come to the same steps share a run
         tokens_of = [int(flops / cost) for cost in costs]
-        return [replace(model, tokens=n - n % step or n) for model, n in zip(models, tokens_of, strict=True)]
+        step = recipe.step_tokens
+        models = [replace(model, tokens=n - n % step or n) for model, n in zip(models, tokens_of, strict=True)]
+    for model in models:
+        if model.tokens < recipe.step_tokens:
+            given = f"budgets.{budget.kind}={budget.amount:g}" if budget.amount else f"training.tokens={tokens}"
+            raise ValueError(
+                f"{given}: leaves {model.method.name} {model.tokens} tokens under the budget {budget.kind}, less than "
+                f"one step of {recipe.step_tokens} (sequences × gradient_accumulation × block_size); use more"
+            )
     if budget.kind == "inference_flops":
         if "checkpoint" in recipe.model:
             raise ValueError(

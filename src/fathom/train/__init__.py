@@ -1,9 +1,9 @@
 """Recipe to Trainer to checkpoint."""
 
 from fathom.train.phases import Phases
-from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, load_recipe, model_config
-from fathom.train.sweep import LearningRateSweep, best_of, candidates, sweep_lr, try_lr
-from fathom.train.trainer import TrainResult, train_run
+from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, candidates, load_recipe, model_config
+from fathom.train.sweep import LearningRateSweep, best_of, sweep_lr, try_lr
+from fathom.train.trainer import TrainResult, sequences_per_process, train_run
 
 __all__ = [
     "Budget",
@@ -17,6 +17,7 @@ __all__ = [
     "candidates",
     "load_recipe",
     "model_config",
+    "sequences_per_process",
     "sweep_lr",
     "train_run",
     "try_lr",

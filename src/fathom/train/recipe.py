@@ -23,13 +23,13 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fathom.data import DataConfig, check_vocabulary, load_tokenizer
-from fathom.models.checkpoints import config_from_stock
+from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import REGISTRIES, nearest
+from fathom.models.registry import REGISTRIES, SECTIONS, nearest
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
 MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
-METHOD_SECTIONS = ("depth", "mixer", "residual")
+METHOD_SECTIONS = tuple(SECTIONS)
 CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale")  # what may change on given weights
 _FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
 
@@ -39,7 +39,7 @@ class MethodConfig:
     """One model of a recipe.
 
     Attributes:
-        name: label of the method and of its run folders. Without any of depth, mixer and residual it is also the name
+        name: label of the method and of its run folders. Without any section of the config it is also the name
             of the registered method.
         fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
         lr: learning rate or candidates of this method, instead of `training.lr`.
@@ -109,11 +109,12 @@ class Budget:
 class Training:
     """How every model of a recipe is trained. Steps are optimiser steps.
 
-    A step reads sequences × gradient_accumulation × devices blocks of `data.block_size` tokens.
+    A step reads sequences × gradient_accumulation blocks of `data.block_size` tokens, whatever the number of processes
+    (`torchrun`): they share every batch.
     """
 
     tokens: int  # training tokens, rounded down to whole steps
-    sequences: int = 8  # blocks in a batch on one device
+    sequences: int = 8  # blocks in a batch, of all processes together
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
     sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
@@ -203,6 +204,24 @@ class Recipe:
                             f"{where}.{key} cannot be given: model.checkpoint fixes it "
                             f"(only {', '.join(CHECKPOINT_FIELDS)} may change)"
                         )
+        if self.trial_tokens < self.step_tokens and any(len(candidates(self, method)) > 1 for method in self.methods):
+            least = math.ceil(1000 * self.step_tokens / self.training.tokens) / 1000
+            remedy = f"use at least {least:g}" if least <= 1 else "use more training.tokens"
+            raise ValueError(
+                f"training.sweep_fraction={self.training.sweep_fraction!r}: a trial of the learning-rate sweep would "
+                f"have {self.trial_tokens} tokens, less than one step of {self.step_tokens} (sequences × "
+                f"gradient_accumulation × block_size); {remedy}, or give one learning rate"
+            )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one optimiser step reads."""
+        return self.training.sequences * self.training.gradient_accumulation * self.data.block_size
+
+    @property
+    def trial_tokens(self) -> int:
+        """Tokens that each candidate of a learning-rate sweep is trained on."""
+        return int(self.training.tokens * self.training.sweep_fraction)
 
     def method(self, name: str) -> MethodConfig:
         """The method of that name. Raises ValueError that lists what the recipe has."""
@@ -211,6 +230,12 @@ class Recipe:
                 return method
         names = [method.name for method in self.methods]
         raise ValueError(f"method {name!r} is not in the recipe{nearest(name, names)}; it has {', '.join(names)}")
+
+
+def candidates(recipe: Recipe, method: MethodConfig) -> tuple[float, ...]:
+    """The learning rates to choose from: the method's `lr`, else `training.lr`."""
+    rates = recipe.training.lr if method.lr is None else method.lr
+    return rates if isinstance(rates, tuple) else (rates,)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -256,7 +281,7 @@ def model_config(
         config = FathomConfig(**fields)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, recipe.model.get("checkpoint", "the model"))
-    if config.positions == "learned" and recipe.data.block_size > config.max_position_embeddings:
+    if config.positions["name"] == "learned" and recipe.data.block_size > config.max_position_embeddings:
         raise ValueError(
             f"data.block_size={recipe.data.block_size}: the model has max_position_embeddings="
             f"{config.max_position_embeddings} learned positions; use shorter blocks"
@@ -281,7 +306,7 @@ def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig
         raise ValueError(f"model.checkpoint={checkpoint!r}: no config.json could be read ({error})") from error
     if stored.model_type != FathomConfig.model_type:
         return config_from_stock(stored, **changes)
-    return FathomConfig(**{**FathomConfig.get_config_dict(checkpoint)[0], **changes})
+    return FathomConfig.from_dict(FathomConfig.get_config_dict(checkpoint)[0], **changes)
 
 
 def _registry_of(name: str, where: str) -> str:
@@ -291,7 +316,7 @@ def _registry_of(name: str, where: str) -> str:
     known = sorted(name for methods in REGISTRIES.values() for name in methods if name not in ("none", "standard"))
     raise ValueError(
         f"{where}={name!r}: no method has this name{nearest(name, known)}; methods: {', '.join(known)}. "
-        "A label of your own needs depth, mixer or residual beside it"
+        f"A label of your own needs one of {', '.join(SECTIONS)} beside it"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fathom.data import PreparedData
-from fathom.train.recipe import MethodConfig, Recipe
+from fathom.train.recipe import MethodConfig, Recipe, candidates
 from fathom.train.trainer import TrainResult, train_run
 
 
@@ -35,12 +35,6 @@ class LearningRateSweep:
         return bool(candidates) and self.best in (min(candidates), max(candidates))
 
 
-def candidates(recipe: Recipe, method: MethodConfig) -> tuple[float, ...]:
-    """The learning rates to choose from: the method's `lr`, else `training.lr`."""
-    rates = recipe.training.lr if method.lr is None else method.lr
-    return rates if isinstance(rates, tuple) else (rates,)
-
-
 def try_lr(
     recipe: Recipe, method: MethodConfig, lr: float, *, seed: int, folder: str | Path, data: PreparedData
 ) -> TrainResult:
@@ -50,11 +44,13 @@ def try_lr(
     """
     if data.validation is None:
         raise ValueError(f"lr={lr:g}: a sweep needs held-out text; set data.validation or one training.lr")
-    tokens, folder = int(recipe.training.tokens * recipe.training.sweep_fraction), Path(folder)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of one run share the folder, and wait for each other
     with FileLock(folder / f"lr-{lr:g}.lock") if alone else contextlib.nullcontext():
-        return train_run(recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=tokens)
+        return train_run(
+            recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=recipe.trial_tokens
+        )
 
 
 def sweep_lr(

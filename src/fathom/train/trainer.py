@@ -34,10 +34,10 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks, collate
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
-from fathom.models.step_graphs import Foresight, StepGraphs
+from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
-from fathom.train import checkpoints
+from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.atomic import write_json
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
@@ -46,6 +46,7 @@ from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
 
 MODEL = "model"
+RESULT = "result.json"
 # Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
 _FREE = (
     "lr",
@@ -69,10 +70,10 @@ class TrainResult:
 
     Attributes:
         folder: of the run; `folder / "model"` is the trained model.
-        tokens, train_flops: of the whole run, on all devices; FLOPs are `fathom.cost`'s matrix products.
+        tokens, train_flops: of the whole run, in all processes; FLOPs are `fathom.cost`'s matrix products.
         train_loss: of the last logged steps.
         validation_loss, bits_per_byte: on the held-out blocks after the last step.
-        tokens_per_second: median over the logged intervals, all devices, without evaluation and saving.
+        tokens_per_second: median over the logged intervals, all processes, without evaluation and saving.
         seconds: of training, without evaluation and saving.
         peak_memory_bytes: of rank 0's GPU, or of the process on a CPU.
         history: the lines of metrics.jsonl.
@@ -103,7 +104,7 @@ class TrainResult:
         """The result in a run's folder, None if the run is not finished."""
         folder = Path(folder)
         try:
-            values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         return cls(folder=folder, history=tuple(read_metrics(folder)), **values)
@@ -112,7 +113,7 @@ class TrainResult:
         values = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("folder", "history")
         }
-        write_json(self.folder / "result.json", values)
+        write_json(self.folder / RESULT, values)
 
 
 class FathomTrainer(Trainer):
@@ -172,16 +173,16 @@ def train_run(
     folder, training = Path(folder), recipe.training
     lr = _single_lr(recipe, method) if lr is None else lr
     config = model_config(recipe, method, data.tokenizer)
-    devices = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch set it
-    tokens_per_step = training.sequences * training.gradient_accumulation * devices * recipe.data.block_size
+    share = sequences_per_process(training)
+    tokens_per_step = training.sequences * training.gradient_accumulation * recipe.data.block_size
     tokens = training.tokens if tokens is None else tokens
     steps = tokens // tokens_per_step
     if steps < 1:
         raise ValueError(
             f"training.tokens={tokens}: less than one step of {tokens_per_step} tokens "
-            "(sequences × gradient_accumulation × devices × block_size)"
+            "(sequences × gradient_accumulation × block_size)"
         )
-    arguments = _arguments(training, folder, lr, seed, steps, evaluate=data.validation is not None)
+    arguments = _arguments(training, share, folder, lr, seed, steps, evaluate=data.validation is not None)
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
             f"training.compile='graphs' on {arguments.world_size} devices: gradients that lie in CUDA graphs are not "
@@ -200,7 +201,7 @@ def train_run(
     set_seed(seed)
     model = _make_model(recipe, method, config)
     if training.compile in ("layers", "graphs"):
-        gathers = model.depth.adaptive and not model.depth.replaces
+        gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     trainer = FathomTrainer(
@@ -242,6 +243,27 @@ def train_run(
     return result
 
 
+def processes() -> int:
+    """How many processes train this model together, as torchrun and accelerate launch say it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sequences_per_process(training: Training) -> int:
+    """A process's share of every batch. Raises ValueError where a batch does not divide."""
+    sequences, accumulation, count = training.sequences, training.gradient_accumulation, processes()
+    if sequences % count == 0:
+        return sequences // count
+    fewer = [n for n in range(1, count) if sequences % n == 0]
+    remedy = f"start {' or '.join(map(str, fewer))}, or make training.sequences a multiple of {count}"
+    merged = [n for n in range(2, accumulation + 1) if accumulation % n == 0 and sequences * n % count == 0]
+    if merged:
+        remedy = (
+            f"sequences: {sequences * merged[0]} with gradient_accumulation: {accumulation // merged[0]} make the same "
+            f"step on {count}; or {remedy}"
+        )
+    raise ValueError(f"training.sequences={sequences}: {count} processes cannot share a batch of that many; {remedy}")
+
+
 def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
     lr = recipe.training.lr if method.lr is None else method.lr
     if isinstance(lr, tuple):
@@ -249,7 +271,9 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
     return lr
 
 
-def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: int, evaluate: bool) -> TrainingArguments:
+def _arguments(
+    training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool
+) -> TrainingArguments:
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
         "wsd": (
@@ -264,8 +288,8 @@ def _arguments(training: Training, folder: Path, lr: float, seed: int, steps: in
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=training.sequences,
-        per_device_eval_batch_size=training.sequences,
+        per_device_train_batch_size=share,
+        per_device_eval_batch_size=share,
         gradient_accumulation_steps=training.gradient_accumulation,
         learning_rate=lr,
         lr_scheduler_type=schedule[0],
@@ -318,22 +342,38 @@ def _identity(
     steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """What decides the trained weights."""
+    """What decides the trained weights; and the number of processes, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     training = {key: value for key, value in dataclasses.asdict(recipe.training).items() if key not in _FREE}
-    model = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}
+    model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
+    spec["processes"] = processes()
     return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
 
 
 def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
-    """Write run.json, or raise ValueError if the folder holds another run that has trained."""
+    """Write run.json, or raise ValueError if the folder holds another run that has trained.
+
+    The number of processes decides nothing but rounding. So a finished run is one whatever it was; one that goes on
+    must have as many as before, for a checkpoint holds the random numbers of each.
+    """
     path = folder / "run.json"
     if path.exists() and has_trained(folder):
         stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
+        if "processes" not in stored:  # of a time when every process had a batch of its own
+            batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
+            stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
+        if (folder / RESULT).exists():
+            stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
+        if "processes" in changed:
+            before, now = stored["processes"], wanted["processes"]
+            raise ValueError(
+                f"{folder} was begun by {before} process{'es' * (before > 1)} and cannot go on with {now}: start "
+                f"{before} again (torchrun --nproc-per-node {before}), or delete the folder to begin anew"
+            )
         if changed:
             key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise ValueError(
@@ -353,11 +393,11 @@ def has_trained(folder: Path) -> bool:
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
     """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
 
-    `graphs`: where tokens stop on their own, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
+    `graphs`: of methods that run step by step, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
     with a mixer, whose layers read each other's states.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
-    if graphs and model.model.mixer is None:
+    if graphs and model.depth.segments and model.model.mixer is None:
         model.step_graphs, model.foresight = StepGraphs(model.model), Foresight()
     else:
         for layer in model.model.layers:

@@ -1,0 +1,8 @@
+"""The `feed_forward` section: what a layer does with every token by itself. One file a method; importing this registers
+them."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

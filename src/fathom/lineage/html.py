@@ -1,0 +1,102 @@
+"""A comparison as one self-contained HTML page: verdict, null distribution, per-layer heat map, alignment, coverage."""
+
+import html
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from fathom.lineage.pairs import Comparison
+
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
+td,th{padding:.2rem
+.6rem;text-align:right;font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}
+.word{font-size:1.6rem;font-weight:600}.map td{min-width:3.2rem;color:#111}small{color:#555}
+"""
+
+
+def page(c: Comparison) -> str:
+    """The page as a string; nothing is loaded from elsewhere."""
+    word = html.escape(c.verdict)
+    reasons = "".join(f"<li>{html.escape(r)}</li>" for r in c.reasons)
+    methods = "".join(_method_row(name, record) for name, record in c.details.items())
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Lineage: {word}</title>
+<style>{_STYLE}</style></head><body>
+<h1>Do these weights share an origin?</h1>
+<p><b>A</b> {html.escape(c.a)}<br><b>B</b> {html.escape(c.b)}</p>
+<p class="word">{word}</p><ul>{reasons}</ul>
+<p><small>Statistical evidence about weights, not a statement about anyone's conduct. Distillation and shared
+training data
+leave no trace that these methods see; models that start from the same random initialisation count as
+related.</small></p>
+<h2>Scores against independent models</h2>
+<table><tr><th>method</th><th>score</th><th>z</th><th>p</th><th>independent pairs: mean ± sd
+(n)</th><th>verdict</th></tr>
+{methods}</table>{_null_source(c)}
+<h2>Layers</h2>{_heat_map(c)}
+<h2>Files</h2>{_files(c)}
+</body></html>"""
+
+
+def _files(c: Comparison) -> str:
+    lines = []
+    for side, files in c.files.items():
+        line = f"{side.upper()}: {', '.join(files['read']) or 'in memory'}"
+        if files["beside"]:
+            line += f"; not read, as transformers would not load it: {', '.join(files['beside'])}"
+        lines.append(f"<p><small>{html.escape(line)}</small></p>")
+    return "".join(lines)
+
+
+def _number(value: float | None, digits: str = ".4f") -> str:
+    return "–" if value is None or not math.isfinite(value) else format(value, digits)
+
+
+def _method_row(name: str, record: dict) -> str:
+    null = record["null"]
+    about = "not measured" if null is None else f"{null['mean']:.4f} ± {null['std']:.4f} ({null['n']})"
+    cells = (
+        name,
+        _number(record["score"]),
+        _number(record["z"], ".1f"),
+        _number(record["p"], ".1e"),
+        about,
+        record["verdict"],
+    )
+    return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+def _null_source(c: Comparison) -> str:
+    sources = {r["null"]["source"] for r in c.details.values() if r["null"]}
+    return "".join(f"<p><small>Null: {html.escape(s)}</small></p>" for s in sorted(sources))
+
+
+def _heat_map(c: Comparison) -> str:
+    if not c.layers:
+        return "<p>No layer by layer evidence for this method.</p>"
+    columns = ["q", "k", *c.layers[0].get("parts", {})]
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    rows = []
+    for layer in c.layers:
+        values = [layer["q"], layer["k"], *layer.get("parts", {}).values()]
+        cells = "".join(f'<td style="background:{_shade(v)}">{v:.3f}</td>' for v in values)
+        rows.append(f"<tr><td>{layer['layer_a']} – {layer['layer_b']}</td>{cells}</tr>")
+    return f'<table class="map"><tr><th>layer A – B</th>{head}</tr>{"".join(rows)}</table>'
+
+
+def _shade(value: float) -> str:
+    """White at 0 to blue at 1; readable in print."""
+    t = min(max(value, 0.0), 1.0)
+    return f"rgb({255 - int(150 * t)},{255 - int(95 * t)},255)"
+
+
+def write_page(c: Comparison, path: Path) -> None:
+    """Write the page so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".html")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(page(c))
+    os.chmod(name, 0o644)
+    os.replace(name, path)

@@ -1,0 +1,1 @@
+"""Readers and writers of checkpoints: stock families, the authors' Depth-Attention layout, adapters."""

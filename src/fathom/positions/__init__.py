@@ -1,0 +1,8 @@
+"""The `positions` section: how queries and keys learn where their tokens stand. One file a method; importing this
+registers them."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

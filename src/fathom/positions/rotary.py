@@ -1,0 +1,135 @@
+"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys turn by an angle that grows with the position.
+
+y = x · cos(n·ω) + rotate_half(x) · sin(n·ω)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from fathom.models.registry import register
+from fathom.ops.rotary import signed, turn
+from fathom.positions.base import Counts, Positions
+
+
+class InFloat64(TorchFunctionMode):
+    """Calls of torch in here that ask for fp32 get float64, and so do quotients of integers: transformers builds rotary
+    frequencies in fp32 only."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        out = (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype == torch.float32:
+            out = func(*(x.double() if isinstance(x, Tensor) else x for x in args), **kwargs)
+        return out
+
+
+@register("positions", "rotary")
+class Rotary(Positions):
+    """cos and sin of position · frequency, for every RoPE type that transformers supports for Llama.
+
+    `rope_parameters` of the config name the type. The frequencies come from transformers' own initialisation functions;
+    "dynamic" and "longrope" update them with the longest position seen.
+    """
+
+    summary = "Queries and keys turn by an angle that grows with the position."
+    equation = "q_n = R(n·ω) q,  k_m = R(m·ω) k,  so that q·k reads n − m"
+    paper = "2104.09864"
+    place: ClassVar[str] = "rotary_emb"
+
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
+    def __init__(self, config: Any, options: Any):
+        super().__init__(config, options)
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        inv_freq, self.attention_scaling = self.initial_frequencies(torch.get_default_dtype())
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def initial_frequencies(self, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """Built in fp32, or in float64 for a float64 model; and the factor of cos and sin."""
+        with InFloat64() if dtype == torch.float64 else contextlib.nullcontext():
+            if self.rope_type != "default":
+                return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
+            width = int(self.config.head_dim * self.config.rope_parameters["partial_rotary_factor"])
+            exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
+            return self.config.rope_parameters["rope_theta"] ** -exponent, 1.0
+
+    @torch.no_grad()
+    def initialize_parameters(self) -> None:
+        """The frequencies are in no checkpoint: made anew after a model was built without memory."""
+        frequencies, self.attention_scaling = self.initial_frequencies(self.inv_freq.dtype)
+        for name in ("inv_freq", "original_inv_freq"):
+            getattr(self, name).copy_(frequencies)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """As of any module, but fp32 frequencies do not become float64 ones by a cast: those are built anew."""
+        before = self.inv_freq.dtype
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != before and self.inv_freq.dtype in (torch.float32, torch.float64):
+            inv_freq, self.attention_scaling = self.initial_frequencies(self.inv_freq.dtype)
+            self.inv_freq = inv_freq.to(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+            self.max_seq_len_cached = self.original_max_seq_len
+            self.long_inv_freq = None
+        return self
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        """cos, sin: [B, T, rotary width], computed in fp32 (or float64 for a float64 model), returned in x's dtype."""
+        if x.dtype == torch.float64:  # "dynamic" and "longrope" may build frequencies in here
+            with InFloat64():
+                return self.cos_sin(x, position_ids)
+        return self.cos_sin(x, position_ids)
+
+    @dynamic_rope_update
+    def cos_sin(self, x: Tensor, position_ids: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angles = position_ids[..., None].to(wide) * self.inv_freq.to(x.device, wide)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (
+            (angles.cos() * self.attention_scaling).to(x.dtype),
+            (angles.sin() * self.attention_scaling).to(x.dtype),
+        )
+
+    def tables(self, x, position_ids):
+        return self(x, position_ids)
+
+    @staticmethod
+    def rotate(options, tables, dtype, *states):
+        cos, sin = tables[0], signed(tables[1])
+        return tuple(None if x is None else turn(x, cos, sin, dtype) for x in states)
+
+    @classmethod
+    def turned_channels(cls, config, options):
+        return int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+
+    @classmethod
+    def counts(cls, config, options) -> Counts:
+        heads = config.num_attention_heads + config.num_key_value_heads
+        return Counts(elementwise=config.num_hidden_layers * heads * 3 * cls.turned_channels(config, options))
+
+    @classmethod
+    def unsupported(cls, config, options):
+        kinds = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
+        rope = config.rope_parameters
+        if rope["rope_type"] not in kinds:
+            return f"rope_parameters={rope!r}: rope_type must be one of {', '.join(kinds)}"
+        if not rope["rope_theta"] > 0:
+            return f"rope_parameters={rope!r}: rope_theta must be positive"
+        turned = int(config.head_dim * rope.get("partial_rotary_factor", config.partial_rotary_factor))
+        if turned < 2 or turned % 2:
+            return f"head_dim={config.head_dim}: rotary positions turn {turned} of its channels; use an even number"
+        return None
