@@ -198,7 +198,7 @@ def bench(
       fathom cache bench MODEL --text book.txt --tokens 4096 --recall --output bench.json
     """
     from fathom.caches import cache_shape
-    from fathom.caches.budgets import SLOTTED, NotReachable, at_fraction
+    from fathom.caches.budgets import KNOWN, SLOTTED, NotReachable, at_fraction, unknown_method
     from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
     from fathom.caches.speed import decode_speed
 
@@ -212,6 +212,8 @@ def bench(
     if output is not None:
         check_folder(output)
     names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
+    for name in set(names).difference(KNOWN):
+        raise unknown_method(name)
     content = read_text(text)
     loaded, tokenizer = load(model, device, dtype)
     ids = tokens_of(text, content, tokenizer, tokens).to(loaded.device)

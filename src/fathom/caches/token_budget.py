@@ -113,7 +113,8 @@ class Eviction:
 
 
 class SlotState(State):
-    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32 or wider), queries [B,G,n] (int32)."""
+    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32 or wider), queries [B,G,n]
+    (int32)."""
 
     method: TokenBudget
 

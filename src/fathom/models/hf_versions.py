@@ -20,9 +20,11 @@ from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import find_adapter_config_file
+
+from fathom.ops.visibility import CAUSAL, Visibility
 
 # The name under which this version's models, layers and outputs carry the cache.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -41,29 +43,76 @@ def weights_alone() -> Iterator[dict[str, Any]]:
         yield {"adapter_kwargs": NO_ADAPTER}
 
 
-def causal_mask(
+def visible_mask(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
     position_ids: torch.Tensor | None,
+    visibility: Visibility = CAUSAL,
 ) -> Any:
     """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …).
 
-    `position_ids` that restart are read as packed documents; None says that there are none.
+    `position_ids` that restart are read as packed documents; None says that there are none. Raises ValueError where
+    the backend has no kernel for the visibility.
     """
     if isinstance(attention_mask, dict):  # prepared by generate() for compileable caches
         return attention_mask["full_attention"]
     sdpa = str(config._attn_implementation).startswith("sdpa")
-    if attention_mask is None and position_ids is None and cache is None and sdpa:
-        # Plain causal: SDPA's own flag says it. Traced, 5.17 would build a [B, 1, T, T] mask here,
+    simple = visibility.is_causal or visibility.is_full
+    if attention_mask is None and position_ids is None and cache is None and sdpa and simple:
+        # Plain causal, or all: SDPA's own flag says it. Traced, 5.17 would build a [B, 1, T, T] mask here,
         # which costs the causal kernel: a third of a compiled training step at 768 × 12 layers and 2048 tokens.
         return None
+    if not visibility.is_causal:
+        return _other_mask(config, inputs_embeds, attention_mask, cache, position_ids, visibility)
+    if not getattr(config, "is_causal", True):  # transformers' builder would follow the config
+        config = copy.copy(config)
+        config.is_causal = True
     return create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         position_ids=position_ids,
+        **{CACHE_NAME: cache},
+    )
+
+
+def _other_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+    visibility: Visibility,
+) -> Any:
+    """The mask of a visibility other than causal, through transformers' bidirectional builder."""
+    start = document = None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        start = attention_mask.bool().int().argmax(-1)  # tokens are counted from the first real one
+    elif position_ids is not None and cache is None and attention_mask is None:
+        rows = position_ids.expand(len(inputs_embeds), -1)
+        restarts = rows.diff(prepend=rows[:, :1] - 1) != 1
+        document = restarts.cumsum(-1)
+        index = torch.arange(rows.shape[1], device=rows.device)
+        start = torch.where(restarts, index, 0).cummax(-1).values  # of every token's document
+
+    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
+        if document is not None:
+            first = start[row, query]  # type: ignore[index]
+            return visibility(query - first, key - first) & (document[row, query] == document[row, key])
+        first = 0 if start is None else start[row]
+        return visibility(query - first, key - first)
+
+    plain = visibility.is_full and document is None
+    if not plain and "flash" in str(config._attn_implementation):
+        what = visibility if document is None else f"{visibility} with packed documents"
+        raise ValueError(f"{config._attn_implementation} has no kernel for {what}; use attn_implementation='sdpa'")
+    return create_bidirectional_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        and_mask_function=None if plain else sees,
         **{CACHE_NAME: cache},
     )
 
