@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from fathom.inspect import PICTURES
-from fathom.models.registry import resolve_section
+from fathom.models.registry import SECTIONS, resolve_section
 from fathom.report.measure import SAMPLE_TEMPERATURE, SAMPLE_TOP_K
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
