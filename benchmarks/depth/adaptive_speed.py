@@ -42,8 +42,8 @@ from speed import environment, free, make_fathom, seconds_of, shape, take_turns,
 
 from fathom.cost import forward_flops_per_token, training_flops_per_token
 from fathom.depth.adaponderlm import Gate
-from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
+from fathom.writing import write_json
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
 TINY = {"32x2": shape(32, 64, 2, 4, 2)}

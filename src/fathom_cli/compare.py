@@ -25,7 +25,7 @@ def command(
     """
     from fathom.report.compare import compare
     from fathom.report.results import tables
-    from fathom.report.wording import TITLES, overall
+    from fathom.report.wording import TITLES, at_edge, disturbances, overall
 
     try:
         results = compare(recipe, output, jobs, say=typer.echo)
@@ -45,6 +45,8 @@ def command(
         typer.echo(f"{score.heading}, {score.better} is better: {score.meaning.format(block_size=results.block_size)}")
     said = overall(found, results.reference)
     typer.echo("\n" + "\n".join([said.headline, *said.details]))
+    for warning in filter(None, [at_edge(results.edges), *disturbances(results.runs)]):
+        typer.echo(warning)
     typer.echo(f"Report: {output / results.name / 'report.html'}")
     if results.failures:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results.failures), err=True)

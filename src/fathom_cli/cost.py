@@ -45,9 +45,9 @@ def command(
     from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
-        length, dtype, checkpointing, configs = _recipe(model)
+        length, dtype, checkpointing, configs, note = _recipe(model)
     else:
-        length, dtype, checkpointing, configs = _checkpoint(model)
+        (length, dtype, checkpointing, configs), note = _checkpoint(model), ""
     length = sequence_length or length
     rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
     if json_output:
@@ -58,7 +58,7 @@ def command(
     mixing = any(row["mixing_flops_per_token"] for row in rows)
     stopping = [name for name, config in configs if is_adaptive(config)]
     typer.echo(
-        f"\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
+        f"{note}\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
         "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
         f"training: matrix products of forward and backward{' with gradient checkpointing' if checkpointing else ''}. "
         f"KV bytes: per token, in {str(dtype).removeprefix('torch.')}."
@@ -70,7 +70,7 @@ def command(
     )
 
 
-def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
+def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:
     import torch
 
     from fathom.train.recipe import load_recipe, model_config
@@ -78,7 +78,13 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
     recipe = load_recipe(Path(path))
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     configs = [(method.name, model_config(recipe, method)) for method in recipe.methods]
-    return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs
+    note = ""
+    if isinstance(recipe.data.tokenizer, dict) and "vocab_size" not in recipe.model:
+        note = (
+            f"\nThe vocabulary has the {recipe.data.tokenizer['bpe']} tokens of data.tokenizer; a BPE of a text too "
+            "short for them has fewer."
+        )
+    return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs, note
 
 
 def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:

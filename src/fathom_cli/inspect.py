@@ -15,7 +15,7 @@ from fathom_cli.options import Device, Json
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 file that the checkpoint reads.")],
+    text: Annotated[Path, typer.Option(help="What the checkpoint reads: a file, or a folder as training reads it.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for the PNG files and inspect.html; with --json: none."),
@@ -35,9 +35,10 @@ def command(
     Example:
       fathom inspect runs/mine/depth_attention-seed0/model --text book.txt --output inspect
     """
+    import torch
     from transformers.utils import logging
 
-    from fathom.evaluate import load_checkpoint, read_text
+    from fathom.evaluate import load_checkpoint, read_documents
     from fathom.evaluate.text import with_prefix
     from fathom.inspect import nothing_to_show, offered
     from fathom.models.registry import SECTIONS
@@ -46,12 +47,12 @@ def command(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    content = read_text(text)
+    documents = read_documents(text)
     model, tokenizer = load_checkpoint(checkpoint, device)
     kinds = offered(model.config)
     if not kinds:
         raise nothing_to_show(checkpoint, model.config)
-    ids = with_prefix(tokenizer, content)
+    ids = torch.cat([with_prefix(tokenizer, document) for document in documents])
     pictures = [kind.measure(model, tokenizer, ids, window, batch_size) for kind in kinds]
     if json_output:
         numbers = {picture.name: dataclasses.asdict(picture) for picture in pictures}

@@ -55,9 +55,11 @@ def command(
         typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}, {_scores(loaded.task, trial)}")
     if sweep.at_edge:
         typer.echo(f"The best, {sweep.best:g}, is at the edge of the candidates: a better one may lie outside.")
+    spread = result.tokens_per_second_interval
     typer.echo(
         f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
-        f"tokens/s, train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
+        f"tokens/s{f' ({spread[0]:,.0f} to {spread[1]:,.0f})' if spread else ''}, "
+        f"train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
         f"{_scores(loaded.task, result)}"
     )
     for score in loaded.task.scores:

@@ -66,7 +66,8 @@ def test_table(run, recipe):
     lines = run(recipe)[1].splitlines()
     assert lines[1].startswith("vanilla") and lines[2].startswith("twice")
     assert len(lines[0]) == len(lines[1]) == len(lines[2])
-    assert "sequence length 128" in lines[4] and "bfloat16" in lines[-1]
+    assert lines[4].startswith("The vocabulary has the 512 tokens of data.tokenizer")
+    assert "sequence length 128" in lines[5] and "bfloat16" in lines[-1]
     assert "mixing" not in lines[0]
 
 

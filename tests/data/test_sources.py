@@ -75,7 +75,9 @@ def test_embedded_corpus_is_split_by_book_and_author_and_small() -> None:
         for split in ("train", "validation")
     }
     assert not {book["author"] for book in books["train"]} & {book["author"] for book in books["validation"]}
-    assert list(Source("embedded", argument="validation").documents()) == [book["text"] for book in books["validation"]]
+    assert list(Source("embedded", argument="data.validation").documents()) == [
+        book["text"] for book in books["validation"]
+    ]
     listed = (folder / "SOURCES.md").read_text(encoding="utf-8")
     for book in books["train"] + books["validation"]:
         row = f"| {book['title']} | {book['author']} | {book['year']} | {len(book['text'].encode()):,} |"

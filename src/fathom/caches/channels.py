@@ -21,6 +21,7 @@ from fathom.caches.base import CacheShape, portion
 from fathom.caches.compress import cache_shape
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops import fourier_coefficients as fourier
+from fathom.writing import naming
 
 FORMAT = "fathom.fourier_channels.1"
 
@@ -53,8 +54,9 @@ class ChannelSets:
         about = {"format": FORMAT, "model": self.model, "fingerprint": self.model_fingerprint}
         about |= {"head_dim": self.head_dim, "num_kv_heads": self.kv_heads, "layers": layers}  # type: ignore[dict-item]
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        temporary.write_text(json.dumps(about))
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(json.dumps(about))
+            temporary.replace(path)
 
 
 def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None) -> ChannelSets:

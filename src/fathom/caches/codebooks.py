@@ -26,6 +26,7 @@ from fathom.caches import versions
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops.autocast import without_autocast
 from fathom.ops.residual_vq import decode, encode
+from fathom.writing import naming
 
 FORMAT = "fathom.vqkv.1"
 
@@ -61,8 +62,9 @@ class Codebooks:
         about: dict[str, Any] = {"format": FORMAT, "share": self.share, "rope": self.rope, "model": self.model}
         about |= {"fingerprint": self.model_fingerprint, "layers": len(self.keys), "tokens": self.tokens}
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        save_file(tensors, temporary, metadata={"fathom": json.dumps(about)})
-        temporary.replace(path)
+        with naming(path):
+            save_file(tensors, temporary, metadata={"fathom": json.dumps(about)})
+            temporary.replace(path)
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:

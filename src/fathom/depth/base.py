@@ -110,6 +110,11 @@ class DepthMethod(Method):
         return ()
 
     @classmethod
+    def sees_anyone(cls, config: FathomConfig, options: Any) -> bool:
+        """Whether the method runs under any visibility; slots and steps of a token have a causal order of their own."""
+        return not cls.adaptive and cls.counts(config, options).slots == 1
+
+    @classmethod
     def most_steps(cls, options: Any) -> int:
         """Forwards of the stack, one on the other's output, that a token runs at inference (at most, if adaptive)."""
         return options.passes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fathom.lineage.huref import VECTOR, Term
+from fathom.writing import naming
 
 
 class Encoder(nn.Module):
@@ -152,7 +153,8 @@ def _step(loss: Tensor, optimiser: torch.optim.Optimizer, schedule: torch.optim.
 
 def save_encoder(encoder: Encoder, path: str | Path) -> None:
     """Weights as safetensors."""
-    save_file({n: t.contiguous() for n, t in encoder.state_dict().items()}, path)
+    with naming(path):
+        save_file({n: t.contiguous() for n, t in encoder.state_dict().items()}, path)
 
 
 def load_encoder(path: str | Path, kernel: int = 48, channels: tuple[int, ...] = (8, 64, 256, VECTOR)) -> Encoder:

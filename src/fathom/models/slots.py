@@ -112,7 +112,7 @@ class SlotLayout:
         slot order; a dense tensor or a `KeyBias` where slots have a bias or `sees`."""
         if self.key_bias is None and self.sees is None:
             seen: Any = None if cache is None else SlotView(cache)
-            return hf_versions.causal_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
+            return hf_versions.visible_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
         rows, queries, _ = slots.shape
         keys = queries + (0 if cache is None else cache.layers[0].slots)  # type: ignore[union-attr]
         wide = torch.promote_types(slots.dtype, torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,21 @@ from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
 from fathom.report.style import styles
-from fathom.report.wording import MEANINGS, TITLES, duration, in_sentence, overall, ratio, si, verdict
+from fathom.report.wording import (
+    MEANINGS,
+    TITLES,
+    at_edge,
+    disturbances,
+    duration,
+    in_sentence,
+    overall,
+    ratio,
+    ratio_within,
+    si,
+    verdict,
+)
 from fathom.tasks import Score
+from fathom.writing import whole
 
 PLOTS = {
     "loss_tokens": "Training loss against tokens",
@@ -29,7 +41,7 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table cell shows, what it sorts by, and a second line in small type."""
+    """What a table cell shows, what it sorts by, and further lines in small type."""
 
     text: str
     value: float | str
@@ -56,9 +68,27 @@ def _quantity(name: str, heading: str, title: str, unit: str = "", compared: boo
 
 
 def _speed(row: Row, table: Table) -> Cell:
-    value, base = row.mean("tokens_per_second"), table.baseline.mean("tokens_per_second")
-    alike = len({run.device for run in (*row.runs, *table.baseline.runs)}) == 1
-    return Cell(si(value), value, ratio(value, base) if alike else "device differs")
+    """The ratio only where nothing but the methods differs: each had the same device, to itself and without a break."""
+    value, base, own = row.mean("tokens_per_second"), table.baseline, row.speed_interval
+    notes = ["spread unknown" if own is None else f"{si(own[0])} to {si(own[1])}"]
+    obstacles = row.marks or [f"{mark}: {base.method}" for mark in base.marks]
+    if obstacles:
+        notes += obstacles
+    elif len({run.device for run in (*row.runs, *base.runs)}) > 1:
+        notes.append("device differs")
+    elif row is not base:
+        notes.append(ratio_within(value, base.mean("tokens_per_second"), own, base.speed_interval))
+    return Cell(si(value), value, "\n".join(filter(None, notes)))
+
+
+def _memory(row: Row, table: Table) -> Cell:
+    value, base, own = row.memory, table.baseline, row.memory_interval
+    if value is None:
+        return Cell("not measured", 0)
+    notes = ["" if own is None else f"{si(own[0], 'B')} to {si(own[1], 'B')}"]
+    if row is not base:
+        notes.append(ratio_within(value, base.memory or 0.0, own, base.memory_interval))
+    return Cell(si(value, "B"), value, "\n".join(filter(None, notes)))
 
 
 def _score(score: Score, held_out: str) -> Column:
@@ -84,9 +114,17 @@ COLUMNS = (
     _quantity("train_flops", "training FLOPs", "Forward and backward over all training tokens"),
     _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
     _quantity("train_tokens", "training tokens", "Tokens read in training"),
-    Column("tokens_per_second", "tokens/s", "Measured in training; compared where the device was shared alike", _speed),
-    _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
-    _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
+    Column(
+        "tokens_per_second",
+        "tokens/s",
+        "Median in training, and the range from the slowest tenth of its stretches to the fastest",
+        _speed,
+    ),
+    Column(
+        "peak_memory_bytes", "peak memory", "Most that training had allocated on the GPU; range over seeds", _memory
+    ),
+    _quantity("params", "parameters", "All of them, a tied head once; as `fathom cost` counts them"),
+    _quantity("non_embedding_params", "non-embed.", "Without the embedding table and the head"),
 )
 _EXAMPLES = _quantity("train_examples", "training examples", "Read in training, on average of the data")
 _RESIDUAL = Column(
@@ -138,6 +176,8 @@ def write_report(results: Results, folder: Path) -> Path:
         number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
         methods=_methods(results.runs),
         samples=_samples(found[0]),
+        disturbances=disturbances(results.runs),
+        at_edge=at_edge(results.edges),
         pictures=_pictures(found[0], folder / "plots"),
         bars=_bars(found[0], results.reference),
         seeds=len({run.seed for run in results.runs}),
@@ -147,9 +187,8 @@ def write_report(results: Results, folder: Path) -> Path:
         versions=results.runs[0].versions,
     )
     path = folder / "report.html"
-    partial = folder / "report.html.partial"
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        partial.write_text(page, encoding="utf-8")
     return path
 
 

@@ -116,12 +116,16 @@ class ScoredState(SlotState):
     def wanted(self, length: int, slots: int) -> int:
         if self.method.acts_on == "prompt" and length == 1:
             return slots
-        return min(slots, self.method.kept(self.seen))  # a ratio is of all tokens so far, not of what is left of them
+        return min(
+            slots, self.method.kept(self.seen + length)
+        )  # a ratio is of all tokens so far, not of what is left of them
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         self.keys_of_call = keys
-        super().compress(keys, values, length)
-        del self.keys_of_call
+        try:
+            super().compress(keys, values, length)
+        finally:  # a scorer may fail
+            del self.keys_of_call
 
     @torch.no_grad()
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:
