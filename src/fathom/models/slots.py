@@ -374,7 +374,7 @@ class SlotStack(Stack):
 
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
-    ) -> float:
+    ) -> Float[Tensor, ""]:
         """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given.
 
         0 where both are zero. States that are not counted may be anything.
@@ -385,4 +385,4 @@ class SlotStack(Stack):
             change = change.where(self.attention_mask[:, -change.shape[-1] :].bool(), 0.0)
         if run is not None:
             change = change.where(run.movedim(-1, 0), 0.0)
-        return change.max().item()
+        return change.max()
