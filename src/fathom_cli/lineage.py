@@ -68,7 +68,8 @@ def compare(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated.
+    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated (no trace found,
+    disguise not excluded), 5 shares parts.
 
     \b
     Example:
@@ -96,6 +97,8 @@ def compare(
 
 
 def _show(result: Any) -> None:
+    from fathom.lineage.html import p_words
+
     _out.print(
         f"{result.verdict.upper()}",
         style={"related": "bold green", "unrelated": "bold"}.get(result.verdict, "bold yellow"),
@@ -109,15 +112,22 @@ def _show(result: Any) -> None:
             _out.print(line, soft_wrap=True, markup=False)
     if not result.details:
         return
-    table = Table("method", "score", "z", "p", "null (n)", "verdict", box=None)
+    table = Table("method", "score", "agreement", "p", "strangers' highest (pairs)", "verdict", box=None)
     for column in table.columns:
         column.no_wrap = True
     for name, r in result.details.items():
         null = r["null"]
-        about = "none" if null is None else f"{null['mean']:.3f} ± {null['std']:.3f} ({null['n']})"
-        numbers = ["–" if v is None else format(v, f) for v, f in ((r["z"], ".1f"), (r["p"], ".1e"))]
-        table.add_row(name.removeprefix("awm "), f"{r['score']:.4f}", *numbers, about, r["verdict"])
+        about = "not measured" if null is None else f"{null['max']:.3f} ({null['pairs']})"
+        table.add_row(
+            name.removeprefix("awm "), f"{r['score']:.4f}", f"{r['judged']:.3f}", p_words(r), about, r["verdict"]
+        )
     _out.print(table)
+    tests = next(iter(result.details.values()))["tests"]
+    _out.print(
+        f"agreement is what is judged; p: share of independent pairs that agree as much, corrected for {tests} methods "
+        "(Holm), never below what their number supports",
+        soft_wrap=True,
+    )
     if result.layers:
         cells = " ▁▂▃▄▅▆▇█"
         for role in ("q", "k"):

@@ -170,6 +170,11 @@ class Checkpoint:
         """Names of stored tensors that have no role: what `read` cannot give and no method compares."""
         return without_role(list(self.store.names()), [*self._layer_names.values(), *self._names.values()])
 
+    @property
+    def places(self) -> dict[tuple[int, str], str]:
+        """Stored names by (layer, stored role); layer −1 for what lies outside the layers."""
+        return {(-1, role): name for role, name in self._names.items()} | self._layer_names
+
     def stored(self, name: str) -> Tensor:
         """A tensor by the name it is stored under."""
         return self._load(name)
