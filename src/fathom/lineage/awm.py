@@ -152,7 +152,10 @@ def query_key_layers(model: Checkpoint, hardened: bool = True) -> tuple[list[int
     alive = canonical.live_layers(model) if hardened else list(range(model.geometry.layers))
     layers = [l for l in alive if model.has(l, "q") and model.has(l, "k")]
     if hardened:  # queries and keys of heads that write nothing are not part of the function
+        asked = layers
         layers = [l for l in layers if canonical.attends(model, l)]
+        silent = [l for l in asked if l not in layers]
+        alive = [l for l in alive if l not in silent or canonical.writes(model, l)]
     if not layers:
         raise NoEvidenceError(f"{model.source}: no live layer with query and key weights; AWM has nothing to compare")
     return layers, len(alive)

@@ -144,8 +144,12 @@ def select_tokens(
 
 
 def last_layers(model: Checkpoint, count: int = 2) -> list[int]:
-    """The last layers that write anything (growth appends dead ones) and have attention weights."""
-    return _attention_layers(model)[0][-count:]
+    """The last layers whose attention writes anything; growth appends dead ones, a disguise filled ones."""
+    found: list[int] = []
+    for layer in reversed(layers := _attention_layers(model)[0]):
+        if len(found) < count and canonical.attends(model, layer):
+            found.insert(0, layer)
+    return found or layers[-count:]
 
 
 def _attention_layers(model: Checkpoint) -> tuple[list[int], float]:
