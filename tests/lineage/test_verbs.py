@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import time
 from dataclasses import replace
 
@@ -94,6 +95,41 @@ def test_opening_proves_the_vector(weights, family):
         commitment.check_opening(record, commitment.Opening(save(tensors), opening.proof))
     with pytest.raises(commitment.CommitmentError, match="incomplete"):
         commitment.check_opening(record, commitment.Opening(opening.tensors, opening.proof | {"nodes": []}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_opening_shows_every_role_that_the_statement_lists(weights, family):
+    """Norms included: a model read without its gains has another vector, which a forger could publish."""
+    model = weights(family).checkpoint()
+    record = commitment.statement(model, fingerprint(model), SECRET, "test")
+    opening = commitment.open_selected(model, record, SECRET)
+    assert any(name.endswith("attn_norm") for name in record["opened"])
+    tensors = load(opening.tensors)
+    for name in record["opened"]:
+        fewer = {n: t for n, t in tensors.items() if n != name}
+        with pytest.raises(commitment.CommitmentError, match=name):
+            commitment.check_opening(record, commitment.Opening(save(fewer), opening.proof))
+    more = record | {"opened": record["opened"][1:]}
+    old = {key: value for key, value in record.items() if key != "opened"}
+    for changed, message in ((more, record["opened"][0]), (old, "does not list")):
+        with pytest.raises(commitment.CommitmentError, match=message):
+            commitment.check_opening(changed, opening)
+    first = record["opened"][0]
+    for number in (float("nan"), float("inf")):
+        tensors = load(opening.tensors)
+        tensors[first].view(-1)[0] = number
+        with pytest.raises(commitment.CommitmentError, match="NaN or infinite"):
+            commitment.check_opening(record, commitment.Opening(save(tensors), opening.proof))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), "1", None])
+def test_a_vector_that_is_no_vector_verifies_nothing(committed, number):
+    model, record = committed
+    for where in (slice(0, 1), slice(0, 512)):
+        vector = list(record["vector"])
+        vector[where] = [number] * len(vector[where])
+        with pytest.raises(commitment.CommitmentError, match="statement"):
+            commitment.check_model(record | {"vector": vector}, model, SECRET)
 
 
 def test_opening_cannot_hide_a_forged_leaf(committed):
@@ -287,6 +323,20 @@ def test_fingerprint_and_verify(folders, tmp_path):
     assert (mark / "picture.png").stat().st_size > 1000 and (mark / "secret.key").stat().st_mode & 0o077 == 0
     said = run("verify", mark, folders("llama"), "--trust", tmp_path / "public.pem", "--secret", mark / "secret.key")
     assert "root recomputed: equal" in said and "trusted key" in said and "opening belongs" in said
+    assert "not checked" not in said
+    for given, least in (([folders("llama")], "root needs --secret"), ([], "no")):  # the opening beside it is enough
+        said = run("verify", mark, *given, code=3 if given else 0)
+        assert f"not checked: {'every weight' if given else 'any model'}" in said and least in said
+        assert "not checked: whose key that is" in said and "valid" not in said
+    swapped = tmp_path / "swapped"  # a layer that the vector does not read, from another model
+    shutil.copytree(folders("llama"), swapped)
+    states = [load_file(next(folders("llama", seed).glob("*.safetensors"))) for seed in (0, 1)]
+    layer = {n: t for n, t in states[1].items() if ".layers.0." in n}
+    save_file(states[0] | layer, next(swapped.glob("*.safetensors")))
+    assert "every weight that the vector does not read" in run("verify", mark, swapped, code=3)
+    assert "MISMATCH root" in run("verify", mark, swapped, "--secret", mark / "secret.key", code=1)
+    shutil.rmtree(mark / "opening")
+    assert "not checked: vector and root" in run("verify", mark, code=3)
     assert "MISMATCH" in run("verify", mark, folders("llama", 1), code=1)
     document = json.loads((mark / "fingerprint.json").read_text())
     document["statement"]["vector"][0] += 1
@@ -295,13 +345,24 @@ def test_fingerprint_and_verify(folders, tmp_path):
 
 
 def test_verify_names_what_is_no_fingerprint(folders, tmp_path):
-    for text, message in (("{x", "not a JSON file"), ("[]", "no statement"), ("{}", "no statement"), ("\x89", "JSON")):
+    nan = '{"signature": null, "statement": {"vector": [NaN]}}'
+    for text, message in (("{x", "not a JSON file"), ("[]", "no statement"), ("{}", "no statement"), ("\x89", "JSON"),
+                          (nan, "NaN in it"), ("[" * 100_000, "not a JSON file"),
+                          ('{"signature": null, "statement": []}', "statement is a list")):  # fmt: skip
         (tmp_path / "f.json").write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=message):
             CliRunner().invoke(app, ["verify", str(tmp_path / "f.json")], catch_exceptions=False)
     for statement in ({}, {"tokens": 3, "vector": []}, {"tokens": [], "vector": [1.0]}):
         (tmp_path / "f.json").write_text(json.dumps({"statement": statement, "signature": None}))
         assert "MISMATCH statement" in run("verify", tmp_path / "f.json", folders("llama"), code=1)
+    for signature in ([], {}, {"public_key": 5}, {"public_key": "00", "signature": "00"}, "x"):
+        (tmp_path / "f.json").write_text(json.dumps({"statement": {}, "signature": signature}))
+        assert "MISMATCH signature" in run("verify", tmp_path / "f.json", code=1)
+    (tmp_path / "key.pem").write_text("no key")
+    for call in (["fingerprint", str(folders("llama")), "-o", str(tmp_path / "new"), "--key"],
+                 ["verify", str(tmp_path / "f.json"), "--trust"]):  # fmt: skip
+        with pytest.raises(ValueError, match=r"key\.pem: not a"):
+            CliRunner().invoke(app, [*call, str(tmp_path / "key.pem")], catch_exceptions=False)
 
 
 def test_a_broken_exact_transform_fails_the_command(folders, monkeypatch):

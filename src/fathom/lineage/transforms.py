@@ -504,10 +504,14 @@ def _with_groups(w: Weights, name: str, fill: Callable[[int, str, Tensor], Tenso
     w = w.clone()
     for layer in range(w.depth):
         for role in ("q", "k", "v", "o"):
-            _map_heads(w, layer, role, lambda x, role=role: torch.cat([x, fill(extra, role, x)]))
+            _map_heads(w, layer, role, partial(_append, extra, role, fill))
     w.config |= {"head_dim": g.head_dim, "num_key_value_heads": g.kv_heads + extra}
     w.config["num_attention_heads"] = g.heads + extra * per_group
     return w
+
+
+def _append(extra: int, role: str, fill: Callable[[int, str, Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([x, fill(extra, role, x)])
 
 
 def add_heads(w: Weights, generator: Generator) -> Weights:
