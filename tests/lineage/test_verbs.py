@@ -419,6 +419,14 @@ def test_baselines_see_what_they_should(weights):
     assert reef(ours, activations(weights("llama", 1).to(torch.float32), texts)) < 0.9
 
 
+def test_pcs_is_the_cosine_of_all_weights(weights, folders):
+    """Against all stored tensors side by side, read without Fathom: head and final norm included."""
+    states = [load_file(next(folders("llama", seed).glob("*.safetensors"))) for seed in (0, 1)]
+    flat = [torch.cat([state[name].flatten().double() for name in sorted(states[0])]) for state in states]
+    want = torch.cosine_similarity(*flat, dim=0).item()
+    assert pcs(*(open_checkpoint(folders("llama", seed)) for seed in (0, 1))) == pytest.approx(want, abs=1e-7)
+
+
 def test_token_ids_read_one_text_with_any_vocabulary():
     """Longest match, hand-worked; a renumbered vocabulary gives the renumbered ids."""
     table = {b"a": 0, b" th": 1, b" the": 2, b"at": 3, b"r": 4, b"<bos>": 5}
