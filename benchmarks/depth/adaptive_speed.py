@@ -15,8 +15,8 @@ earlier calls. Every call takes other rows, so that forecasts can be wrong (`rep
 have of their own only, so that those that go on lie in all rows. `--compile model` compiles the whole model, `--compile
 layers` one layer for all, in a fraction of the time, and `--compile no` nothing. Training: adaptive_latent_cot,
 forward, backward and AdamW; "mixture" and "step" are its `correctness_from` (the heads of "step" come on top).
-AdaPonderLM trains densely by definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest, and
-at 32 staggered (fathom.models.staggered), where they do not; the prompt is read in both.
+AdaPonderLM trains densely by definition. Decoding: generate() at batch 1 and 32, where rows wait for the slowest; the
+prompt is read in it.
 
 The file is written after every row; a row that fails is noted in it, and after `--minutes` no other is begun. On an
 H200 `--only prefill` takes 4 minutes, `--only training` about 10 and 68 GB.
@@ -42,9 +42,8 @@ from speed import environment, free, make_fathom, seconds_of, shape, take_turns,
 
 from fathom.cost import forward_flops_per_token, training_flops_per_token
 from fathom.depth.adaponderlm import Gate
-from fathom.models.staggered import generate_staggered
-from fathom.train.atomic import write_json
 from fathom.train.trainer import compile_layers
+from fathom.writing import write_json
 
 SHAPES = {"1024x24-gqa": shape(1024, 2752, 24, 16, 4), "768x12-mha": shape(768, 2064, 12, 12, 12)}
 TINY = {"32x2": shape(32, 64, 2, 4, 2)}
@@ -305,19 +304,15 @@ def decoding(rows: Rows, depth, sizes, vocab, device, dtype, means, batch, promp
         return watched.model.generate(tokens, attention_mask=mask, **options)
 
     runs: dict[str, Callable[[], Any]] = {"fixed": lambda: generate(fixed), "lockstep": lambda: generate(adaptive)}
-    if batch > 1:
-        runs["staggered"] = lambda: generate_staggered(adaptive.model, tokens, new)
     for mean in means:
         if not rows.time_left():
             break
         with rows.surviving(f"decode {depth['name']} batch {batch} {mean}"):
             adaptive.calibrate(tokens, mean)
             adaptive.passes.clear()
-            text = generate(adaptive)[:, prompt:]
+            generate(adaptive)
             steps = torch.cat(adaptive.passes[1:], dim=1).double()
             facts = {"batch": batch, "prompt": prompt, "new": new, "mean_of_slowest_row": steps.amax(0).mean().item()}
-            if "staggered" in runs:
-                facts["staggered_equals_generate"] = (text == runs["staggered"]()).double().mean().item()
             figures = take_turns({n: lambda r=r: seconds_of(r, device, 1) for n, r in runs.items()}, blocks)
             for name in runs:
                 if name != "fixed":

@@ -24,7 +24,7 @@ import torch
 from depth_methods import CONTESTANTS, SHAPES
 from speed import environment, make_fathom
 
-from fathom.train.atomic import write_json
+from fathom.writing import write_json
 
 BATCH, LENGTH, VOCAB = 8, 2048, 50304
 WIDTH = {"*bf16": 2, "*fp32": 4, "*fp16": 2, "*i64": 8, "*i32": 4, "*i1": 1, "*u8": 1, "*i8": 1}

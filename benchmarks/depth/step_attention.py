@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fathom.ops.kernels import has_kernel
 from fathom.ops.token_blocks import BLOCK, sees, token_block_mask, token_ranges
-from fathom.train.atomic import write_json
+from fathom.writing import write_json
 
 NOWHERE = 2**30
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64}

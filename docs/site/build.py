@@ -24,7 +24,13 @@ sys.path.insert(0, str(ROOT / "src"))
 from fathom_cli import VERBS, app  # noqa: E402  of this checkout
 from fathom_cli.catalogue import Entry, entries  # noqa: E402
 
-WINGS = {"depth": "Compute and layers", "caches": "KV caches", "lineage": "Lineage"}
+WINGS = {
+    "depth": "Compute and layers",
+    "context": "Positions",
+    "growth": "Feed-forward networks",
+    "caches": "KV caches",
+    "lineage": "Lineage",
+}
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")  # of a page, but for its anchor
 
 

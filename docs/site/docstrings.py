@@ -1,4 +1,5 @@
-"""Docstrings as this project writes them, turned into Markdown: lines `name: meaning` become a list."""
+"""Docstrings as this project writes them, turned into what mkdocstrings reads: several names on one line become a line
+each in Google's sections, and lines `name: meaning` outside of these a list."""
 
 from __future__ import annotations
 
@@ -8,14 +9,20 @@ from typing import Any
 import griffe
 
 NAMES = re.compile(r"(\w+(?:, \w+)*):\s+(\S.*)")
+SEVERAL = re.compile(r"^    (\w+(?:, \w+)+):((?: .*)?\n(?: {5,}.*\n)*)", re.M)  # an item of a section, to its end
 
 
-class Lists(griffe.Extension):
+class Docstrings(griffe.Extension):
     """Griffe calls this for every object it reads."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = listed(obj.docstring.value)
+            obj.docstring.value = listed(one_name_an_item(obj.docstring.value))
+
+
+def one_name_an_item(text: str) -> str:
+    """`    a, b: meaning` as an item for a and one for b."""
+    return SEVERAL.sub(lambda m: "".join(f"    {name}:{m[2]}" for name in m[1].split(", ")), text + "\n").rstrip()
 
 
 def listed(text: str) -> str:

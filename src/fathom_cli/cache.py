@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 import typer.core
 
 from fathom_cli.catalogue import entries
+from fathom_cli.options import Device, Json
 
 
 class DefaultRun(typer.core.TyperGroup):
@@ -47,12 +51,10 @@ Method = Annotated[
     ),
 ]
 Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
-Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Another option, as name=value; repeatable.")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="Another option, as name=value; repeatable.")]
 Text = Annotated[Path | None, typer.Option(help="A text file.")]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens of TEXT read at a time; the cache is compressed in between.")]
-Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def parse_method(name: str, budget: int | None, options: list[str] | None) -> Any:
@@ -109,6 +111,71 @@ def check_folder(output: Path) -> None:
     """Before anything is measured: whether --output can be written."""
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
+
+
+def digest(path: Path) -> str:
+    """16 hex digits of a file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """JSON, whole at every moment."""
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_text(json.dumps(document, indent=1))
+    temporary.replace(path)
+
+
+def measured(output: Path | None, about: dict[str, Any]) -> dict[tuple[str, float], dict[str, Any]]:
+    """The rows that an earlier `bench` wrote to this file, by method and fraction, where it measured the same thing."""
+    if output is None or not output.exists():
+        return {}
+    try:
+        document = json.loads(output.read_text())
+        rows = {(row["method"], row["fraction"]): row for row in document["rows"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--output {output}: it holds something else than a bench; name another file") from None
+    for name, value in about.items():
+        if document.get(name) != value:
+            typer.echo(
+                f"--output {output}: measured with {name} {document.get(name)}, now {value}: all rows start again",
+                err=True,
+            )
+            return {}
+    return rows
+
+
+class Remaining:
+    """How many rows are left, and for how long: a bar in a terminal, lines on standard error elsewhere."""
+
+    def __init__(self, rows: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.rows, self.done, self.timed, self.start = rows, 0, 0, time.monotonic()
+        console = Console(stderr=True)
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
+        self.bar = Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+        self.task = self.bar.add_task("rows", total=rows, left="")
+
+    def __enter__(self) -> Remaining:
+        if self.bar.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.stop()
+
+    def row_is_done(self, measured: bool) -> None:
+        """measured: False for a row that took no time and says nothing about the others."""
+        self.done, self.timed = self.done + 1, self.timed + measured
+        if not self.timed:
+            return
+        seconds = (time.monotonic() - self.start) / self.timed * (self.rows - self.done)
+        left = f"about {datetime.timedelta(seconds=round(seconds))} left"
+        if self.bar.console.is_terminal:
+            self.bar.update(self.task, completed=self.done, left=left)
+        elif self.done < self.rows:
+            typer.echo(f"{self.done} of {self.rows} rows, {left}", err=True)
 
 
 @app.command("run")
@@ -187,21 +254,30 @@ def bench(
         typer.Option(help="Also passkey and needle: of five secrets hidden in --tokens tokens, how many are found."),
     ] = False,
     chunk: Chunk = 64,
-    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="JSON of the numbers, written row by row; rows that it has are not repeated."
+        ),
+    ] = None,
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,
 ) -> None:
     """Perplexity of every method at equal real bytes, the secrets it finds, its speed. What does not suit says why.
 
+    Each row is written to --output as it is done. The same call again measures only the rows that it lacks.
+
     \b
     Example:
       fathom cache bench MODEL --text book.txt --tokens 4096 --recall --output bench.json
     """
     from fathom.caches import cache_shape
-    from fathom.caches.budgets import SLOTTED, NotReachable, at_fraction
+    from fathom.caches.budgets import KNOWN, SLOTTED, NotReachable, at_fraction, unknown_method
     from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
+    from fathom.caches.record import fingerprint
     from fathom.caches.speed import decode_speed
+    from fathom.caches.versions import causal_lm
 
     wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")
     try:
@@ -213,6 +289,8 @@ def bench(
     if output is not None:
         check_folder(output)
     names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
+    for name in set(names).difference(KNOWN):
+        raise unknown_method(name)
     content = read_text(text)
     loaded, tokenizer = load(model, device, dtype)
     ids = tokens_of(text, content, tokenizer, tokens).to(loaded.device)
@@ -220,42 +298,58 @@ def bench(
         fewer = f" or --tokens {ids.shape[1]}" if ids.shape[1] >= 64 else ""
         raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text{fewer}")
     shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
+
+    def measure(row: dict[str, Any], chosen: Any) -> str:
+        """Add to a row what it lacks; the line that shows it."""
+        head = f"{row['method']:20} {row['fraction']:<8g}"
+        try:
+            row |= {} if "perplexity" in row else perplexity(loaded, ids, chosen, chunk)
+        except ValueError as refusal:  # of this method on this model
+            row["refused"] = str(refusal)
+            return f"{head} refused: {refusal}"
+        line = f"{head} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
+        for task in TASKS if recall else ():
+            filler = content if task == "needle" else FILLER
+            if task not in row:
+                found = grid(loaded, tokenizer, filler, [tokens], DEPTHS, {tokens: chosen}.get, chunk, task)
+                row[task] = found["recall"]
+            line += f"  {task} {row[task]:.1f}"
+        if speed:
+            if "speed" not in row:
+                row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
+            line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
+        return line
+
     plan = [("full", 1.0)] + [(name, fraction) for name in names if name != "full" for fraction in levels]
     # all of them before the first is measured: a wrong name or file ends the run here
     chosen_ones = [at_fraction(name, fraction, shape, tokens, chunk, **files) for name, fraction in plan]
-    rows: list[dict[str, Any]] = []
+    about = {"model": model, "weights": fingerprint(causal_lm(loaded)), "dtype": dtype, "device": loaded.device.type}
+    about |= {"text": digest(text), "tokens": tokens, "chunk": chunk}
+    about |= {name: digest(Path(path)) for name, path in files.items() if path}
+    rows = measured(output, about)
     if not methods and not codebooks:
         typer.echo("vqkv is left out: give --codebooks FILE, which train_codebooks makes", err=True)
-    for (name, fraction), chosen in zip(plan, chosen_ones):
-        row: dict[str, Any] = {"method": name, "fraction": fraction}
-        rows.append(row)
-        if isinstance(chosen, NotReachable):
-            row["not_reachable"] = chosen.minimum
-            typer.echo(f"{name:20} {fraction:<8g} {chosen}", err=json_output)
-            continue
-        row["options"] = chosen.to_dict()
-        try:
-            row |= perplexity(loaded, ids, chosen, chunk)
-        except ValueError as refusal:  # of this method on this model
-            row["refused"] = str(refusal)
-            typer.echo(f"{name:20} {fraction:<8g} refused: {refusal}", err=json_output)
-            continue
-        line = f"{name:20} {fraction:<8g} perplexity {row['perplexity']:9.3f}  real ratio {row['real_ratio']:.4f}"
-        for task in TASKS if recall else ():
-            filler = content if task == "needle" else FILLER
-            row[task] = grid(loaded, tokenizer, filler, [tokens], DEPTHS, {tokens: chosen}.get, chunk, task)["recall"]
-            line += f"  {task} {row[task]:.1f}"
-        if speed:
-            row["speed"] = decode_speed(loaded, chosen, tokens, 1, graph=False, repeats=5)
-            line += f"  {row['speed']['tokens_per_second']:8.1f} tokens/s"
-        typer.echo(line, err=json_output)
-    document = json.dumps({"model": model, "tokens": tokens, "chunk": chunk, "rows": rows}, indent=1)
+    with Remaining(sum(not isinstance(chosen, NotReachable) for chosen in chosen_ones)) as remaining:
+        for (name, fraction), chosen in zip(plan, chosen_ones):
+            row: dict[str, Any] = {"method": name, "fraction": fraction}
+            if isinstance(chosen, NotReachable):
+                row["not_reachable"] = chosen.minimum
+                line, known = f"{name:20} {fraction:<8g} {chosen}", None
+            else:
+                row["options"] = chosen.to_dict()
+                held = rows.get((name, fraction), {})
+                row |= held if held.get("options") == row["options"] else {}
+                known = row.keys() >= {"perplexity", *(TASKS if recall else ()), *(["speed"] if speed else [])}
+                line = measure(row, chosen) + ("  (measured before)" if known else "")
+            rows[name, fraction] = row
+            document = {**about, "rows": [rows[key] for key in plan if key in rows]}
+            if output is not None:
+                write(output, document)
+            typer.echo(line, err=json_output)
+            if known is not None:
+                remaining.row_is_done(measured=not known)
     if json_output:
-        typer.echo(document)
-    if output is not None:
-        temporary = output.with_suffix(f".{os.getpid()}.part")
-        temporary.write_text(document)
-        temporary.replace(output)
+        typer.echo(json.dumps(document, indent=1))
 
 
 @app.command("show")
@@ -267,7 +361,7 @@ def show(
     option: Options = None,
     max_tokens: Annotated[int, typer.Option(min=2)] = 512,
     chunk: Chunk = 64,
-    output: Annotated[Path, typer.Option(help="Picture to write: .png, .svg or .pdf.")] = Path("cache.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Picture: .png, .svg or .pdf.")] = Path("cache.png"),
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,

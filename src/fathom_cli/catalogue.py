@@ -93,22 +93,25 @@ def entries() -> tuple[Entry, ...]:
 
 
 class Module:
-    """The syntax tree of one file, and the classes and functions that its names mean."""
+    """The top-level statements of one file, and the classes and functions that its names mean."""
 
     def __init__(self, root: Path, path: Path):
         self.root, self.path = root, path
-        self.body = _parse(path)
+        self.statements = _statements(path)
 
     def methods(self) -> Iterator[Entry]:
-        for node in self.body:
-            if isinstance(node, ast.ClassDef):
-                name, registry = _registered(node)
-                view = Class(self, node)
+        for (kind, name), source in self.statements.items():
+            if kind == "class" and re.search(r"^@register\(|^    name = ", source, re.M):
+                view = Class(self, self._parsed(kind, name))
+                name, registry = _registered(view.node)
                 name = name or (view.own("name") if isinstance(view.own("name"), str) else "")
                 if name and view.get("summary"):
                     yield self._of_class(view, name, registry)
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METHODS":
-                yield from self._of_table(node.value)
+            elif name == "METHODS":
+                yield from self._of_table(self._parsed(kind, name).value)
+
+    def _parsed(self, kind: str, name: str) -> Any:
+        return _parse(self.statements[kind, name])
 
     def _of_class(self, view: Class, name: str, registry: str) -> Entry:
         wing = view.get("wing") or self._wing()
@@ -167,12 +170,13 @@ class Module:
         if outer:
             found = self.resolve(outer)
             return found.find(inner) if isinstance(found, Class) else None
-        for node in self.body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return Class(self, node)
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return Function(node)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+        if ("class", name) in self.statements:
+            return Class(self, self._parsed("class", name))
+        if ("def", name) in self.statements:
+            return Function(self._parsed("def", name))
+        for (kind, _), text in self.statements.items():
+            if kind == "from" and re.search(rf"\b{name}\b", text):
+                node = _parse(text)
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         return self.load(f"{node.module}.{alias.name}")
@@ -254,8 +258,37 @@ class Function:
 
 
 @functools.cache
-def _parse(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text(encoding="utf-8")).body
+def _statements(path: Path) -> dict[tuple[str, str], str]:
+    """(kind, name) → source of a file's classes, functions, tables of methods and imports of this package.
+
+    Cut out as text, because parsing whole files would take most of the time of `fathom methods`. Of a class only what
+    stands before its methods is kept: its literals, its fields and its options belong there.
+    """
+    text = path.read_text(encoding="utf-8")
+    start = re.search(r"^(from|import) ", text, re.M)  # after the docstring, whose lines look like statements
+    found: dict[tuple[str, str], str] = {}
+    held = ""
+    for part in re.split(r"^(?=[^\s)\]}#])", text[start.start() :] if start else "", flags=re.M):
+        held += part
+        if part.startswith("@"):  # a decorator goes with what it decorates
+            continue
+        named = re.match(rf"(class|def|from) ({PACKAGE}\b[\w.]*|\w+)|(METHODS)\b.* = \{{", part)
+        if named and (named.group(1) != "from" or named.group(2).split(".")[0] == PACKAGE):
+            kind, name = named.group(1) or "table", named.group(2) or named.group(3)
+            found[kind, name] = _without_methods(held) if kind == "class" else held
+        held = ""
+    return found
+
+
+def _without_methods(source: str) -> str:
+    """A class up to its first method, and the classes in it without theirs."""
+    method = re.search(r"^    (def |@(?!dataclass))", source, re.M)
+    source = source[: method.start()] + "    pass\n" if method else source
+    return re.sub(r"^        (def |@).*?(?=^ {0,7}\S|\Z)", "", source, flags=re.M | re.S)
+
+
+def _parse(source: str) -> Any:
+    return ast.parse(source).body[0]
 
 
 def _registered(node: ast.ClassDef) -> tuple[str, str]:

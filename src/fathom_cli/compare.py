@@ -10,7 +10,7 @@ import typer
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
-    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
     jobs: Annotated[int, typer.Option(help="Runs side by side, in turn on the GPUs there are.")] = 1,
 ) -> None:
     """Train every method of a recipe under its budgets and write one report. The same command again goes on.
@@ -18,13 +18,14 @@ def command(
     \b
     Example:
       fathom compare recipes/demo.yaml
+
     \b
     On a machine with 8 GPUs, one run on each:
       fathom compare recipes/compare_gpu.yaml --jobs 8
     """
     from fathom.report.compare import compare
     from fathom.report.results import tables
-    from fathom.report.wording import TITLES, overall
+    from fathom.report.wording import TITLES, at_edge, disturbances, overall
 
     try:
         results = compare(recipe, output, jobs, say=typer.echo)
@@ -40,6 +41,8 @@ def command(
         typer.echo(f"  {'unigram model':<20} {results.unigram_bits_per_byte:.3f} bits per byte")
     said = overall(found, results.unigram_bits_per_byte)
     typer.echo("\n" + "\n".join([said.headline, *said.details]))
+    for warning in filter(None, [at_edge(results.edges), *disturbances(results.runs)]):
+        typer.echo(warning)
     typer.echo(f"Report: {output / results.name / 'report.html'}")
     if results.failures:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results.failures), err=True)

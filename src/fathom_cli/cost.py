@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fathom_cli.options import Json
+
 COLUMNS = {
     "name": "model",
     "parameters": "parameters",
@@ -32,7 +34,7 @@ def command(
         int | None,
         typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
 
@@ -43,9 +45,9 @@ def command(
     from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
-        length, dtype, checkpointing, configs = _recipe(model)
+        length, dtype, checkpointing, configs, note = _recipe(model)
     else:
-        length, dtype, checkpointing, configs = _checkpoint(model)
+        (length, dtype, checkpointing, configs), note = _checkpoint(model), ""
     length = sequence_length or length
     rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
     if json_output:
@@ -55,8 +57,9 @@ def command(
     typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
     mixing = any(row["mixing_flops_per_token"] for row in rows)
     stopping = [name for name, config in configs if is_adaptive(config)]
+    swept = [name for name, config in configs if config.depth.get("sweeps", 0) is None and config.most_steps > 1]
     typer.echo(
-        f"\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
+        f"{note}\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
         "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
         f"training: matrix products of forward and backward{' with gradient checkpointing' if checkpointing else ''}. "
         f"KV bytes: per token, in {str(dtype).removeprefix('torch.')}."
@@ -65,10 +68,14 @@ def command(
             f"\nAs if every token ran all its steps: {', '.join(stopping)}. `fathom inspect` counts those that run."
             * bool(stopping)
         )
+        + (
+            f"\nThe forward pass is decoding's. Texts that are read at once: {', '.join(swept)}, by Jacobi sweeps\n"
+            "until thoughts have settled; how many depends on the text. `sweeps: J` fixes it." * bool(swept)
+        )
     )
 
 
-def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
+def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:
     import torch
 
     from fathom.train.recipe import load_recipe, model_config
@@ -76,7 +83,13 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:
     recipe = load_recipe(Path(path))
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     configs = [(method.name, model_config(recipe, method)) for method in recipe.methods]
-    return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs
+    note = ""
+    if isinstance(recipe.data.tokenizer, dict) and "vocab_size" not in recipe.model:
+        note = (
+            f"\nThe vocabulary has the {recipe.data.tokenizer['bpe']} tokens of data.tokenizer; a BPE of a text too "
+            "short for them has fewer."
+        )
+    return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs, note
 
 
 def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fathom_cli.options import Device
+
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
@@ -21,7 +23,7 @@ def command(
         float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=2**63 - 1)] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
+    device: Device = None,
 ) -> None:
     """Continue a text.
 

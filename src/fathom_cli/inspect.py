@@ -10,30 +10,35 @@ from typing import Annotated
 
 import typer
 
+from fathom_cli.options import Device, Json
+
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 file that the checkpoint reads.")],
+    text: Annotated[Path, typer.Option(help="What the checkpoint reads: a file, or a folder as training reads it.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the PNG files and inspect.html; with --json: none.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for the PNG files and inspect.html; with --json: none."),
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens read at once; cut to the model's positions.", min=2)] = 1024,
     batch_size: Annotated[int, typer.Option(help="Windows at once.", min=1)] = 8,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: the GPU if there is one.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    device: Device = None,
+    json_output: Json = False,
 ) -> None:
     """Draw what a checkpoint does with a text. Which pictures it has follows from its methods.
 
     depth_attention: from which earlier layers every layer takes its values, and for which tokens.
-    adaptive_latent_cot, adaponderlm, ponderlm3: which tokens run how many steps, against their loss and kind.
+    act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
+    kind.
 
     \b
     Example:
       fathom inspect runs/mine/depth_attention-seed0/model --text book.txt --output inspect
     """
+    import torch
     from transformers.utils import logging
 
-    from fathom.evaluate import load_checkpoint, read_text
+    from fathom.evaluate import load_checkpoint, read_documents
     from fathom.evaluate.text import with_prefix
     from fathom.inspect import nothing_to_show, offered
     from fathom.models.registry import SECTIONS
@@ -42,12 +47,12 @@ def command(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    content = read_text(text)
+    documents = read_documents(text)
     model, tokenizer = load_checkpoint(checkpoint, device)
     kinds = offered(model.config)
     if not kinds:
         raise nothing_to_show(checkpoint, model.config)
-    ids = with_prefix(tokenizer, content)
+    ids = torch.cat([with_prefix(tokenizer, document) for document in documents])
     pictures = [kind.measure(model, tokenizer, ids, window, batch_size) for kind in kinds]
     if json_output:
         numbers = {picture.name: dataclasses.asdict(picture) for picture in pictures}

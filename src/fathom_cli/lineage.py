@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from fathom_cli.options import Device, Json
+
 app = typer.Typer(
     help="Say which model another one comes from: compare, fingerprint, verify, matrix, merge, attack.",
     no_args_is_help=True,
@@ -25,8 +27,6 @@ _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
 Model = Annotated[str, typer.Argument(help="Folder, .gguf file, LoRA adapter folder, or hub name.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @contextmanager
@@ -40,6 +40,12 @@ def _bars(quiet: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
             return lambda done, total: progress.update(task, completed=done, total=total)
 
         yield start
+
+
+def _place(device: str | None) -> str:
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _print_json(record: dict[str, Any]) -> None:
@@ -65,7 +71,7 @@ def compare(
     parts: Annotated[bool, typer.Option("--parts", help="Also score gate, up, v, o and down.")] = False,
     base: Annotated[str | None, typer.Option(help="Base model, when A or B is a LoRA adapter.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page here.")] = None,
-    device: Device = "cpu",
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated (no trace found,
@@ -82,7 +88,7 @@ def compare(
     from fathom.lineage.reader import open_checkpoint
 
     try:
-        models = [open_checkpoint(m, base=base, device=device) for m in (a, b)]
+        models = [open_checkpoint(m, base=base, device=_place(device)) for m in (a, b)]
         with _bars(as_json) as bars:
             result = run(models[0], models[1], method, alignment, paper=paper, parts=parts, progress=bars)
     except (PackedWeightsError, NoEvidenceError) as error:
@@ -148,7 +154,7 @@ def fingerprint(
     opening: Annotated[
         bool, typer.Option("--opening", help="Also write opening/, for an auditor (shows weights!).")
     ] = False,
-    device: Device = "cpu",
+    device: Device = None,
 ) -> None:
     """Write a model's vector, picture and commitment. Keep secret.key: it opens the commitment.
 
@@ -167,7 +173,7 @@ def fingerprint(
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output}: exists and is not empty; name a new folder")
     signer = None if key is None else commitment.load_key(key)
-    opened = open_checkpoint(model, device=device)
+    opened = open_checkpoint(model, device=_place(device))
     mark = compute(opened)
     secret = secrets.token_bytes(32)
     record = commitment.statement(opened, mark, secret, __version__)
@@ -290,7 +296,7 @@ def matrix(
         Literal["auto", "lap", "procrustes"],
         typer.Option(help="How AWM matches residual axes; auto: LAP, and Procrustes where that scores below 0.5."),
     ] = "auto",
-    device: Device = "cpu",
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Hardened AWM of all pairs, clustered. Packed 4-bit models and models without query and key weights are left out.
@@ -307,7 +313,7 @@ def matrix(
     opened, left_out = [], {}
     for name in models:
         try:
-            opened.append(open_checkpoint(name, device=device))
+            opened.append(open_checkpoint(name, device=_place(device)))
         except PackedWeightsError as error:
             left_out[name] = str(error)
     try:
@@ -342,7 +348,7 @@ def matrix(
 def merge(
     suspect: Model,
     parents: Annotated[list[str], typer.Argument(help="Two or more candidate parents.")],
-    device: Device = "cpu",
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Estimate of which parents a model is a merge, and in what proportion.
@@ -354,7 +360,7 @@ def merge(
     from fathom.lineage.merge import merge_weights
     from fathom.lineage.reader import open_checkpoint
 
-    opened = [open_checkpoint(m, device=device) for m in (suspect, *parents)]
+    opened = [open_checkpoint(m, device=_place(device)) for m in (suspect, *parents)]
     with _bars(as_json) as bars:
         found = merge_weights(opened[0], opened[1:], bars("layers"))
     if as_json:

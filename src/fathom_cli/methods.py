@@ -14,6 +14,7 @@ import typer
 
 from fathom_cli import nearest
 from fathom_cli.catalogue import Entry, entries
+from fathom_cli.options import Json
 
 
 def complete(incomplete: str) -> list[str]:
@@ -25,7 +26,7 @@ def command(
     name: Annotated[
         str | None, typer.Argument(help="One method; without it, all are listed.", autocompletion=complete)
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """List every method, or say what one is: equation, options with defaults, paper, cost, measured verdict, card.
 

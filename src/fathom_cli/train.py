@@ -15,7 +15,7 @@ def command(
     seed: Annotated[
         int | None, typer.Option(help="Default: the first of the recipe's seeds.", min=0, max=2**32 - 1)
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
 ) -> None:
     """Train one model of a recipe; the same command again resumes it.
 
@@ -25,6 +25,7 @@ def command(
     \b
     Example:
       fathom train recipes/demo.yaml --method pondering --seed 1
+
     \b
     On several GPUs, which share every batch of the recipe:
       torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
@@ -55,9 +56,11 @@ def command(
         typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}")
     if sweep.at_edge:
         typer.echo(f"The best, {sweep.best:g}, is at the edge of the candidates: a better one may lie outside.")
+    spread = result.tokens_per_second_interval
     typer.echo(
         f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
-        f"tokens/s, train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
+        f"tokens/s{f' ({spread[0]:,.0f} to {spread[1]:,.0f})' if spread else ''}, "
+        f"train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
         f"bits per byte {_number(result.bits_per_byte)} (window and stride {loaded.data.block_size} tokens)"
     )
     typer.echo(f"Model: {result.model}")

@@ -73,13 +73,13 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 
 
 FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox", "qwen3_sliding", "fathom", "depth_attention")
-_MODELS: dict[str, torch.nn.Module] = {}
+SHARED: dict[str, torch.nn.Module] = {}
 
 
 def get_model(family: str) -> torch.nn.Module:
-    if family not in _MODELS:
-        _MODELS[family] = build(family)
-    return _MODELS[family]
+    if family not in SHARED:
+        SHARED[family] = build(family)
+    return SHARED[family]
 
 
 # Each method with room for every token of a test (LARGE) and small enough to compress (SMALL).

@@ -2,11 +2,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_cases import FAMILIES, VOCABULARY, get_model
+from cache_cases import FAMILIES, SHARED, VOCABULARY, get_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fathom.caches import METHODS
+
+
+@pytest.fixture(autouse=True)
+def shared_models_stay_as_they_are():
+    """All tests read the same models: one that moves, casts, trains or hooks one would fail others, not itself."""
+    yield
+    for family, model in SHARED.items():
+        places = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
+        hooked = [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
+        stands = places, model.training, model.config._attn_implementation, hooked
+        expected = {("cpu", torch.float32)}, False, "sdpa", []
+        assert stands == expected, f"this test left the shared {family} as {stands}: copy.deepcopy it first"
 
 
 @pytest.fixture(params=FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from cache_cases import get_model
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict
+from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict, quality
 from fathom.caches.quality import DEPTHS, FILLER, grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
@@ -27,7 +28,7 @@ def test_generate_and_score(folder):
     assert done.exit_code == 0, done.exception
     assert "one two" in done.output and "slots per head    6" in done.output
     done = invoke(
-        folder, "--method", "h2o", "--budget", 16, "--text", folder / "text.txt", "-o", "n_sink=2", "--chunk", 8
+        folder, "--method", "h2o", "--budget", 16, "--text", folder / "text.txt", "--option", "n_sink=2", "--chunk", 8
     )
     assert done.exit_code == 0, done.exception
     assert "h2o: 99 tokens, perplexity" in done.output and "of the full cache" in done.output
@@ -35,7 +36,7 @@ def test_generate_and_score(folder):
 
 def test_a_cache_larger_than_a_full_one_says_why(folder):
     text = folder / "text.txt"
-    done = invoke(folder, "--method", "h2o", "--budget", 256, "--text", text, "-o", "n_sink=2")
+    done = invoke(folder, "--method", "h2o", "--budget", 256, "--text", text, "--option", "n_sink=2")
     assert "note: larger than a full cache: nothing was evicted, all 100 tokens fit" in done.output
     done = invoke(folder, "--method", "treekv", "--budget", 64, "--prompt", "one two", "--max-new-tokens", 5)
     assert "larger than a full cache: nothing was evicted, all 6 tokens fit" in done.output
@@ -139,21 +140,25 @@ def test_errors_name_the_remedy(folder, tmp_path):
         ((folder,), "--prompt"),
         ((folder, "--text", tmp_path / "none"), "no such file"),
         ((folder, "--prompt", "x", "--method", "treekvv"), "treekv"),
-        ((folder, "--prompt", "x", "-o", "n_sink"), "name=value"),
-        ((folder, "--prompt", "x", "-o", "n_sinks=3"), "n_sink"),
-        ((folder, "--prompt", "x", "-o", "name=h2o"), "name is 'treekv' already; choose the method with --method"),
-        ((folder, "--prompt", "x", "--budget", 8, "-o", "budget=9"), "budget is 8 already; give budget once"),
-        ((folder, "--prompt", "x", "--method", "kivi", "-o", "bits=4.0"), "bits=4.0): use an integer"),
+        ((folder, "--prompt", "x", "--option", "n_sink"), "name=value"),
+        ((folder, "--prompt", "x", "--option", "n_sinks=3"), "n_sink"),
+        (
+            (folder, "--prompt", "x", "--option", "name=h2o"),
+            "name is 'treekv' already; choose the method",
+        ),
+        ((folder, "--prompt", "x", "--budget", 8, "--option", "budget=9"), "budget is 8 already; give budget once"),
+        ((folder, "--prompt", "x", "--method", "kivi", "--option", "bits=4.0"), "bits=4.0): use an integer"),
         ((folder, "--text", folder / "text.txt", "--method", "snapkv", "--chunk", 16), "use chunk ≥ 32"),
         ((folder, "--prompt", "x", "--dtype", "fp8"), "bfloat16"),
         (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
         (("show", folder, "--text", folder / "text.txt", "--method", "freqkv"), "no kept tokens"),
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 5000), "longer text or --tokens 100"),
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "full,tovaa"), "known are"),
+        (("bench", tmp_path, "--text", folder / "text.txt", "--methods", "tovaa"), "mean 'tova'?"),  # before the model
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "tova,vqkv"), "codebooks"),
         (("bench", folder, "--text", folder / "text.txt", "--fractions", "0,0.5"), "above 0 up to 1"),
         (("bench", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.json"), "make it first"),
-        (("show", folder, "--text", folder / "text.txt", "--method", "kivi", "-o", "group=8"), "no kept"),
+        (("show", folder, "--text", folder / "text.txt", "--method", "kivi", "--option", "group=8"), "no kept"),
         (("show", folder, "--text", folder / "text.txt", "--output", tmp_path / "no" / "x.png"), "make it first"),
         ((folder, "--prompt", ""), "--prompt '' has no tokens"),
         ((folder, "--prompt", "x", "--method", "full", "--budget", 5), "it has none"),
@@ -164,3 +169,56 @@ def test_errors_name_the_remedy(folder, tmp_path):
             args,
             done.exception,
         )
+
+
+def test_bench_writes_each_row_and_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
+    """Stopped in the third row: two are in the file, and the same call measures the others only."""
+    out, calls, real = tmp_path / "bench.json", [], quality.perplexity
+    args = ("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.25,0.01",
+            "--methods", "tova,kivi", "--output", out, "--chunk", 16)  # fmt: skip
+
+    def stop_at(number):
+        def perplexity(model, ids, method, chunk):
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            calls.append(method.name)
+            return real(model, ids, method, chunk)
+
+        monkeypatch.setattr(quality, "perplexity", perplexity)
+
+    stop_at(2)
+    assert invoke(*args).exit_code != 0
+    first = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in first] == ["full", "tova"] and not list(tmp_path.glob("*.part"))
+    stop_at(None)
+    done = invoke(*args)
+    assert done.exit_code == 0, done.exception
+    assert "tova                 0.5      perplexity" in done.output and "(measured before)" in done.output
+    assert re.search(r"3 of 4 rows, about \d+:\d\d:\d\d left", done.stderr)
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[:2] == first and len(rows) == 7
+    assert calls == ["full", "tova", "tova", "kivi"]  # of kivi, refused, nothing can be taken over
+    calls.clear()
+    invoke(*args, "--recall")  # what a row lacks is added to it
+    again = json.loads(out.read_text())["rows"]
+    assert calls == ["kivi"] and "passkey" in again[1]
+    assert {key: value for key, value in again[1].items() if key not in ("passkey", "needle")} == rows[1]
+
+
+def test_bench_does_not_mix_measurements(folder, tmp_path):
+    """Another text, chunk or model starts again and says so; a file of something else is left alone."""
+    out, other = tmp_path / "bench.json", tmp_path / "other.txt"
+    other.write_text((folder / "text.txt").read_text() + " one")
+    args = ("--tokens", 96, "--fractions", "0.5", "--methods", "tova", "--output", out)
+    invoke("bench", folder, "--text", folder / "text.txt", *args)
+    for given, words in (
+        ((folder, "--text", other), "measured with text"),
+        ((folder, "--text", other, "--chunk", 32), "measured with chunk 64, now 32: all rows start again"),
+        ((folder, "--text", other, "--chunk", 32, "--dtype", "float32"), "measured with dtype bfloat16, now float32"),
+    ):
+        done = invoke("bench", *given, *args)
+        assert done.exit_code == 0 and words in done.stderr and "measured before" not in done.output
+        assert "measured before" in invoke("bench", *given, *args).output
+    out.write_text('{"rows": 3}')
+    assert "something else than a bench" in str(invoke("bench", folder, "--text", other, *args).exception)
+    assert out.read_text() == '{"rows": 3}'

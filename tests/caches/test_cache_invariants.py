@@ -310,7 +310,7 @@ def test_an_interrupted_forward_leaves_no_trace_but_its_cache(method_name, ids, 
                 llama(ids, **{CACHE_NAME: cache})
             hook.remove()
             assert torch.equal(llama(ids).logits, expected)
-            with pytest.raises(ValueError, match=r"0 tokens in some layers and 40 in others.*reset"):
+            with pytest.raises(ValueError, match=r"failed midway.*reset"):
                 llama(ids, **{CACHE_NAME: cache})
             cache.reset()
             with pytest.raises(IndexError):  # in the embedding: no layer was reached, the cache is as before

@@ -300,7 +300,7 @@ def test_pipeline():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", padding_side="left")
     model = get_model("llama")
     texts = [" ".join(f"w{i}" for i in range(1, 40)), " ".join(f"w{i}" for i in range(5, 30))]
-    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")  # else it moves to a GPU
     with compress(model, TreeKV(budget=16, n_recent=4, block=2)):
         both = generate(texts, batch_size=2, max_new_tokens=6, do_sample=False, return_full_text=False)
         for text, result in zip(texts, both):

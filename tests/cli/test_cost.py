@@ -66,7 +66,8 @@ def test_table(run, recipe):
     lines = run(recipe)[1].splitlines()
     assert lines[1].startswith("vanilla") and lines[2].startswith("twice")
     assert len(lines[0]) == len(lines[1]) == len(lines[2])
-    assert "sequence length 128" in lines[4] and "bfloat16" in lines[-1]
+    assert lines[4].startswith("The vocabulary has the 512 tokens of data.tokenizer")
+    assert "sequence length 128" in lines[5] and "bfloat16" in lines[-1]
     assert "mixing" not in lines[0]
 
 
@@ -106,6 +107,13 @@ def test_refusals(run, tmp_path, recipe):
     assert code == 2 and "family 'mamba' is not supported; supported families: llama, qwen3, gpt_neox, gpt2" in err
     code, _, err = run(recipe, "--sequence-length", 0)
     assert code == 2 and "--sequence-length" in err
+
+
+def test_sweeps_whose_number_nobody_knows_are_named(run, tmp_path):
+    file, wanted = tmp_path / "recipe.yaml", "Texts that are read at once: ponderlm2, by Jacobi sweeps"
+    for method, said in (("ponderlm2", True), ("{name: ponderlm2, depth: {name: ponderlm2, sweeps: 3}}", False)):
+        file.write_text(RECIPE.replace("[vanilla, ", f"[vanilla, {method}, "))
+        assert (wanted in run(file)[1]) == said
 
 
 def test_help_has_an_example(run):

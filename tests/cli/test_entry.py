@@ -6,6 +6,8 @@ import sys
 import types
 
 import pytest
+import typer
+import typer.core
 
 import fathom_cli as cli
 
@@ -77,3 +79,28 @@ def test_debug_shows_the_traceback(monkeypatch, capsys, verb) -> None:
     verb(ValueError("no"))
     assert run(monkeypatch, "broken", "file", "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def every_option() -> list[tuple[str, typer.core.TyperOption]]:
+    group = typer.main.get_command(cli.app)
+    verbs = {name: group.get_command(typer.Context(group), name) for name in cli.VERBS}
+    verbs |= {f"{name} {part}": c for name, verb in verbs.items() for part, c in getattr(verb, "commands", {}).items()}
+    return [(name, option) for name, verb in verbs.items() for option in verb.params if option.opts[0][0] == "-"]
+
+
+def test_a_flag_means_the_same_in_every_verb() -> None:
+    meanings: dict[str, set[tuple]] = {}
+    for _, option in every_option():
+        for flag in option.opts:
+            # where what is made goes; what that is differs
+            said = "" if "--output" in option.opts else option.help
+            meanings.setdefault(flag, set()).add((tuple(sorted(option.opts)), said, option.is_flag))
+    for flag in ("--device", "--json", "--output", "-o"):
+        assert len(meanings[flag]) == 1, (flag, meanings[flag])
+    assert all(option.default is None for _, option in every_option() if "--device" in option.opts)
+
+
+@pytest.mark.parametrize("verb", ["train", "compare", "cache run", "lineage compare"])
+def test_help_has_no_control_characters(monkeypatch, capsys, verb) -> None:
+    assert run(monkeypatch, *verb.split(), "--help") == 0
+    assert "\b" not in capsys.readouterr().out

@@ -52,6 +52,28 @@ def test_text_in_words(run, folder, text):
     assert "perplexity" in out and "bits per byte" in out and "window 64, stride 32" in out and "\x1b" not in out
 
 
+def test_a_folder_is_read_as_training_reads_it(run, folder, tmp_path):
+    """Every document by itself: the rows of JSONL, the files of plain text, in the order of their names."""
+    texts = tmp_path / "texts"
+    (texts / "sub").mkdir(parents=True)
+    documents = ["The sea was calm.", "Under the keel: 40 fathoms.", TEXT]
+    rows = [json.dumps({"text": document}) + "\n" for document in (documents[0], " ", documents[1])]
+    (texts / "a.jsonl").write_text("".join(rows))
+    (texts / "sub" / "b.txt").write_text(TEXT, encoding="utf-8")
+    (texts / "notes.csv").write_text("no text")
+    model, tokenizer = load_checkpoint(str(folder), "cpu")
+    scores = [evaluate_text(model, tokenizer, document, 32, 8) for document in documents]
+    found = json.loads(run(folder, "--text", texts, "--window", 32, "--stride", 8, "--json")[1])
+    assert found["documents"] == 3
+    assert found["nats"] == pytest.approx(sum(score.nats for score in scores))
+    assert (found["tokens"], found["bytes"]) == (sum(s.tokens for s in scores), sum(len(d.encode()) for d in documents))
+    assert "documents      2, each by itself" in run(folder, "--text", texts / "a.jsonl")[1]
+    (texts / "a.jsonl").write_text('{"body": "x"}\n')
+    assert "line 1: no field 'text' (found: body); name the one with the text so" in run(folder, "--text", texts)[2]
+    (texts / "a.jsonl").write_bytes(b"{}\0")
+    assert "a.jsonl: NUL at byte 2 (0x00, line 1)" in run(folder, "--text", texts)[2]
+
+
 def test_tasks(run, folder, tmp_path):
     pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
     (tmp_path / "documents.jsonl").write_text('{"context": "The sea was", "continuation": " calm"}\n' * 3)
@@ -60,7 +82,20 @@ def test_tasks(run, folder, tmp_path):
     code, out, _ = run(*options, "--json")
     assert code == 0
     assert json.loads(out)["tasks"]["local_likelihood"]["acc"] in (0.0, 1.0)
-    assert "local_likelihood  acc  " in run(*options)[1]
+    lines = run(*options)[1].splitlines()
+    assert [line.split()[:2] for line in lines] == [["local_likelihood", "acc"]]  # its error beside it, no bookkeeping
+    assert lines[0].endswith(" ± 0.0000")  # both documents are the same
+    assert json.loads(run(*options, "--num-fewshot", 1, "--json")[1])["num_fewshot"] == 1
+    code, _, err = run(*options, "--apply-chat-template")
+    assert (code, "the tokenizer has no chat template" in err) == (2, True)
+
+
+def test_names_are_checked_before_a_model_is_loaded(run, folder, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
+    monkeypatch.setattr("fathom.evaluate.load_checkpoint", lambda *arguments: pytest.fail("loaded"))
+    (tmp_path / "task.yaml").write_text(TASK.format(file=tmp_path / "documents.jsonl"))
+    code, _, err = run(folder, "--tasks", "local_likelyhood", "--task-dir", tmp_path)
+    assert code == 2 and "task 'local_likelyhood' does not exist (did you mean 'local_likelihood'?)" in err
 
 
 @pytest.mark.parametrize(
@@ -68,6 +103,7 @@ def test_tasks(run, folder, tmp_path):
     [
         (b"", "book.txt: holds no text"),
         (b"\n \n", "book.txt: holds no text"),
+        (b"one\ntwo\0", "book.txt: NUL at byte 7 (0x00, line 2): remove it"),
         (b"one\ntwo \xff", "book.txt: not UTF-8 at byte 8 (0xff, line 2): convert the file to UTF-8"),
     ],
 )
@@ -84,7 +120,7 @@ def test_missing_text(run, folder, tmp_path):
 
 def test_unreadable_text(run, folder, tmp_path):
     code, _, err = run(folder, "--text", tmp_path)
-    assert (code, err) == (2, f"fathom: {tmp_path}: Is a directory\n")
+    assert code == 2 and f"--text='{tmp_path}/': no .txt, .md, .jsonl" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -92,7 +128,7 @@ def test_unreadable_text(run, folder, tmp_path):
     [
         ((), "give either --text FILE or --tasks NAME,NAME"),
         (("--text", "a", "--tasks", "b"), "give either --text FILE or --tasks NAME,NAME"),
-        (("--text", "a", "--limit", 1), "--task-dir and --limit go with --tasks"),
+        (("--text", "a", "--limit", 1), "--task-dir, --limit, --num-fewshot and --apply-chat-template go with --tasks"),
         (("--tasks", ","), "--tasks=',': names no task"),
     ],
 )
@@ -107,7 +143,7 @@ def test_stride_beyond_window(run, folder, text):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model_type": "t5"}, "family 't5' is not supported"), ({"vocab_size": 299}, "300 token ids")],
+    [({"model_type": "t5", "auto_map": {}}, "family 't5' is not supported"), ({"vocab_size": 299}, "300 token ids")],
 )
 def test_bad_checkpoint(run, tmp_path, text, change, message):
     folder = save_fathom(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -84,6 +85,16 @@ assert "fathom.depth" not in sys.modules and "fathom.caches" not in sys.modules
 from transformers import AutoConfig, AutoModelForCausalLM
 config = AutoConfig.for_model("fathom", vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
 assert type(AutoModelForCausalLM.from_config(config)) is fathom.FathomForCausalLM
+""")
+
+
+def test_a_config_from_a_pickle_finds_its_model():
+    config = pickle.dumps(fathom.FathomConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    python(f"""
+import pickle
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(pickle.loads({config!r}))
+assert type(model).__name__ == "FathomForCausalLM"
 """)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import fathom
 from fathom import caches, lineage
 from fathom.models.registry import REGISTRIES
-from fathom_cli.catalogue import Entry, entries
+from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
@@ -77,6 +78,63 @@ def test_every_method_has_a_card_with_its_verdict_and_cost(entry):
 
 def test_every_card_is_of_a_method():
     assert {card.stem for card in CARDS.glob("*.md")} <= {entry.name for entry in entries()}
+
+
+def test_a_method_of_a_later_wing_needs_no_line_elsewhere(tmp_path):
+    """A sampler, say: a dataclass in a folder of its own, with options from a base in another file."""
+    for name, source in {
+        "fathom/samplers/base.py": """
+            import dataclasses
+            from typing import ClassVar
+
+            @dataclasses.dataclass(frozen=True)
+            class Sampler:
+                '''Shared.
+
+                steps: forwards of the model.
+                seed, rows: of the noise,
+                    and how many.
+                '''
+
+                steps: int = 8
+                seed: int = 0
+                rows: int | None = None
+                kind: str = "any"
+                paper: ClassVar[str] = "2501.00001"
+            """,
+        "fathom/samplers/greedy.py": """
+            import dataclasses
+            from fathom.samplers.base import Sampler as Base
+
+            @dataclasses.dataclass(frozen=True)
+            class Greedy(Base):
+                '''Takes the likeliest.
+
+                width: tokens a step.
+                '''
+
+                width: int = 2
+                steps: int = 4
+                kind: ClassVar[str] = "greedy"
+                name = "greedy"
+                summary = "Takes the likeliest."
+                equation = "x = argmax p"
+
+                def __call__(self):
+                    return None
+            """,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(source))
+    (entry,) = Module(tmp_path / "fathom", tmp_path / "fathom/samplers/greedy.py").methods()
+    assert (entry.name, entry.wing, entry.registry, entry.paper) == ("greedy", "samplers", "samplers", "2501.00001")
+    assert (entry.call, entry.source, entry.section) == ("Greedy", "fathom/samplers/greedy.py", False)
+    assert [(option.name, option.default, option.meaning) for option in entry.options] == [
+        ("steps", 4, "forwards of the model."),
+        ("seed", 0, "of the noise, and how many."),
+        ("rows", None, "of the noise, and how many."),
+        ("width", 2, "tokens a step."),
+    ]
 
 
 def test_a_card_that_is_not_there(tmp_path):

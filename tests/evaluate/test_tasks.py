@@ -73,7 +73,41 @@ def test_metrics_equal_likelihoods_token_by_token(task_dir, model):
         max(range(2), key=lambda i: log_likelihood(model, d["context"], " " + d["choices"][i])) == d["gold"]
         for d in DOCUMENTS
     ]
-    assert math.isclose(scores["local_choice"]["acc"], sum(right) / 3)
+    mean = sum(right) / 3
+    assert math.isclose(scores["local_choice"]["acc"], mean)
+    # the standard error of a mean of n zeros and ones, with n - 1; every number is a metric or the error of one
+    assert math.isclose(scores["local_choice"]["acc_stderr"], math.sqrt(mean * (1 - mean) / 2))
+    assert set(scores["local_choice"]) == {"acc", "acc_stderr"}
+    assert set(scores["local_likelihood"]) == {"acc", "acc_stderr", "perplexity", "perplexity_stderr"}
+
+
+def test_examples_and_the_chat_template_stand_before_the_question(task_dir, model, monkeypatch):
+    """What the model is asked, from lm_eval's own request."""
+    from lm_eval.models.huggingface import HFLM
+
+    asked = []
+    real = HFLM.loglikelihood
+
+    def loglikelihood(self, requests, *arguments, **options):
+        asked.append([request.args[0] for request in requests])
+        return real(self, requests, *arguments, **options)
+
+    monkeypatch.setattr(HFLM, "loglikelihood", loglikelihood)
+    tokenizer = tiny_tokenizer()
+    for options in ({}, {"num_fewshot": 1}, {"apply_chat_template": True}):
+        if options.get("apply_chat_template"):
+            tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        evaluate_tasks(model, tokenizer, ["local_likelihood"], task_dir, **options)
+    plain, examples, chat = (set(texts) for texts in asked)
+    questions = {document["context"] for document in DOCUMENTS}
+    assert plain == questions
+    assert all(any(text.endswith(q) and len(text) > len(q) for q in questions) for text in examples)
+    assert chat == {f"<user>{question}" for question in questions}
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        evaluate_tasks(model, tokenizer, ["local_likelihood"], task_dir, apply_chat_template=True)
+    with pytest.raises(ValueError, match="num_fewshot=-1: must be at least 0"):
+        evaluate_tasks(model, tokenizer, ["local_likelihood"], task_dir, num_fewshot=-1)
 
 
 def test_limit_scores_the_first_documents(task_dir, model):

@@ -115,6 +115,8 @@ def test_an_adapter_on_a_fathom_checkpoint_is_attached(loader, tmp_path):
             model = loader.from_pretrained(place)
             assert torch.equal(model(ids).logits, expected)
             assert model.model.layers[0].self_attn.v_proj.lora_A is not None
+    with pytest.raises(ValueError, match=r"not attached to weights that device_map={'': 'disk'} offloads; merge it"):
+        loader.from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
     with pytest.raises(ValueError, match="the model has adapters beside its weights; merge them first"):
         FathomForCausalLM.from_pretrained(tmp_path / "adapter", depth="vanilla").save_stock_pretrained(tmp_path / "out")
 

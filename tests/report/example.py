@@ -47,10 +47,13 @@ def run(method: str, budget: str = "tokens", seed: int = 0, lr: float = 0.004, g
             {"prompt": "The old man", "text": f" <b>looked</b> at the sea & said nothing ({method})."},
             {"prompt": "She opened the door", "text": " and the room was dark, for the lamp had gone out."},
         ],
-        device="2 × CPU",
+        device="2 CPU cores (x86_64)",
         versions={"fathom": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.24.0"},
         commit="0000000",
         folder=f"{method}/{budget}-seed-{seed}",
+        tokens_per_second_interval=[20_000 / cost, 22_000 / cost],
+        interruptions=0,
+        busy=0.99,
     )
 
 

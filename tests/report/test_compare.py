@@ -81,7 +81,11 @@ def test_every_method_and_seed_under_every_budget(finished):
 def test_runs_hold_what_was_measured(finished):
     for run in finished[2].runs:
         assert 0 < run.bits_per_byte < 8
-        assert run.train_flops > 0 and run.tokens_per_second > 0 and run.peak_memory_bytes > 0
+        assert run.train_flops > 0 and run.tokens_per_second > 0 and run.interruptions == 0
+        low, high = run.tokens_per_second_interval or (0.0, 1e9)
+        assert low <= run.tokens_per_second <= high and (run.tokens_per_second_interval is None) == (
+            run.train_tokens < 6 * 128
+        )
         assert [point["tokens"] for point in run.history] == sorted(point["tokens"] for point in run.history)
         assert [set(sample) for sample in run.samples] == [{"prompt", "text"}] * 2
         assert run.versions["torch"] and run.commit and run.device
@@ -236,6 +240,7 @@ def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--jobs 0: must be at least 1"):
         compare(finished[1], tmp_path, jobs=0)
     monkeypatch.setattr(engine.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert engine._devices(3) == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert engine._devices(3) == ["4", "6", "4"]
@@ -255,3 +260,23 @@ def test_layers_of_a_checkpoint_cannot_be_matched(finished):
     fixed.write_text(text.replace("tokenizer: {bpe: 300}, ", ""))
     with pytest.raises(ValueError, match=r"inference_flops adds layers .* model\.checkpoint fixes them"):
         plan(load_recipe(fixed), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("budgets: [tokens", "budgets: [{tokens: 100}"), r"budgets\.tokens=100: leaves vanilla 100 tokens"),
+        (("train_flops, ", "{train_flops: 1.0e6}, "), r"budgets\.train_flops=1e\+06: leaves vanilla \d+ tokens"),
+        (
+            ("tokens: 768, sequences: 4, lr: 1.0e-2", "tokens: 768, sequences: 20, lr: 1.0e-2"),
+            "training.tokens=768: leaves loop",
+        ),
+    ],
+)
+def test_a_budget_of_less_than_a_step_is_refused(finished, changes, message):
+    """The last: twice the FLOPs a token leave half the tokens."""
+    path = finished[1].with_name("short.yaml")
+    path.write_text(finished[1].read_text().replace(*changes).replace("lr: [1.0e-3, 1.0e-2]", "lr: 1.0e-2"))
+    _, tokenizer, _ = recipe_and_plan(finished)
+    with pytest.raises(ValueError, match=message):
+        plan(load_recipe(path), tokenizer)

@@ -7,16 +7,20 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from example import METHODS, results, run
 from matplotlib.figure import Figure
 
+from fathom.report import page as page_module
 from fathom.report import plots
 from fathom.report.page import write_report
 from fathom.report.results import Results, tables
 from fathom.report.style import MARKER_PATHS, styles
-from fathom.report.wording import overall, si, verdict
+from fathom.report.wording import disturbances, overall, si, verdict
+from fathom_cli import cost
+from fathom_cli.compare import command as compare_verb
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None
@@ -151,14 +155,74 @@ def test_28_methods_look_different_in_every_picture():
     assert {look.marker for look in looks} == set(MARKER_PATHS)
 
 
-def test_speeds_of_differently_shared_devices_are_not_compared(tmp_path):
-    def speeds(device):
-        runs = [run("vanilla"), replace(run("loop"), device=device)]
-        page = write_report(results(runs), tmp_path).read_text()
-        return re.findall(r"<td[^>]*>21\.0 k<small>(.*?)</small>|<td[^>]*>10\.5 k<small>(.*?)</small>", page)
+def speed_and_memory(**changes):
+    """The small print under tokens/s and peak memory of vanilla and of loop, whose runs are changed so."""
+    (table,) = tables(results([run("vanilla"), replace(run("loop"), **changes)]))
+    columns = {column.name: column.cell for column in page_module.COLUMNS}
+    return [
+        [(cell.text, *cell.note.splitlines()) for cell in (columns[name](row, table) for row in table.rows)]
+        for name in ("tokens_per_second", "peak_memory_bytes")
+    ]
 
-    assert speeds("2 × CPU") == [("1×", ""), ("", "0.5×")]
-    assert speeds("2 × CPU, shared by 2 runs") == [("1×", ""), ("", "device differs")]
+
+def test_a_ratio_of_speeds_has_the_interval_of_both():
+    """The example's stretches lie between 20/21 and 22/21 of the median: ratios between 20/22 and 22/20 of one half."""
+    speed, memory = speed_and_memory()
+    assert speed == [("21.0 k", "20.0 k to 22.0 k"), ("10.5 k", "10.0 k to 11.0 k", "0.5× (0.455 to 0.55)")]
+    assert memory == [("not measured",), ("not measured",)]  # a CPU's is not the model's own, whatever the file says
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"device": "8 CPU cores (x86_64)"}, "device differs"),
+        ({"device": "2 CPU cores (x86_64), shared by 2 runs"}, "shared device"),
+        ({"interruptions": 2}, "interrupted"),
+        ({"busy": 0.6}, "disturbed"),
+        ({"tokens_per_second_interval": None}, None),
+    ],
+)
+def test_speeds_of_runs_that_were_not_alike_are_not_compared(change, note):
+    speed, _ = speed_and_memory(**change)
+    spread = "spread unknown" if "tokens_per_second_interval" in change else "10.0 k to 11.0 k"
+    assert speed[1] == ("10.5 k", spread, *([note] if note else []))
+    # and none of the others against a baseline that was disturbed
+    runs = [replace(run("vanilla"), **change), run("loop")]
+    (table,) = tables(results(runs))
+    assert "×" not in page_module._speed(table.rows[1], table).note
+
+
+def test_memory_of_a_gpu_has_its_range_over_seeds():
+    gpu = {"device": "a GPU"}
+    runs = [
+        replace(run(m, seed=s), **gpu, peak_memory_bytes=b + s)
+        for m, b in (("vanilla", 100), ("loop", 200))
+        for s in (0, 10)
+    ]
+    (table,) = tables(results(runs))
+    assert page_module._memory(table.rows[1], table).note == "200 B to 210 B\n1.95× (1.82 to 2.1)"
+    (table,) = tables(results(runs[::2]))
+    assert page_module._memory(table.rows[1], table).note == ""  # one seed: no interval, no ratio
+
+
+def test_interrupted_and_disturbed_runs_are_named(tmp_path):
+    runs = [run("vanilla"), replace(run("loop"), interruptions=2, busy=0.6)]
+    assert disturbances(runs) == [
+        "loop/tokens-seed-0: interrupted 2 times, and gone on from a checkpoint; disturbed: it was on a core 60 % of "
+        "the time, the rest of it something else had the cores or data was late."
+    ]
+    page = write_report(results(runs), tmp_path).read_text()
+    assert "Not every run was left alone" in page and "interrupted 2 times" in page
+    assert "interrupted, disturbed</td></tr>" in page
+    assert "Not every run was left alone" not in write_report(results(), tmp_path).read_text()
+
+
+@pytest.mark.parametrize("name", ["adaptive_h200", "depth_attention_small_h200", "latent_thoughts_h200"])
+def test_results_of_earlier_versions_are_read_and_their_speeds_not_compared(name):
+    path = Path(__file__).parents[2] / "docs" / "results" / f"{name}.json"
+    for table in tables(Results.load(path)):
+        for row in table.rows:
+            assert row.memory > 0 and "×" not in page_module._speed(row, table).note
 
 
 def test_seed_noise_is_said_where_only_some_methods_have_seeds():
@@ -238,6 +302,21 @@ def test_a_best_rate_at_the_edge_of_the_sweep_is_said(tmp_path):
     assert "best learning rate of loop is at the edge" in write_report(one, tmp_path).read_text()
     wider = replace(one, trials=[*one.trials, replace(one.trials[0], lr=0.008)])
     assert wider.edges == []
+
+
+def test_the_terminal_warns_as_the_page_does(monkeypatch, capsys):
+    one = replace(results(), runs=[run("vanilla"), replace(run("loop"), interruptions=1)])
+    monkeypatch.setattr("fathom.report.compare.compare", lambda *arguments, **options: one)
+    compare_verb(Path("recipe.yaml"))
+    out = capsys.readouterr().out
+    assert "The best learning rate of loop is at the edge of its candidates. A better one may lie outside.\n" in out
+    assert "loop/tokens-seed-0: interrupted once, and gone on from a checkpoint.\n" in out
+
+
+def test_parameters_are_those_of_fathom_cost():
+    heading = {column.name: column.heading for column in page_module.COLUMNS}
+    assert heading["params"] == cost.COLUMNS["parameters"] == "parameters"
+    assert heading["non_embedding_params"] == cost.COLUMNS["non_embedding_parameters"]
 
 
 def test_results_without_runs_are_refused(tmp_path):

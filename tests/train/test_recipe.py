@@ -127,7 +127,7 @@ def test_numbers_of_the_model_are_read_like_all_others(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     recipe = load(tmp_path, f"{MINIMAL}model: {{checkpoint: {tmp_path / 'absent'}}}")
-    with pytest.raises(ValueError, match=r"model\.checkpoint='.*absent': no config.json could be read"):
+    with pytest.raises(FileNotFoundError, match=r"model\.checkpoint='.*absent': no such folder"):
         model_config(recipe, recipe.methods[0])
 
 

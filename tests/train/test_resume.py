@@ -64,6 +64,8 @@ def test_losses_after_an_interrupt(recipe, data, folder, whole, step, capsys) ->
     said = [line.split("goes on ")[1] for line in capsys.readouterr().out.splitlines() if "goes on" in line]
     assert said == [f"after step {step}/10" for step in saved] and bool(said) == (step > 2)
     assert same_losses(resumed, whole) and len(losses(whole)) == 10
+    assert resumed.interruptions == len(saved) and whole.interruptions == 0
+    assert [line["step"] for line in resumed.history if "resumed" in line] == saved
     assert resumed.validation_loss == pytest.approx(whole.validation_loss, abs=1e-6)
     assert resumed.tokens == whole.tokens == 640
     for name, weight in load_file(whole.model / "model.safetensors").items():

@@ -51,6 +51,10 @@ class CacheShape:
         """Bytes of one uncompressed token in one layer (all rows, keys and values)."""
         return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
+    def wide_bytes(self) -> int:
+        """Bytes of a number that is kept in fp32 or wider: attention received, coefficients."""
+        return max(4, self.element_bytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheMethod(ABC):
@@ -154,10 +158,18 @@ class LayerContext:
 
 
 class State(ABC):
-    """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first."""
+    """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first.
+
+    touched: whether the call under way has changed what is stored. True unless a state knows better.
+    """
+
+    touched = True
 
     def __init__(self) -> None:
         self.seen = 0
+
+    def check_room(self, length: int) -> None:  # noqa: B027  most have room for any call
+        """Before anything is changed: refuse a call of `length` tokens that does not fit."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
@@ -323,8 +335,9 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.states = [self.method.new_state(self.context)]
         self.groups_version = 0
-        self.seen = 0
+        self.seen = self.batch_size = 0
         self.is_initialized = False
+        self.unfinished = False  # a call that has begun and not ended
         self.pending: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -333,30 +346,49 @@ class CompressedLayer(CacheLayerMixin):
         self.token_bytes = heads * (key_dim + value_states.shape[-1]) * self.dtype.itemsize
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.seen and len(key_states) != self.batch_size:
-            raise ValueError(
-                f"input_ids has {len(key_states)} rows, but the cache holds {self.batch_size}: the same rows "
-                "must go on, or choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
-            )
-        key_states, value_states = self.take(key_states, value_states)
-        self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[2]
         if self.fused:
-            self.pending = (key_states, value_states)
+            self.pending = self.take(key_states, value_states)
             return self, self
         if not self.method.plain:
             raise ValueError(
                 f"a {type(self.method).__name__} cache needs its own attention: run the model inside "
                 f"`with fathom.caches.compress(model, {type(self.method).__name__}(…)):`"
             )
-        if self.batch_size > 1 and not self.equal_rows:
+        self.check_call(*key_states.shape[::2][:2])
+        if len(key_states) > 1 and not self.equal_rows:
             raise ValueError(
-                f"a batch of {self.batch_size} rows in a plain {type(self.method).__name__} cache: without `compress` "
+                f"a batch of {len(key_states)} rows in a plain {type(self.method).__name__} cache: without `compress` "
                 "it never sees the padding mask. Run inside `compress(model, method)`, or build the cache with "
                 "equal_rows=True if no row is padded"
             )
+        key_states, value_states = self.take(key_states, value_states)
+        self.unfinished = True
         keys, values = self.states[0].append(key_states, value_states)
+        self.finish(key_states, value_states)
         return keys.to(self.output_dtype), values.to(self.output_dtype)  # the model's own attention wants its queries'
+
+    def check_call(self, rows: int, length: int) -> None:
+        """Before a call changes anything: refuse other rows than those of the cache, and tokens that do not fit."""
+        if self.seen and rows != self.batch_size:
+            raise ValueError(
+                f"input_ids has {rows} rows, but the cache holds {self.batch_size}: the same rows must go on, or "
+                "choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
+            )
+        split = self.groups_version != self.groups.version  # in this call
+        states = [self.states[parent] for parent in self.groups.parents] if split else self.states
+        for state, pads in zip(states, self.groups.pads):
+            state.check_room(length - pads)
+
+    def finish(self, key: Tensor, value: Tensor) -> None:
+        """These tokens are stored."""
+        self.unfinished = False
+        self.lazy_initialization(key, value)
+        self.seen += key.shape[2]
+
+    @property
+    def touched(self) -> bool:
+        """Whether a call that did not end has changed what is stored."""
+        return self.unfinished and any(state.touched for state in self.states)
 
     def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
@@ -372,8 +404,10 @@ class CompressedLayer(CacheLayerMixin):
         """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        self.unfinished = True
         with without_autocast(query.device.type):
             output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)
+        self.finish(key, value)
         return output.to(self.output_dtype)
 
     def attend_states(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
@@ -436,6 +470,16 @@ class CompressedLayer(CacheLayerMixin):
         return total // self.batch_size if total % self.batch_size == 0 else total / self.batch_size
 
 
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a cache goes back to when a forward fails before it has stored anything. No tensor is copied or held."""
+
+    seen: int
+    groups: dict[str, Any]
+    states: list[tuple[list[State], int]]
+    others: list[Any]
+
+
 class CompressedCache(Cache):
     """A transformers `Cache` whose full-attention layers are compressed; sliding layers keep transformers' own.
 
@@ -446,13 +490,72 @@ class CompressedCache(Cache):
     def __init__(self, layers: list[Any], method: CacheMethod, groups: RowGroups, owner: int):
         super().__init__(layers=layers)
         self.method, self.groups, self.owner = method, groups, owner
+        self.failed = False  # a forward ended midway, and what some layers held before is gone
+        self.before: Before | None = None  # while a forward under `compress` runs
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
     def reset(self) -> None:
         self.groups.reset()
+        self.failed, self.before = False, None
         super().reset()
+
+    def begin(self, attention_mask: Tensor | None, rows: int, length: int) -> None:
+        """Before a forward of `length` tokens: read its padding, and refuse what cannot be stored."""
+        layers = self.compressed_layers()
+        self.before = Before(
+            layers[0].seen,
+            dict(vars(self.groups)),
+            [(layer.states, layer.groups_version) for layer in layers],
+            self._other_lengths(),
+        )
+        self.groups.begin(attention_mask, length, seen=self.before.seen)
+        layers[0].check_call(rows, length)
+
+    def end(self, failed: bool) -> None:
+        """After it: a forward that failed before it stored anything leaves the cache as it was; else it is refused."""
+        before, self.before, layers = self.before, None, self.compressed_layers()
+        assert before is not None
+        for layer in layers:
+            layer.pending = None
+        if not failed:
+            if layers[0].seen > before.seen:
+                self.groups.filled(layers[0].seen - before.seen)
+            return
+        others = self._other_lengths()
+        if any(layer.seen > before.seen or layer.touched for layer in layers) or others != before.others:
+            self.failed = True
+            return
+        vars(self.groups).update(before.groups)
+        for layer, (states, version) in zip(layers, before.states):
+            layer.states, layer.groups_version, layer.unfinished = states, version, False
+
+    def _other_lengths(self) -> list[Any]:
+        """Tokens that transformers' own layers have seen; layers that do not say are never equal."""
+        others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+        return [getattr(layer, "cumulative_length", object()) for layer in others]
+
+    def check(self) -> None:
+        """Refuse a cache in which a forward failed midway: some layers have read its tokens, others have not."""
+        if self.before is not None:  # KeyboardInterrupt: no hook was told
+            self.end(failed=True)
+        layers = self.compressed_layers()
+        if self.failed or any(layer.touched or layer.seen != layers[0].seen for layer in layers):
+            raise ValueError(
+                "a forward with this cache failed midway, and some of its layers have read the tokens: cache.reset() "
+                "and read the text again"
+            )
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        plain = self.before is None and not torch.compiler.is_compiling()
+        if plain and self.layers[layer_idx] is self.compressed_layers()[0]:
+            self.check()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.compressed_layers()[0].crop(tokens_to_remove)  # refuses, before another layer has done it
+        super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)

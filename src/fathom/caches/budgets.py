@@ -22,6 +22,7 @@ from fathom.caches.methods.tova import TOVA
 from fathom.caches.methods.treekv import TreeKV
 from fathom.caches.methods.vqkv import VQKV
 from fathom.caches.methods.weightedkv import WeightedKV
+from fathom.models.registry import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,12 @@ SLOTTED: dict[str, tuple[Callable[[int], CacheMethod], int]] = {
     "pyramidkv": (lambda m: PyramidKV(budget=m), 16),
     "freqkv": (lambda m: FreqKV(budget=m), 16),
 }
+KNOWN = (*SLOTTED, "full", "kivi", "vqkv", "fourier_attention")
+
+
+def unknown_method(name: str) -> ValueError:
+    """The error of a name that `at_fraction` does not know."""
+    return ValueError(f"method {name!r}{nearest(name, list(KNOWN))}: known are {', '.join(KNOWN)}")
 
 
 def at_fraction(
@@ -82,9 +89,7 @@ def at_fraction(
             for n in (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)
         ]
     else:
-        raise ValueError(
-            f"method {name!r}: known are {', '.join([*SLOTTED, 'full', 'kivi', 'vqkv', 'fourier_attention'])}"
-        )
+        raise unknown_method(name)
     full = Full().cache_bytes(shape, tokens)
     ratios = [(_most_held(method, shape, tokens) / full, method) for method in candidates]
     fitting = [pair for pair in ratios if pair[0] <= fraction]

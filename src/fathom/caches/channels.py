@@ -21,6 +21,7 @@ from fathom.caches.base import CacheShape, portion
 from fathom.caches.compress import cache_shape
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops import fourier_coefficients as fourier
+from fathom.writing import naming
 
 FORMAT = "fathom.fourier_channels.1"
 
@@ -53,8 +54,9 @@ class ChannelSets:
         about = {"format": FORMAT, "model": self.model, "fingerprint": self.model_fingerprint}
         about |= {"head_dim": self.head_dim, "num_kv_heads": self.kv_heads, "layers": layers}  # type: ignore[dict-item]
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        temporary.write_text(json.dumps(about))
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(json.dumps(about))
+            temporary.replace(path)
 
 
 def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None) -> ChannelSets:
@@ -171,7 +173,7 @@ def flatten_heads(x: Tensor) -> Tensor:
 
 def channel_error(middle: Tensor, frequencies: int) -> Tensor:
     """MSE of every channel [M] after compression with Tw = its length and the affine repair."""
-    middle = middle.float()
+    middle = middle.to(torch.promote_types(middle.dtype, torch.float32))
     window = middle.shape[1]
     weight = fourier.weights("affine", frequencies, window, middle.dtype, middle.device)
     rebuilt = fourier.rebuild(fourier.transform(middle, frequencies, window), weight, 0, window, window)

@@ -26,6 +26,7 @@ from fathom.caches import versions
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops.autocast import without_autocast
 from fathom.ops.residual_vq import decode, encode
+from fathom.writing import naming
 
 FORMAT = "fathom.vqkv.1"
 
@@ -61,8 +62,9 @@ class Codebooks:
         about: dict[str, Any] = {"format": FORMAT, "share": self.share, "rope": self.rope, "model": self.model}
         about |= {"fingerprint": self.model_fingerprint, "layers": len(self.keys), "tokens": self.tokens}
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        save_file(tensors, temporary, metadata={"fathom": json.dumps(about)})
-        temporary.replace(path)
+        with naming(path):
+            save_file(tensors, temporary, metadata={"fathom": json.dumps(about)})
+            temporary.replace(path)
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:
@@ -213,15 +215,15 @@ def learn_groups(
     counts = [max(1, end - start) for start, end in zip([0, *ends], ends)]
     while sum(counts) > stages:
         counts[counts.index(max(counts))] -= 1
-    books = x.new_zeros(stages, entries, width, dtype=torch.float32)
+    books = x.new_zeros(stages, entries, width, dtype=torch.promote_types(x.dtype, torch.float32))
     for dims, part in zip(groups, books.split(counts)):
         part[..., list(dims)] = learn(x[:, list(dims)], part.shape[0], entries, options)
     return books
 
 
 def learn(x: Tensor, stages: int, entries: int, options: CodebookTraining) -> Tensor:
-    """Codebooks [N,S,D] in fp32 for vectors x [n,D]."""
-    x = x.float()
+    """Codebooks [N,S,D] in fp32 or wider for vectors x [n,D]."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     generator = torch.Generator(device=x.device).manual_seed(options.seed)
     train = _residual_kmeans if options.init == "kmeans" else _train_simvq
     with without_autocast(x.device.type):
@@ -237,8 +239,8 @@ def _batch(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 def _train_simvq(x: Tensor, stages: int, entries: int, options: CodebookTraining, generator: torch.Generator) -> Tensor:
     width = x.shape[1]
-    table = torch.randn(stages, entries, width, generator=generator, device=x.device) / width**0.5
-    projection = torch.eye(width, device=x.device).repeat(stages, 1, 1)
+    table = torch.randn(stages, entries, width, generator=generator, device=x.device).to(x.dtype) / width**0.5
+    projection = torch.eye(width, device=x.device, dtype=x.dtype).repeat(stages, 1, 1)
     residual = _batch(x, options.batch, generator)
     for stage in range(stages):  # sizes from a first pass over one batch
         if options.init == "samples":
@@ -297,10 +299,11 @@ def _residual_kmeans(
 
 def residual_energy(x: Tensor, books: Tensor) -> list[float]:
     """‖r_i‖² / ‖x‖² after each stage: how much every codebook takes away."""
-    codes, residual, energy = encode(x, books), x.float(), []
+    codes, wide, energy = encode(x, books), torch.promote_types(x.dtype, torch.float32), []
+    residual = x = x.to(wide)
     for stage in range(books.shape[0]):
-        residual = residual - books[stage, codes[..., stage]].float()
-        energy.append((residual.square().sum() / x.float().square().sum()).item())
+        residual = residual - books[stage, codes[..., stage]].to(wide)
+        energy.append((residual.square().sum() / x.square().sum()).item())
     return energy
 
 

@@ -37,7 +37,7 @@ class Forward(threading.local):
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
         self.entered: nn.Module | None = None  # that one, while it runs
         self.cache: CompressedCache | None = None
-        self.length = self.seen = 0  # new tokens of this forward, and those before it
+        self.seen = 0  # tokens of the cache before this forward
         self.unturned: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cos of this forward, and 1 and 0 for it
 
 
@@ -98,6 +98,8 @@ class Binding:
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if tokens is None:
             raise ValueError("compress: pass input_ids or inputs_embeds to the model")
+        _check_positions(given.get("position_ids"), given.get("attention_mask"))
+        theirs = cache if type(cache) is DynamicCache and cache.get_seq_length() == 0 else None
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = getattr(versions.text_config(self.model), "use_cache", True) and not self.model.training
@@ -106,13 +108,14 @@ class Binding:
         if cache is None and use_cache:
             cache = self.new_cache()
             kwargs = {**kwargs, versions.CACHE_NAME: cache}
-        elif type(cache) is DynamicCache and cache.get_seq_length() == 0:
-            if cache.offloading:
+        elif theirs is not None:
+            if theirs.offloading:
                 raise ValueError(
                     "cache is an offloaded DynamicCache: compressed caches stay on the device; pass DynamicCache(), "
                     "and set cache_implementation=None where generate() made it"
                 )
-            cache = self.new_cache(into=cache)
+            held = dict(vars(theirs))
+            cache = self.new_cache(into=theirs)
         elif isinstance(cache, CompressedCache):
             self._check_cache(cache)
         elif cache is not None:
@@ -121,47 +124,61 @@ class Binding:
                 f"an empty DynamicCache, or one from build_cache(model, {self.method!r}); if you passed none, "
                 "generate() made it: set cache_implementation=None there and in model.generation_config"
             )
-        _check_positions(given.get("position_ids"), given.get("attention_mask"))
-        self.forward.cache, self.forward.length = cache, tokens.shape[1]
+        try:
+            if cache is not None:
+                self.forward.seen = cache.compressed_layers()[0].seen
+                if torch.compiler.is_compiling():
+                    cache.groups.begin(given.get("attention_mask"), tokens.shape[1], seen=self.forward.seen)
+                else:
+                    cache.begin(given.get("attention_mask"), *tokens.shape[:2])
+            if given.get("position_ids") is None:
+                kwargs = {**kwargs, **self._positions(cache, given.get("attention_mask"), tokens)}
+        except BaseException:  # what is refused changes nothing
+            if cache is not None and cache.before is not None:
+                cache.end(failed=True)
+            if theirs is not None:
+                theirs.__class__ = DynamicCache
+                vars(theirs).clear()
+                vars(theirs).update(held)
+            raise
+        self.forward.cache = cache
         if cache is not None:
-            self.forward.seen = cache.compressed_layers()[0].seen
-            cache.groups.begin(given.get("attention_mask"), self.forward.length, seen=self.forward.seen)
             for layer in cache.compressed_layers():
                 layer.fused = True
-        if given.get("position_ids") is None:
-            positions = self._positions(given.get("attention_mask"), tokens)
-            if positions is not None and self.pads_are_exact and self.takes_positions:
-                kwargs = {**kwargs, "position_ids": positions}
-            elif positions is not None and not self.pads_are_exact and self._pads(given.get("attention_mask")):
-                raise ValueError(
-                    f"attention_mask has pads on the left, and {type(self.model).__name__} counts positions in its own "
-                    "way, so that a padded row would not be the row alone: give rows of one length, or one at a time"
-                )
         return kwargs
 
-    def _positions(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    def _positions(self, cache: CompressedCache | None, mask: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
         """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and
-        what is made from them (codes, coefficients, scores), would not be those of the row alone."""
-        forward = self.forward
-        if forward.cache is not None:
-            return forward.cache.groups.positions(forward.seen, forward.length, len(tokens), tokens.device)
-        if mask is None or mask.ndim != 2:
-            return None
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -forward.length :]
+        what is made from them (codes, coefficients, scores), would not be those of the row alone.
 
-    def _pads(self, mask: Tensor | None) -> bool:
-        """Whether a row of this forward begins later than another."""
-        if self.forward.cache is not None:
-            groups = self.forward.cache.groups
-            return any(before + pads for before, pads in zip(groups.before, groups.pads))
-        return mask is not None and bool((mask[:, -self.forward.length] == 0).any())
+        Raises:
+            ValueError: a padded row, in a model that cannot be given its positions.
+        """
+        rows, length = tokens.shape[:2]
+        positions: Tensor | None = None
+        if cache is not None:
+            positions = cache.groups.positions(self.forward.seen, length, rows, tokens.device)
+        elif mask is not None and mask.ndim == 2:
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        if positions is None:
+            return {}
+        if self.pads_are_exact:
+            return {"position_ids": positions} if self.takes_positions else {}
+        if cache is not None or bool((mask[:, -length] == 0).any()):  # type: ignore[index]
+            raise ValueError(
+                f"attention_mask has pads on the left, and {type(self.model).__name__} counts positions in its own "
+                "way, so that a padded row would not be the row alone: give rows of one length, or one at a time"
+            )
+        return {}
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         forward = self.forward
         if forward.cache is not None:
             layers = forward.cache.compressed_layers()
-            if layers[0].seen > forward.seen:  # not where the forward failed before its layers
-                forward.cache.groups.filled(forward.length)
+            if forward.cache.before is not None:
+                forward.cache.end(failed)
+            elif layers[0].seen > forward.seen:  # compiled
+                forward.cache.groups.filled(layers[0].seen - forward.seen)
             for layer in layers:
                 layer.fused, layer.pending = False, None
         forward.cache = forward.unturned = forward.entered = None
@@ -171,14 +188,8 @@ class Binding:
             raise ValueError("cache was built for another model: build_cache(model, method) with this one")
         if cache.method != self.method:
             raise ValueError(f"cache holds {cache.method!r}, but compress was entered with {self.method!r}")
-        if torch.compiler.is_compiling():  # a set of token counts would make every count a trace of its own
-            return
-        held = {(layer.seen, *(state.seen for state in layer.states)) for layer in cache.compressed_layers()}
-        if len(held) > 1:
-            raise ValueError(
-                f"cache holds {min(held)[0]} tokens in some layers and {max(held)[0]} in others, as a forward with it "
-                "failed midway: cache.reset() and read the text again"
-            )
+        if not torch.compiler.is_compiling():  # token counts of all layers would make every count a trace of its own
+            cache.check()
 
     def attend_without_cache(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
@@ -408,7 +419,7 @@ def _before(binding: Binding) -> Any:
         forward = binding.forward
         if module is forward.entered:  # again: KeyboardInterrupt ended the forward before, and no hook was told
             forward.depth = 0
-            binding.close()
+            binding.close(failed=True)
         if forward.depth == 0:
             kwargs = binding.open(module, args, kwargs)
             forward.entered = module
@@ -423,7 +434,7 @@ def _after(binding: Binding) -> Any:
         forward = binding.forward
         forward.depth = max(0, forward.depth - 1)
         if forward.depth == 0:
-            binding.close()
+            binding.close(failed=output is None)  # PyTorch tells the hook of an error by having no output
 
     return hook
 

@@ -51,7 +51,8 @@ def perplexity(
             out = model(input_ids=part, use_cache=True, **{CACHE_NAME: cache})
             cache = out[CACHE_NAME]
             targets = input_ids[:, start + 1 : start + 1 + part.shape[1]]
-            logits = out.logits[:, : targets.shape[1]].float()
+            logits = out.logits[:, : targets.shape[1]]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
     loss = torch.cat(losses, dim=1).cpu()
     report = compression_report(cache)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from fathom.caches.base import CacheMethod
 from fathom.caches.compress import compress, prefill
 from fathom.caches.token_budget import tracking
 from fathom.caches.versions import CACHE_NAME
+from fathom.writing import naming
 
 
 @torch.no_grad()
@@ -71,9 +72,10 @@ def draw(kept: Tensor, words: list[str], title: str, path: str | os.PathLike) ->
     else:
         share.set_xlabel("token")
     temporary = Path(os.fspath(path)).with_suffix(f".{os.getpid()}.part{Path(os.fspath(path)).suffix}")
-    figure.savefig(temporary, dpi=150)
+    with naming(path):
+        figure.savefig(temporary, dpi=150)
+        temporary.replace(path)
     plt.close(figure)
-    temporary.replace(path)
 
 
 def as_text(kept: Tensor, words: list[Any], columns: int = 100) -> str:

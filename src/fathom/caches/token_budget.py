@@ -22,7 +22,7 @@ from fathom.ops.kernels import has_kernel, wants_gradient
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
 
-STATISTICS_BYTES = 8  # per slot: attention received (fp32) and queries seen (int32)
+COUNT_BYTES = 4  # of the queries that saw a slot (int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,9 @@ class TokenBudget(CacheMethod):
 
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         slots = min(prompt + generated, self.budget)
-        return slots * (shape.token_bytes() + self.slot_statistics() * shape.batch * shape.kv_heads)
+        return slots * (shape.token_bytes() + self.slot_statistics(shape) * shape.batch * shape.kv_heads)
 
-    def slot_statistics(self) -> int:
+    def slot_statistics(self, shape: CacheShape) -> int:
         """Bytes of statistics per slot and head."""
         return 0
 
@@ -113,7 +113,7 @@ class Eviction:
 
 
 class SlotState(State):
-    """key, value [B,G,n,D]; where the method observes attention: received [B,G,n] (fp32), queries [B,G,n] (int32)."""
+    """key, value [B,G,n,D]; where attention is observed: received [B,G,n] (fp32 or wider), queries [B,G,n] (int32)."""
 
     method: TokenBudget
 
@@ -146,7 +146,7 @@ class SlotState(State):
         return 0
 
     def wanted(self, length: int, slots: int) -> int:
-        """Slots to hold after a call of `length` tokens that left `slots`."""
+        """Slots to hold after a call of `length` tokens, which `seen` does not count yet, that left `slots`."""
         return min(slots, self.budget)
 
     @abstractmethod
@@ -160,6 +160,7 @@ class SlotState(State):
     # -- one pass, top to bottom
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        self.touched = False
         step = self.method.call_length() or key.shape[2]
         parts = zip(query.split(step, 2), key.split(step, 2), value.split(step, 2))
         outputs = [self.attend_part(q, k, v, scaling, dropout) for q, k, v in parts]
@@ -215,6 +216,7 @@ class SlotState(State):
         if not serves(query, self.key, self.value, None if table is None else table[0]):
             return None
         self.key, self.value = self.key.contiguous(), self.value.contiguous()
+        self.touched = True
         output = slot_decode(
             query,
             key,
@@ -240,6 +242,7 @@ class SlotState(State):
         return output
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.touched = False
         keys, values = concat(self.key, key), concat(self.value, value)
         self.note_positions(key)
         self.compress(keys, values, key.shape[2])
@@ -257,10 +260,13 @@ class SlotState(State):
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Drop slots until `wanted` remain, and store."""
-        self.seen += length
         excess = keys.shape[2] - self.wanted(length, keys.shape[2])
+        index = None
         if excess > 0:
             index, values = self.keep(values, excess, length)
+        self.touched = True
+        self.seen += length
+        if index is not None:
             self.keep_taken({"key": keys, "value": values, **self.grown}, index)
         else:
             for name, tensor in {"key": keys, "value": values, **self.grown}.items():

@@ -31,6 +31,7 @@ from typing import Any
 from fathom.models.configuration import FathomConfig
 from fathom.models.method import Counts
 from fathom.models.registry import SECTIONS, build_options, lookup
+from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,8 @@ def forward_flops_per_token(
 
     Args:
         sequence_length: T, tokens of the sequence; counts decoding T tokens with a cache as well.
-        causal: a query reads (T+1)/2 keys on average; False counts T, as FLOP counters do for masked kernels.
+        causal: a query reads what it sees, (T+1)/2 keys on average in causal order; False counts T,
+            as FLOP counters do for masked kernels.
         parallel: all tokens run at once, as in training: methods whose slots depend on each other need more forwards.
         ran: measured shares of tokens that run each step (`method_counts`). Which tokens these are is taken to be
             independent of their positions and, between steps' keys, of each other.
@@ -118,9 +120,9 @@ def flop_terms(config: FathomConfig, counts: dict[str, Counts], sequence_length:
     repeats = slots / depth.passes  # mixers and topologies count all passes of one slot
     norms = slots if depth.final_norms is None else depth.final_norms
     if depth.keys is not None:
-        keys = depth.keys * mean_keys(sequence_length, causal)
+        keys = depth.keys * mean_keys(config, sequence_length, causal)
     else:
-        keys = sum(times * n * mean_keys(n * sequence_length, causal) for n, times in depth.forwards.items())
+        keys = sum(times * n * mean_keys(config, n * sequence_length, causal) for n, times in depth.forwards.items())
     scores = heads_seen(config) * keys  # per layer
     layers_elementwise = layers * (slots * block_elementwise(config) + (5 + depth.biased) * scores)
     layers_elementwise += slots * (positions.elementwise + feed_forward.elementwise)
@@ -177,11 +179,12 @@ def training_flops_per_token(
     return forward.matmul + 2 * product + recomputed
 
 
-def mean_keys(sequence_length: float, causal: bool) -> float:
-    """Keys that a query reads, the mean over a sequence: (T+1)/2 under a causal mask, T without."""
+def mean_keys(config: FathomConfig, sequence_length: float, causal: bool) -> float:
+    """Keys that a query reads, the mean over a sequence, by what it sees; `causal=False`: all T."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length!r}: must be at least 1")
-    return (sequence_length + 1) / 2 if causal else sequence_length
+    visibility = CAUSAL if config.is_causal and causal else BIDIRECTIONAL
+    return visibility.mean_keys(sequence_length)
 
 
 def heads_seen(config: FathomConfig) -> int:

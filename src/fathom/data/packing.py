@@ -72,7 +72,7 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num
                 {"input_ids": datasets.List(datasets.Value("int32")), "start": datasets.Value("bool")}
             ),
             cache_file_name=str(work / "tokens.arrow"),
-            desc=f"Tokenising data.{source.argument}",
+            desc=f"Tokenising {source.argument}",
         )
     for table in tokens.select(np.argsort(order)).with_format("arrow").iter(batch_size=1000):
         pieces = table["input_ids"].combine_chunks()
@@ -198,7 +198,7 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
 def too_short(source: Source, block_size: int) -> ValueError:
     """The error of a text that fills no block."""
     return ValueError(
-        f"data.{source.argument}={source.name!r}: shorter than one block of {block_size} tokens: use more text, "
+        f"{source.argument}={source.name!r}: shorter than one block of {block_size} tokens: use more text, "
         "a smaller data.block_size, or data.keep_remainder to pad"
     )
 
@@ -252,7 +252,7 @@ def _write_pieces(source: Source, path: Path, cut: bool) -> None:
                 rows, characters = [], 0
         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
     if not documents:
-        raise ValueError(f"data.{source.argument}={source.name!r}: holds no text")
+        raise ValueError(f"{source.argument}={source.name!r}: holds no text")
 
 
 def _encode_pieces(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Any]]:

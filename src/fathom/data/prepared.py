@@ -18,6 +18,7 @@ from fathom.data.config import EMBEDDED, DataConfig
 from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, too_short, write_blocks
 from fathom.data.sources import Source
 from fathom.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
+from fathom.writing import naming
 
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
 
@@ -46,10 +47,10 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     """
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
-    train_source = Source(config.train, config.train_split, config.text_field, "train", config.max_documents)
+    train_source = Source(config.train, config.train_split, config.text_field, "data.train", config.max_documents)
     validation_source = None
     if config.validation is not None:
-        validation_source = Source(config.validation, config.validation_split, config.text_field, "validation")
+        validation_source = Source(config.validation, config.validation_split, config.text_field, "data.validation")
         _require_disjoint(train_source, validation_source)
     tokenizer = _tokenizer(config, train_source, cache)
 
@@ -101,7 +102,8 @@ def _build_once(folder: Path, build: Callable[[Path], object]) -> None:
         shutil.rmtree(work, ignore_errors=True)  # what a killed run left: the lock says that nobody works on it
         work.mkdir()
         try:
-            build(work)
+            with naming(work):
+                build(work)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise

@@ -20,6 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from fathom.data.config import EMBEDDED
+from fathom.models.local_paths import refuse_absent
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
 _HUB_NAME = re.compile(r"(?P<path>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -32,7 +33,7 @@ class Source:
     name: str
     split: str = "train"  # of a hub data set
     text_field: str = "text"
-    argument: str = "train"  # "train" or "validation": its name in messages and the split of the embedded corpus
+    argument: str = "data.train"  # its name in messages; what follows the dot is the split of the embedded corpus
     max_documents: int | None = None
 
     def files(self) -> list[Path]:
@@ -42,19 +43,21 @@ class Source:
         """
         if self.name == EMBEDDED:
             folder = Path(str(resources.files("fathom.data") / "corpus"))
-            return [folder / f"{self.argument}.jsonl.xz"]
+            return [folder / f"{self.argument.removeprefix('data.')}.jsonl.xz"]
         path = Path(self.name).expanduser()
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
             if not found:
-                raise ValueError(f"data.{self.argument}={self.name!r}: no {', '.join(SUFFIXES)} file in this folder")
+                raise ValueError(f"{self.argument}={self.name!r}: no {', '.join(SUFFIXES)} file in this folder")
             return found
         if path.exists():
             if not _is_text(path):
-                raise ValueError(f"data.{self.argument}={self.name!r}: not a kind of file read: {', '.join(SUFFIXES)}")
+                raise ValueError(f"{self.argument}={self.name!r}: not a kind of file read: {', '.join(SUFFIXES)}")
             return [path]
-        if _is_text(path) or not _HUB_NAME.fullmatch(self.name):
-            raise FileNotFoundError(f"data.{self.argument}={self.name!r}: no such file or folder")
+        hub = _HUB_NAME.fullmatch(self.name)
+        refuse_absent(hub["path"] if hub else self.name, f"{self.argument}={self.name!r}", "file or folder")
+        if hub is None or _is_text(path):
+            raise FileNotFoundError(f"{self.argument}={self.name!r}: no such file or folder")
         return []
 
     def documents(self) -> Iterator[str]:
@@ -122,7 +125,7 @@ class Source:
             )
         except Exception as error:  # the hub, its cache and its loaders raise a wide range of types
             raise ValueError(
-                f"data.{self.argument}={self.name!r}: no such file here, and no Hugging Face data set could be opened "
+                f"{self.argument}={self.name!r}: no such file here, and no Hugging Face data set could be opened "
                 f"under this name with split {self.split!r} ({type(error).__name__}: {error})"
             ) from error
         for number, row in enumerate(rows, start=1):
@@ -144,12 +147,18 @@ class Source:
         return text
 
     def _no_field(self, where: str, found: list[str]) -> str:
-        return f"{where}: no field {self.text_field!r} (found: {', '.join(found) or 'none'}); set data.text_field"
+        remedy = "set data.text_field" if self.argument.startswith("data.") else "name the one with the text so"
+        return f"{where}: no field {self.text_field!r} (found: {', '.join(found) or 'none'}); {remedy}"
 
 
 def _format(file: Path) -> str:
     name = file.name.lower()
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
+
+
+def is_table(file: Path) -> bool:
+    """Whether the file's name says that its rows are documents."""
+    return _format(file).startswith((".jsonl", ".parquet"))
 
 
 def _is_text(file: Path) -> bool:
@@ -160,7 +169,7 @@ def _opened(file: Path, source: Source) -> BufferedReader:
     try:
         return file.open("rb")
     except OSError as error:
-        raise type(error)(f"data.{source.argument}={source.name!r}: cannot read {file} ({error.strerror})") from None
+        raise type(error)(f"{source.argument}={source.name!r}: cannot read {file} ({error.strerror})") from None
 
 
 def decode(raw: bytes, file: str | Path, offset: int = 0, line: int = 1) -> str:

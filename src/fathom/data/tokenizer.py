@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fathom.models.local_paths import refuse_absent
+
 EOS = "<|endoftext|>"
 BPE_TRAINING_CHARACTERS = 100_000_000  # merges of a longer text barely change; its beginning stands for it
 
@@ -42,7 +44,11 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder or under a hub name. Raises ValueError if there is none, or if it has no EOS token."""
+    """The tokenizer in a folder or under a hub name.
+
+    Raises FileNotFoundError for a path that is not there; ValueError for no tokenizer, or one without EOS token.
+    """
+    refuse_absent(name, f"data.tokenizer={name!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the hub and the many tokenizer formats raise a wide range of types

@@ -262,24 +262,6 @@ class AdaPonderLM(DepthMethod):
         return DepthOutput(out, losses, {"passes": passes})
 
     scores = property(lambda self: self.gates)
-    takes_turns = property(lambda self: self.options.gates > 0 and self.options.freeze_readout)
-
-    def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input of a token's first pass, and what its turns carry: that input, and its latest one."""
-        embeddings = embeddings * self.options.steps if self.options.premultiply_steps else embeddings
-        return embeddings, (embeddings, embeddings)
-
-    def take_turn(self, h, step, carry, vocabulary):
-        """After pass `step` of every row's own token: who goes on, with what input and carry, and the output if not."""
-        first, latest = carry
-        logits = torch.stack([gate(h) for gate in self.gates])
-        logit = logits.gather(0, step.clamp(max=self.options.steps - 1)[None, :, None])[0]
-        goes_on = (logit >= self.options.threshold_logit) & (step[:, None] < self.options.steps)
-        thought = vocabulary.mixture(h, top_k=self.options.top_k)
-        latest = torch.addcmul(
-            latest if self.options.accumulate else first, logit.sigmoid().to(h.dtype)[..., None], thought
-        )
-        return goes_on[:, 0], latest, (first, latest), h
 
     def planned(self, stack) -> Tensor | None:
         """The number of passes of every token, where a schedule decides."""

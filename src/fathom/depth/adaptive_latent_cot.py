@@ -220,22 +220,6 @@ class AdaptiveLatentCoT(DepthMethod):
         return 0.0 * torch.stack([parameter.sum() for parameter in self.routers.parameters()]).sum()
 
     scores = property(lambda self: self.routers)
-    takes_turns = property(lambda self: self.options.routers > 0 and self.options.halting != "exit_gate")
-
-    def first_turn(self, embeddings) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input of a token's first slot, and what its turns carry: reach, and the mixture so far."""
-        wide = torch.promote_types(embeddings.dtype, torch.float32)
-        return embeddings, (torch.ones_like(embeddings[..., 0], dtype=wide), torch.zeros_like(embeddings, dtype=wide))
-
-    def take_turn(self, z, step, carry, vocabulary):
-        """After slot `step` of every row's own token: who goes on, with what input and carry, and the output if not."""
-        reach, mixed = carry
-        routed = [self.route(z, reach, k)[1] for k in range(1, self.options.steps + 1)]  # one router in most models
-        onward = torch.stack(routed).gather(0, step.clamp(max=self.options.steps - 1)[None, :, None])[0]
-        goes_on = self.goes_on(onward, None, None, 0) & (step[:, None] < self.options.steps)
-        leaving = torch.where(goes_on, reach - onward, reach)
-        mixed = mixed + leaving[..., None] * z
-        return goes_on[:, 0], z, (onward, mixed), mixed.to(z.dtype)
 
     def predicted(self, stack) -> Tensor:
         """The targets of real tokens: what a padding predicts costs no steps."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from fathom.models.method import Counts, Method, NoOptions, check_choice, check_number, check_range
@@ -110,6 +110,11 @@ class DepthMethod(Method):
         return ()
 
     @classmethod
+    def sees_anyone(cls, config: FathomConfig, options: Any) -> bool:
+        """Whether the method runs under any visibility; slots and steps of a token have a causal order of their own."""
+        return not cls.adaptive and cls.counts(config, options).slots == 1
+
+    @classmethod
     def most_steps(cls, options: Any) -> int:
         """Forwards of the stack, one on the other's output, that a token runs at inference (at most, if adaptive)."""
         return options.passes
@@ -122,25 +127,6 @@ class DepthMethod(Method):
     def trains_alone(self) -> bool:
         """Whether only this method's own parameters train at this `progress`."""
         return False
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether rows can run one slot each of tokens of their own (`generate_staggered`), by the next two methods."""
-        return False
-
-    def first_turn(self, embeddings: Float[Tensor, "B 1 d"]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input of a token's first slot, and what its turns carry, each [B, 1, …]."""
-        raise NotImplementedError  # where takes_turns
-
-    def take_turn(
-        self,
-        hidden_states: Float[Tensor, "B 1 d"],
-        step: Int[Tensor, " B"],
-        carry: tuple[Tensor, ...],
-        vocabulary: Vocabulary,
-    ) -> tuple[Bool[Tensor, " B"], Tensor, tuple[Tensor, ...], Tensor]:
-        """After slot `step` of every row's own token: who goes on, with what input and carry, and the output if not."""
-        raise NotImplementedError  # where takes_turns
 
     def adapt(self, decoder: Decoder, stored: dict[str, Any] | None = None) -> None:
         """Set own parameters by those of a checkpoint that was loaded into the decoder and has none of them; `stored`

@@ -2,8 +2,8 @@
 
 from fathom.evaluate.load_model import load_checkpoint
 from fathom.evaluate.steps_run import Steps, is_adaptive, steps_run
-from fathom.evaluate.tasks import evaluate_tasks
-from fathom.evaluate.text import TextScore, bits_per_byte, evaluate_text, read_text, text_loss
+from fathom.evaluate.tasks import evaluate_tasks, find_tasks
+from fathom.evaluate.text import TextScore, bits_per_byte, evaluate_text, read_documents, read_text, text_loss
 from fathom.evaluate.unigram import unigram_loss
 
 __all__ = [
@@ -12,8 +12,10 @@ __all__ = [
     "bits_per_byte",
     "evaluate_tasks",
     "evaluate_text",
+    "find_tasks",
     "is_adaptive",
     "load_checkpoint",
+    "read_documents",
     "read_text",
     "steps_run",
     "text_loss",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from fathom.models.checkpoints import depth_attention as depth_attention_checkpo
 from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
+from fathom.models.local_paths import refuse_absent
 
 
 def load_checkpoint(
@@ -86,16 +86,7 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
             )
     elif folder.exists():
         raise ValueError(f"{checkpoint}: is a file; give the folder of a checkpoint, or a hub name")
-    elif (
-        checkpoint.startswith((".", "/", "~"))
-        or checkpoint.count("/") > 1
-        or ("/" in checkpoint and folder.parent.is_dir())  # runs/model, where runs is: nothing of the hub
-    ):
-        names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = difflib.get_close_matches(folder.name, names, n=1)
-        raise FileNotFoundError(
-            f"{checkpoint}: no such folder" + "".join(f"; did you mean {folder.with_name(name)}?" for name in near)
-        )
+    refuse_absent(checkpoint, checkpoint)
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except OSError as error:

@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fathom.models.registry import nearest
 
+BOOTSTRAPS = 1000  # resamples for the standard error of metrics that have no closed form (perplexity)
+
 
 def evaluate_tasks(
     model: Any,
@@ -17,28 +19,56 @@ def evaluate_tasks(
     task_dir: str | Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    manager: Any = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …).
+    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …), and their standard errors.
 
     Args:
         tasks: names of lm_eval tasks, groups or tags.
         task_dir: folder of further task YAML files; they go before lm_eval's own.
         limit: score only so many documents of each task.
+        num_fewshot: examples before each question; None: as each task says.
+        apply_chat_template: write every question as the tokenizer's chat template has a user write it.
+        manager: what `find_tasks` gave for these tasks, if it was asked before.
 
     Raises:
         ImportError: lm_eval is not installed.
         FileNotFoundError: no such `task_dir`.
-        ValueError: an unknown task (the nearest is named), or limit or batch_size below 1.
+        ValueError: an unknown task (the nearest is named), limit or batch_size below 1, num_fewshot below 0, or no chat
+            template.
     """
+    for argument, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{argument}={value}: must be at least {least}")
+    if apply_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("apply_chat_template: the tokenizer has no chat template; leave it out")
+    manager = find_tasks(tasks, task_dir) if manager is None else manager
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+    found = simple_evaluate(
+        lm,
+        tasks=tasks,
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAPS,
+    )
+    assert found is not None  # None only on ranks other than 0
+    return {task: _metrics(row) for task, row in found["results"].items()}
+
+
+def find_tasks(tasks: list[str], task_dir: str | Path | None = None) -> Any:
+    """lm_eval's TaskManager that knows the tasks, without any model. Raises what `evaluate_tasks` does."""
     try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
         raise ImportError(f"tasks need lm_eval ({error}): pip install 'fathom-lm[eval]'") from error
-    for argument, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{argument}={value}: must be at least 1")
     if task_dir is not None and not Path(task_dir).is_dir():
         raise FileNotFoundError(f"task_dir={str(task_dir)!r}: no such folder")
     manager = None if task_dir is None else TaskManager(include_path=str(task_dir), include_defaults=False)
@@ -47,12 +77,11 @@ def evaluate_tasks(
     for task in tasks:
         if task not in manager.all_tasks:
             raise ValueError(f"task {task!r} does not exist{nearest(task, manager.all_tasks)}; task_dir adds your own")
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
-    found = simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, log_samples=False, bootstrap_iters=0)
-    assert found is not None  # None only on ranks other than 0
-    return {task: _metrics(row) for task, row in found["results"].items()}
+    return manager
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float]:
-    """lm_eval's "metric,filter" without the filter where that is "none"; entries that are not numbers left out."""
-    return {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, int | float)}
+    """lm_eval's "metric,filter", without the filter where that is "none". What has no filter ("sample_len") counts
+    documents and is no metric; a standard error that is not known is no number."""
+    numbers = {name: value for name, value in row.items() if "," in name and isinstance(value, int | float)}
+    return {name.removesuffix(",none"): value for name, value in numbers.items()}

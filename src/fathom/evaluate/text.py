@@ -27,17 +27,19 @@ from transformers import PreTrainedTokenizerBase
 
 from fathom.data import token_byte_lengths
 from fathom.data.packing import encode
+from fathom.data.sources import Source, decode, is_table
 
 
 @dataclasses.dataclass(frozen=True)
 class TextScore:
-    """The loss of one text.
+    """The loss of one text, or of several together.
 
     Attributes:
         nats: −Σ log p over the scored tokens.
         tokens: scored tokens: all of the text's.
         bytes: UTF-8 bytes of the text.
         window, stride: W and S.
+        documents: how many texts were scored, each by itself.
     """
 
     nats: float
@@ -45,6 +47,7 @@ class TextScore:
     bytes: int
     window: int
     stride: int
+    documents: int = 1
 
     @property
     def perplexity(self) -> float:
@@ -65,31 +68,40 @@ def read_text(path: str | Path) -> str:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is empty, or not UTF-8 (the message says at which byte and line).
+        ValueError: it is empty, not UTF-8 or has NUL bytes (the message says at which byte and line).
     """
-    raw = Path(path).read_bytes()
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}: not UTF-8 at byte {error.start} (0x{raw[error.start]:02x}, line {line}): "
-            "convert the file to UTF-8"
-        ) from None
+    text = decode(Path(path).read_bytes(), path)
     if not text.strip():
         raise ValueError(f"{path}: holds no text")
     return text
 
 
+def read_documents(path: str | Path) -> list[str]:
+    """The documents of a folder or of a `.jsonl`, `.jsonl.gz`, `.jsonl.xz` or `.parquet` file, read as training reads
+    them (`fathom.data`); any other file is one document. Raises OSError and ValueError as `read_text` does."""
+    path = Path(path)
+    if path.is_dir():  # with a slash it is a path, whatever it is called
+        documents = list(Source(f"{path}/", argument="--text").documents())
+    elif path.is_file() and is_table(path):
+        documents = list(Source(str(path), argument="--text").documents())
+    else:
+        return [read_text(path)]
+    if not documents:
+        raise ValueError(f"{path}: holds no text")
+    return documents
+
+
 def evaluate_text(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    text: str,
+    text: str | Sequence[str],
     window: int = 1024,
     stride: int | None = None,
     batch_size: int = 8,
 ) -> TextScore:
     """Score `text` with a sliding window (this module's docstring says how, and what precedes the text).
+
+    Of several texts each is scored by itself, and the loss is that of all their tokens.
 
     Special tokens written out in the text ("<|endoftext|>") are read as ordinary characters.
 
@@ -101,14 +113,17 @@ def evaluate_text(
         ValueError: no text; a tokenizer with neither BOS nor EOS, or one that loses bytes (an unknown token); window,
             stride or batch_size out of range.
     """
-    if not text:
+    texts = [text] if isinstance(text, str) else text
+    if not texts or not all(texts):
         raise ValueError("text is empty: give at least one character")
     token_byte_lengths(tokenizer)  # type: ignore[arg-type]  # refuses a tokenizer that can lose bytes
-    token_ids = with_prefix(tokenizer, text)
     window = min(window, _positions(model) or window)
     stride = max(1, window // 2) if stride is None else stride
-    nats, tokens = text_loss(model, token_ids, window, stride, batch_size)
-    return TextScore(nats, tokens, len(text.encode()), window, stride)
+    nats, tokens = 0.0, 0
+    for one in texts:
+        its_nats, its_tokens = text_loss(model, with_prefix(tokenizer, one), window, stride, batch_size)
+        nats, tokens = nats + its_nats, tokens + its_tokens
+    return TextScore(nats, tokens, sum(len(one.encode()) for one in texts), window, stride, len(texts))
 
 
 def with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, " n"]:

@@ -59,7 +59,7 @@ class StepMap(Picture):
 
     name = "steps"
     title = "Which tokens run how many steps"
-    shows = "models whose tokens stop on their own (adaptive_latent_cot, adaponderlm, ponderlm3)"
+    shows = "models whose tokens stop on their own (act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3)"
 
     tokens: int
     window: int

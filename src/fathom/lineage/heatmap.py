@@ -1,13 +1,12 @@
 """The matrix of many models as a picture: a tree beside a heat map in the tree's order."""
 
-import os
-import tempfile
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import dendrogram
 
 from fathom.lineage.pairs import Matrix
+from fathom.writing import whole
 
 
 def save_matrix(result: Matrix, path: Path) -> None:
@@ -33,8 +32,5 @@ def save_matrix(result: Matrix, path: Path) -> None:
             colour = "white" if grid[i, j] > 0.6 else "black"
             right.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", color=colour, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".png")
-    os.close(handle)
-    figure.savefig(name, dpi=120)
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=120, format="png")

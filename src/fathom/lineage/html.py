@@ -2,11 +2,10 @@
 
 import html
 import math
-import os
-import tempfile
 from pathlib import Path
 
 from fathom.lineage.pairs import Comparison
+from fathom.writing import whole
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
@@ -119,8 +118,5 @@ def _shade(value: float) -> str:
 def write_page(c: Comparison, path: Path) -> None:
     """Write the page so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".html")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(page(c))
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    with whole(path) as partial:
+        partial.write_text(page(c), encoding="utf-8")

@@ -91,7 +91,7 @@ class Term:
         return (self.left @ self.right.sum(0)).double()
 
     def dense(self) -> Tensor:
-        """The K×K matrix itself, standardised: what the CNN encoder reads."""
+        """The K×K matrix itself, standardised: what pooling takes the means of."""
         full = self.left @ self.right.T
         return (full - full.mean()) / full.std().clamp_min(torch.finfo(full.dtype).tiny)
 

@@ -36,6 +36,7 @@ from fathom.lineage.store import (
     open_store,
 )
 from fathom.lineage.token_rows import gguf_vocabulary, read_vocabulary
+from fathom.models.local_paths import is_local
 
 
 def open_checkpoint(
@@ -60,7 +61,7 @@ def open_checkpoint(
         raise ValueError(f"device: {str(device)!r} cannot be used here ({str(error).splitlines()[0]})") from error
     path = Path(source)
     if not path.exists():
-        if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        if "/" not in str(source) or is_local(str(source)):
             raise CheckpointError(f"{source}: no such file or folder")
         path = hub_snapshot(str(source))
     if not (path / "adapter_config.json").is_file():

@@ -21,6 +21,7 @@ from fathom.lineage.families import Family, Geometry, family_of, geometry
 from fathom.lineage.reader import Checkpoint, join_fused, nope_first, pairs_from_halves
 from fathom.lineage.store import GGUFStore
 from fathom.lineage.token_rows import spelled
+from fathom.writing import naming
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -245,7 +246,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        yield work
+        with naming(folder):
+            yield work
         if folder.exists():
             folder.rmdir()
         os.replace(work, folder)

@@ -34,6 +34,7 @@ from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.models.steps.stack import StepStack
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy
+from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 
 # What data collators tell flash kernels of packed documents, in tokens.
 TOKEN_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -90,6 +91,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         output_auxiliary: bool = False,
+        visibility: Visibility | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -98,6 +100,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         `inputs_embeds` are rows of the input table: they are scaled like looked-up ones. Without `position_ids`
         positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
+        `visibility` says who sees whom (ops/visibility.py) instead of `config.is_causal`.
         `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`).
 
         Raises:
@@ -129,7 +132,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if 0 in embeddings.shape[:2]:
             rows, length = embeddings.shape[:2]
             raise ValueError(f"the input is empty ({rows} rows of {length} tokens): give at least one token")
-        stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, dict(kwargs, use_cache=use_cache))
+        layer_kwargs = dict(kwargs, use_cache=use_cache)
+        stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, layer_kwargs, visibility)
         stack.hidden_states = [] if _wanted(output_hidden_states, self.config.output_hidden_states) else None
         stack.attentions = [] if _wanted(output_attentions, self.config.output_attentions) else None
 
@@ -185,8 +189,18 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Int[Tensor, "B T"] | None,
         cache: Cache | None,
         layer_kwargs: dict[str, Any],
+        visibility: Visibility | None = None,
     ) -> Stack:
         """The layer stack with this forward's positions, mask and cache."""
+        own = CAUSAL if self.config.is_causal else BIDIRECTIONAL
+        visibility = own if visibility is None else visibility
+        if visibility != own and not self.depth.sees_anyone(self.config, self.depth.options):
+            raise ValueError(
+                f"visibility={visibility}: depth={self.depth.name!r} gives a token slots or steps of causal order; "
+                "leave it out"
+            )
+        if visibility.is_causal != own.is_causal:
+            layer_kwargs["is_causal"] = visibility.is_causal
         length, seen, slots = embeddings.shape[1], 0, self.depth.slots
         layer = RaggedSlotLayer if self.depth.ragged else SlotLayer
         if cache is not None:
@@ -227,7 +241,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             )  # fmt: skip
         # Only the caller's own position ids can mean packed documents. Ours count upwards; handing them on would make a
         # traced mask builder, which cannot look, build a [B, 1, T, T] mask, and attention lose its causal kernel.
-        mask = hf_versions.causal_mask(self.config, embeddings, attention_mask, cache, given)
+        mask = hf_versions.visible_mask(self.config, embeddings, attention_mask, cache, given, visibility)
         slot_ids = None
         if given is not None and attention_mask is not None and "flash" in str(self.config._attn_implementation):
             # its kernels take restarting ids of a single row for packed documents, which a mask says there are not
@@ -296,6 +310,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.config.is_causal:
+            raise ValueError("is_causal=False: tokens see later ones, so text is not generated from left to right")
         with hf_versions.generating_cache_for(self, self.depth.options.passes):
             return super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
@@ -358,6 +374,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             model = cls._placed(model, places)
         if adapter is not None:
             where, found = adapter
+            if any(parameter.is_meta for parameter in model.parameters()):  # transformers would leave it unread
+                raise ValueError(
+                    f"{where}: an adapter is not attached to weights that device_map={places.get('device_map')!r} "
+                    "offloads; merge it (peft: merge_and_unload), or load without offloading"
+                )
             of_adapter = model.load_adapter(where, adapter_name, adapter_kwargs=found)
             checkpoints.check_names(where, of_adapter.missing_keys, of_adapter.unexpected_keys)
         return (model, report) if output_loading_info else model

@@ -14,6 +14,7 @@ from fathom.models.registry import (
     SECTIONS,
     build_options,
     check_type,
+    filled,
     lookup,
     nearest,
     override_section,
@@ -93,6 +94,7 @@ class FathomConfig(PreTrainedConfig):
         attention_output_bias: bias of `o_proj`; None follows `attention_bias`.
         rope_parameters: RoPE type and its parameters, as in transformers (every type Llama supports).
         attention_dropout, residual_dropout, embedding_dropout: dropout in training.
+        is_causal: a token sees itself and all earlier ones; False: all tokens of its row, as in transformers.
         tie_word_embeddings: head and input table share one matrix.
         init: initialisation rule of a model made from scratch, "scaled" or "hf" (initialization.py).
         initializer_range: standard deviation of the "hf" rule.
@@ -132,6 +134,7 @@ class FathomConfig(PreTrainedConfig):
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
     tie_word_embeddings: bool = False
+    is_causal: bool = True
     init: str = "scaled"
     initializer_range: float = 0.02
     embed_scale: float = DERIVED
@@ -227,6 +230,11 @@ class FathomConfig(PreTrainedConfig):
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
+        filled()
+        self.__dict__.update(state)
+
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
@@ -263,6 +271,9 @@ class FathomConfig(PreTrainedConfig):
                 refuse(dropout, getattr(self, dropout), "must be in [0, 1)")
         if self.embed_scale is not None and self.embed_scale <= 0:
             refuse("embed_scale", self.embed_scale, "must be positive")
+        depth: Any = lookup("depth", self.depth["name"])
+        if not self.is_causal and not depth.sees_anyone(self, build_options("depth", self.depth)):
+            refuse("is_causal", False, f"depth={self.depth['name']!r} gives a token slots or steps of causal order")
         for registry in SECTIONS:
             section = getattr(self, registry)
             method = lookup(registry, section["name"])

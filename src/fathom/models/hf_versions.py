@@ -19,10 +19,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import find_adapter_config_file
+
+from fathom.ops.biased_attention import FlexBias
+from fathom.ops.visibility import CAUSAL, Visibility
 
 # The name under which this version's models, layers and outputs carry the cache.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -41,24 +46,32 @@ def weights_alone() -> Iterator[dict[str, Any]]:
         yield {"adapter_kwargs": NO_ADAPTER}
 
 
-def causal_mask(
+def visible_mask(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
     position_ids: torch.Tensor | None,
+    visibility: Visibility = CAUSAL,
 ) -> Any:
     """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …).
 
-    `position_ids` that restart are read as packed documents; None says that there are none.
+    `position_ids` that restart are read as packed documents; None says that there are none. Raises ValueError where
+    the backend has no kernel for the visibility.
     """
     if isinstance(attention_mask, dict):  # prepared by generate() for compileable caches
         return attention_mask["full_attention"]
     sdpa = str(config._attn_implementation).startswith("sdpa")
-    if attention_mask is None and position_ids is None and cache is None and sdpa:
-        # Plain causal: SDPA's own flag says it. Traced, 5.17 would build a [B, 1, T, T] mask here,
+    simple = visibility.is_causal or visibility.is_full
+    if attention_mask is None and position_ids is None and cache is None and sdpa and simple:
+        # Plain causal, or all: SDPA's own flag says it. Traced, 5.17 would build a [B, 1, T, T] mask here,
         # which costs the causal kernel: a third of a compiled training step at 768 × 12 layers and 2048 tokens.
         return None
+    if not visibility.is_causal:
+        return _other_mask(config, inputs_embeds, attention_mask, cache, position_ids, visibility)
+    if not getattr(config, "is_causal", True):  # transformers' builder would follow the config
+        config = copy.copy(config)
+        config.is_causal = True
     return create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -66,6 +79,55 @@ def causal_mask(
         position_ids=position_ids,
         **{CACHE_NAME: cache},
     )
+
+
+def _other_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+    visibility: Visibility,
+) -> Any:
+    """The mask of a visibility other than causal."""
+    if attention_mask is not None and attention_mask.ndim == 4:  # made by the caller
+        return attention_mask
+    restarts = None
+    if position_ids is not None and cache is None and attention_mask is None:
+        rows = position_ids.expand(len(inputs_embeds), -1)
+        restarts = rows.diff(prepend=rows[:, :1] - 1) != 1
+    if visibility.is_full and restarts is None:
+        return create_bidirectional_mask(
+            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **{CACHE_NAME: cache}
+        )
+    backend = str(config._attn_implementation)
+    if "flash" in backend:
+        what = visibility if restarts is None else f"{visibility} with packed documents"
+        raise ValueError(f"{backend} has no kernel for {what}; use attn_implementation='sdpa'")
+    device, length = inputs_embeds.device, inputs_embeds.shape[1]
+    seen = 0 if cache is None else cache.get_seq_length()
+    keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
+    key = torch.arange(keys, device=device)
+    query = torch.arange(seen, seen + length, device=device)[:, None]
+    real = key < seen + length
+    if attention_mask is not None:
+        real = real & F.pad(attention_mask.bool(), (0, keys - attention_mask.shape[1]))[:, None]
+        start = attention_mask.bool().int().argmax(-1)[:, None, None]  # tokens are counted from the first real one
+        visible = visibility(query - start, key - start) & real
+    elif restarts is not None:
+        document, start = restarts.cumsum(-1), torch.where(restarts, key, 0).cummax(-1).values[:, :, None]
+        visible = visibility(query - start, key - start) & (document[:, :, None] == document[:, None])
+    else:
+        visible = (visibility(query, key) & real)[None]
+    visible = visible.expand(len(inputs_embeds), length, keys)
+    if backend == "flex_attention":
+        count = len(visible)
+        blocks = create_block_mask(lambda row, _, q, k: visible[row, q, k], count, None, length, keys, device=device)
+        return FlexBias(None, blocks)  # uncompiled on a CPU: the compiler's C++ is wrong for some of these masks
+    if "sdpa" in backend:
+        return visible[:, None]
+    zero = inputs_embeds.new_zeros(())
+    return torch.where(visible[:, None], zero, torch.finfo(zero.dtype).min)
 
 
 def cache_config(config: PreTrainedConfig, passes: int) -> PreTrainedConfig:

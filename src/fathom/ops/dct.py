@@ -60,7 +60,7 @@ def resampler(n: int, length: int, band: str, dtype: torch.dtype, device: torch.
             stop = -(-(torch.arange(length) + 1) * n // length)
             token = torch.arange(n)
             inside = (token >= start[:, None]) & (token < stop[:, None])
-            return (inside / inside.sum(-1, keepdim=True)).to(device, dtype)
+            return (inside.double() / inside.sum(-1, keepdim=True)).to(device, dtype)
         forward, backward = _dct_matrix(n), _dct_matrix(length)
         rows = forward[:length] if band == "low" else forward[n - length :]
         return (math.sqrt(length / n) * backward.T @ rows).to(device, dtype)

@@ -48,10 +48,10 @@ def weights(
         if reconstruction == "affine":
             return torch.full((2 * frequencies,), 1 / frequencies, dtype=dtype).to(device)
         n = torch.arange(frequencies)
-        half = torch.where(n == 0, 1 / window, 2 / window)
-        half = torch.where(2 * n == window, 1 / window, half)
-        half = torch.where(2 * n > window, 0.0, half)
-        return half.repeat(2).to(dtype).to(device)
+        half = torch.full((frequencies,), 2 / window, dtype=dtype)
+        half[(n == 0) | (2 * n == window)] = 1 / window
+        half[2 * n > window] = 0
+        return half.repeat(2).to(device)
 
 
 def rebuild(

@@ -39,6 +39,7 @@ from fathom.train import (
     model_config,
     try_lr,
 )
+from fathom.writing import naming
 
 
 def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] = print) -> Results:
@@ -234,5 +235,5 @@ def _logged(folder: Path, name: str, function: Callable[..., Any], *arguments: A
     """The task with its output in a file: the displays of several processes cannot share a terminal."""
     log = folder / "logs" / f"{name.replace('/', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):
+    with naming(log), log.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):
         return function(*arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fathom.report.results import Run
 from fathom.train import Recipe, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.trainer import MODEL
+from fathom.writing import whole
 
 MEASURED = "measured.json"
 PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
@@ -140,6 +140,9 @@ def _describe(
         kv_bytes_per_token=kv_bytes_per_token(config, dtype, ran),
         tokens_per_second=result.tokens_per_second,
         peak_memory_bytes=result.peak_memory_bytes,
+        tokens_per_second_interval=result.tokens_per_second_interval,
+        interruptions=result.interruptions,
+        busy=result.busy,
         seconds=result.seconds,
         history=history,
         pictures={name: dataclasses.asdict(picture) for name, picture in pictures.items()},
@@ -159,6 +162,5 @@ def _beginning(data: PreparedData) -> torch.Tensor:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        partial.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")

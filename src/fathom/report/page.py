@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,26 @@ from typing import Any
 import jinja2
 
 from fathom.inspect import PICTURES
-from fathom.models.registry import resolve_section
+from fathom.models.registry import SECTIONS, resolve_section
 from fathom.report.measure import SAMPLE_TEMPERATURE, SAMPLE_TOP_K
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
 from fathom.report.style import styles
-from fathom.report.wording import MEANINGS, TITLES, duration, in_sentence, overall, ratio, si, verdict
+from fathom.report.wording import (
+    MEANINGS,
+    TITLES,
+    at_edge,
+    disturbances,
+    duration,
+    in_sentence,
+    overall,
+    ratio,
+    ratio_within,
+    si,
+    verdict,
+)
+from fathom.writing import whole
 
 PLOTS = {
     "loss_tokens": "Training loss against tokens",
@@ -28,7 +40,7 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table cell shows, what it sorts by, and a second line in small type."""
+    """What a table cell shows, what it sorts by, and further lines in small type."""
 
     text: str
     value: float | str
@@ -55,9 +67,27 @@ def _quantity(name: str, heading: str, title: str, unit: str = "", compared: boo
 
 
 def _speed(row: Row, table: Table) -> Cell:
-    value, base = row.mean("tokens_per_second"), table.baseline.mean("tokens_per_second")
-    alike = len({run.device for run in (*row.runs, *table.baseline.runs)}) == 1
-    return Cell(si(value), value, ratio(value, base) if alike else "device differs")
+    """The ratio only where nothing but the methods differs: each had the same device, to itself and without a break."""
+    value, base, own = row.mean("tokens_per_second"), table.baseline, row.speed_interval
+    notes = ["spread unknown" if own is None else f"{si(own[0])} to {si(own[1])}"]
+    obstacles = row.marks or [f"{mark}: {base.method}" for mark in base.marks]
+    if obstacles:
+        notes += obstacles
+    elif len({run.device for run in (*row.runs, *base.runs)}) > 1:
+        notes.append("device differs")
+    elif row is not base:
+        notes.append(ratio_within(value, base.mean("tokens_per_second"), own, base.speed_interval))
+    return Cell(si(value), value, "\n".join(filter(None, notes)))
+
+
+def _memory(row: Row, table: Table) -> Cell:
+    value, base, own = row.memory, table.baseline, row.memory_interval
+    if value is None:
+        return Cell("not measured", 0)
+    notes = ["" if own is None else f"{si(own[0], 'B')} to {si(own[1], 'B')}"]
+    if row is not base:
+        notes.append(ratio_within(value, base.memory or 0.0, own, base.memory_interval))
+    return Cell(si(value, "B"), value, "\n".join(filter(None, notes)))
 
 
 def _bits(row: Row, table: Table) -> Cell:
@@ -80,9 +110,17 @@ COLUMNS = (
     _quantity("inference_flops_per_token", "FLOPs per token", "One generated token, averaged over the context"),
     _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
     _quantity("train_tokens", "training tokens", "Tokens read in training"),
-    Column("tokens_per_second", "tokens/s", "Measured in training; compared where the device was shared alike", _speed),
-    _quantity("peak_memory_bytes", "peak memory", "Largest memory of the training process", "B"),
-    _quantity("non_embedding_params", "parameters", "Without the embedding table and the head"),
+    Column(
+        "tokens_per_second",
+        "tokens/s",
+        "Median in training, and the range from the slowest tenth of its stretches to the fastest",
+        _speed,
+    ),
+    Column(
+        "peak_memory_bytes", "peak memory", "Most that training had allocated on the GPU; range over seeds", _memory
+    ),
+    _quantity("params", "parameters", "All of them, a tied head once; as `fathom cost` counts them"),
+    _quantity("non_embedding_params", "non-embed.", "Without the embedding table and the head"),
     Column(
         "validation_loss",
         "held-out loss",
@@ -137,6 +175,8 @@ def write_report(results: Results, folder: Path) -> Path:
         number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
         methods=_methods(results.runs),
         samples=_samples(found[0]),
+        disturbances=disturbances(results.runs),
+        at_edge=at_edge(results.edges),
         pictures=_pictures(found[0], folder / "plots"),
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,
@@ -148,9 +188,8 @@ def write_report(results: Results, folder: Path) -> Path:
         versions=results.runs[0].versions,
     )
     path = folder / "report.html"
-    partial = folder / "report.html.partial"
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        partial.write_text(page, encoding="utf-8")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jinja2
 from fathom import __version__
 from fathom.inspect import Picture
 from fathom.report.plots import SUFFIX, THEMES, embed
+from fathom.writing import whole
 
 
 def save_picture(picture: Picture, folder: Path, stem: str | None = None) -> dict[str, Path]:
@@ -19,9 +19,8 @@ def save_picture(picture: Picture, folder: Path, stem: str | None = None) -> dic
     paths = {}
     for theme, colours in THEMES.items():
         path = folder / f"{stem or picture.name}{SUFFIX[theme]}.png"
-        partial = path.with_name(f"{path.name}.partial")
-        picture.figure(colours).savefig(partial, format="png")
-        os.replace(partial, path)
+        with whole(path) as partial:
+            picture.figure(colours).savefig(partial, format="png")
         paths[theme] = path
     return paths
 
@@ -44,7 +43,6 @@ def write_inspection(checkpoint: str, text: str, methods: str, pictures: Sequenc
         version=__version__,
     )
     path = folder / "inspect.html"
-    partial = folder / "inspect.html.partial"
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        partial.write_text(page, encoding="utf-8")
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fathom.report.results import UNCALLABLE_PERCENT, Row, Table
 from fathom.report.style import Style
+from fathom.writing import whole
 
 THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff", "accent": "#0b5cad"}}
 THEMES["dark"] = {"ink": "#e8ebf0", "muted": "#97a1b0", "grid": "#303844", "page": "#1a2029", "accent": "#7db7f2"}
@@ -156,7 +156,6 @@ def _write(plot: Callable[[Axes, str], None], theme: str, path: Path) -> Path:
     figure.set_figheight(3.4 + 0.22 * math.ceil(len(labels) / columns))
     look = {"frameon": False, "labelcolor": colours["ink"], "fontsize": 9.5, "handlelength": 1.7, "columnspacing": 1.2}
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
-    partial = path.with_name(f"{path.name}.partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        figure.savefig(partial, format="png")
     return path

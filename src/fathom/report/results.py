@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,10 @@ from typing import Any
 
 from scipy import stats
 
+from fathom.writing import whole
+
 BASELINE = "vanilla"
+UNDISTURBED = 0.9  # share of the time on a core; below it something else had the cores, or data came too slowly
 UNCALLABLE_PERCENT = 1.0  # one seed: smaller differences are not called (seeds alone can move the loss that much)
 
 
@@ -36,8 +38,8 @@ class Run:
     train_flops: float
     inference_flops_per_token: float
     kv_bytes_per_token: float
-    tokens_per_second: float  # in training
-    peak_memory_bytes: int
+    tokens_per_second: float  # in training, median
+    peak_memory_bytes: int | None  # see `own_memory_bytes`
     seconds: float  # of training
     history: list[dict[str, float]]  # {"tokens", "train_flops", "loss"}: training loss along the way
     samples: list[dict[str, str]]  # {"prompt", "text"}
@@ -47,6 +49,25 @@ class Run:
     folder: str  # of the run; two budgets may ask for the same run
     pictures: dict[str, dict[str, Any]] = field(default_factory=dict)  # fathom.inspect's, of the held-out text
     residual_percent: float = 0.0  # inference_flops: by how much its cost misses the dearest method's
+    # fathom.train.TrainResult says what these are; None in files of earlier versions
+    tokens_per_second_interval: list[float] | None = None
+    interruptions: int | None = None
+    busy: float | None = None
+
+    @property
+    def own_memory_bytes(self) -> int | None:
+        """Peak memory of this training alone. On a CPU there is none: earlier versions noted the whole process's."""
+        return None if "CPU" in self.device else self.peak_memory_bytes
+
+    @property
+    def marks(self) -> list[str]:
+        """What keeps the run's speed from being its method's: "interrupted", "disturbed", "shared device"."""
+        found = {
+            "interrupted": bool(self.interruptions),
+            "disturbed": self.busy is not None and self.busy < UNDISTURBED,
+            "shared device": "shared by" in self.device,
+        }
+        return [mark for mark, holds in found.items() if holds]
 
 
 @dataclass(frozen=True)
@@ -87,9 +108,9 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        with whole(path) as partial:
+            text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+            partial.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -138,6 +159,34 @@ class Row:
     def spread(self, quantity: str) -> float | None:
         """Standard deviation over seeds; None with one seed."""
         return statistics.stdev(getattr(run, quantity) for run in self.runs) if len(self.runs) > 1 else None
+
+    @property
+    def marks(self) -> list[str]:
+        """Of any of its runs."""
+        return list(dict.fromkeys(mark for run in self.runs for mark in run.marks))
+
+    @property
+    def speed_interval(self) -> tuple[float, float] | None:
+        """Tokens/s of its runs, from the slowest to the fastest; None where one of them has no interval."""
+        intervals = [run.tokens_per_second_interval for run in self.runs]
+        known = [interval for interval in intervals if interval is not None]
+        return (min(i[0] for i in known), max(i[1] for i in known)) if len(known) == len(intervals) else None
+
+    @property
+    def memory(self) -> float | None:
+        """The mean of its runs' own peak memory; None where it is not known of all."""
+        known = self._memories()
+        return statistics.fmean(known) if known else None
+
+    @property
+    def memory_interval(self) -> tuple[float, float] | None:
+        """Over seeds; None with one seed."""
+        known = self._memories()
+        return (min(known), max(known)) if len(known) > 1 else None
+
+    def _memories(self) -> list[int]:
+        known = [run.own_memory_bytes for run in self.runs if run.own_memory_bytes is not None]
+        return known if len(known) == len(self.runs) else []
 
     def minus(self, other: Row) -> Difference:
         """This row's bits per byte less the other's. Seeds are paired: the same seed means the same data order."""

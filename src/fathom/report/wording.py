@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from fathom.report.plots import loss_at
-from fathom.report.results import UNCALLABLE_PERCENT, Difference, Row, Table
+from fathom.report.results import UNCALLABLE_PERCENT, Difference, Row, Run, Table
 
 TITLES = {
     "tokens": "Equal tokens",
@@ -61,6 +61,40 @@ def in_sentence(budget: str) -> str:
 def ratio(value: float, to: float) -> str:
     """'2.9×' of the baseline's."""
     return f"{value / to:.3g}×" if to else ""
+
+
+def ratio_within(value: float, to: float, interval: tuple[float, float] | None, of: tuple[float, float] | None) -> str:
+    """'0.52× (0.47 to 0.58)' of a measured quantity: both at their ends, one high and one low. Empty without both."""
+    if interval is None or of is None or not min(to, *of):
+        return ""
+    return f"{ratio(value, to)} ({interval[0] / of[1]:.3g} to {interval[1] / of[0]:.3g})"
+
+
+def disturbances(runs: list[Run]) -> list[str]:
+    """A sentence for every run that was interrupted or disturbed; budgets that share a run share its sentence."""
+    said = {}
+    for run in runs:
+        parts = []
+        if run.interruptions:
+            times = "once" if run.interruptions == 1 else f"{run.interruptions} times"
+            parts.append(f"interrupted {times}, and gone on from a checkpoint")
+        if "disturbed" in run.marks:
+            parts.append(
+                f"disturbed: it was on a core {100 * (run.busy or 0):.0f} % of the time, "
+                "the rest of it something else had the cores or data was late"
+            )
+        if parts:
+            said[run.folder] = f"{run.folder}: {'; '.join(parts)}."
+    return list(said.values())
+
+
+def at_edge(methods: list[str]) -> str:
+    """The warning about `Results.edges`; empty where there are none."""
+    if not methods:
+        return ""
+    return (
+        f"The best learning rate of {_listed(methods)} is at the edge of its candidates. A better one may lie outside."
+    )
 
 
 def duration(seconds: float) -> str:

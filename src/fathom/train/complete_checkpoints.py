@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from fathom.train.atomic import write_json
+from fathom.writing import write_json
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"

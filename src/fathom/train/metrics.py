@@ -1,20 +1,21 @@
 """What a run measures while it trains: `metrics.jsonl`, one line a log.
 
-Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second and
+Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second, and on a GPU
 peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
 counts these (on rank 0's tokens). A method that adds penalties to the training loss also has penalty, their sum: `loss`
 is without them, so that it compares with other methods' and with the held-out loss. Validation lines have step, tokens,
 train_flops and validation_loss. Losses are nats per target token, null where not finite. `seconds` is training alone,
 over all restarts; tokens per second is since the last line.
+
+Where one process trains alone on a CPU, a training line also has busy: the share of the time that it was on a core. It
+is near 1 unless something else had the cores, or the process waited for data. A run that goes on from a checkpoint says
+so in a line with step, tokens, train_flops and resumed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from fathom.depth.base import DepthMethod
-from fathom.train.atomic import write_text
+from fathom.writing import naming, write_text
 
 FILE = "metrics.jsonl"
 
@@ -58,8 +59,8 @@ class Metrics(TrainerCallback):
         self.penalties: list[torch.Tensor] = []  # of every forward since the last training line
         depth.register_forward_hook(self._count)
         self.train_flops, self._counted = 0.0, 0  # up to which step
-        self.seconds = 0.0
-        self._mark = 0.0
+        self.seconds = self._on_core = 0.0  # on a core: since the last training line
+        self._mark = (0.0, 0.0)
         self._last = (0, 0.0)  # step and seconds of the last training line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,7 +70,9 @@ class Metrics(TrainerCallback):
         self.seconds = max((line.get("seconds", 0.0) for line in lines), default=0.0)
         self.train_flops, self._counted = max((line["train_flops"] for line in lines), default=0.0), state.global_step
         self._last = (state.global_step, self.seconds)
-        self._mark = time.perf_counter()
+        if state.global_step:
+            self._write(state, resumed=True)
+        self._mark = _clocks()
         _reset_peak_memory()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -81,35 +84,41 @@ class Metrics(TrainerCallback):
         if "loss" in logs:
             self._lap()  # the loss has been read, so the device has finished
             step, seconds = self._last
-            speed = (state.global_step - step) * self.tokens_per_step / max(self.seconds - seconds, 1e-9)
+            passed = max(self.seconds - seconds, 1e-9)
+            speed = (state.global_step - step) * self.tokens_per_step / passed
             self._last = (state.global_step, self.seconds)
-            penalty = {}
+            some: dict[str, float | None] = {}
             if self.penalties:
-                penalty["penalty"] = self._mean_penalty((state.global_step - step) * args.gradient_accumulation_steps)
-                logs.update(penalty, loss=logs["loss"] - penalty["penalty"])  # for the callbacks after this one
+                penalty = self._mean_penalty((state.global_step - step) * args.gradient_accumulation_steps)
+                some["penalty"] = penalty
+                logs.update(penalty=penalty, loss=logs["loss"] - penalty)  # for the callbacks after this one
+            if torch.cuda.is_available():  # a CPU's is the whole process's: libraries, data, what was trained before
+                some["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+            if args.device.type == "cpu" and args.world_size == 1:  # several wait for each other
+                some["busy"] = round(self._on_core / passed, 3)
+            self._on_core = 0.0
             self._write(
                 state,
                 seconds=round(self.seconds, 3),
                 loss=logs["loss"],
-                **penalty,
                 learning_rate=logs["learning_rate"],
                 grad_norm=logs.get("grad_norm"),
                 tokens_per_second=round(speed, 1),
-                peak_memory_bytes=peak_memory(),
+                **some,
             )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self._write(state, validation_loss=metrics["eval_loss"])
         _reset_peak_memory()  # training's own: held-out loss needs all logits at once
-        self._mark = time.perf_counter()
+        self._mark = _clocks()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._mark = time.perf_counter()
+        self._mark = _clocks()
 
     def _lap(self) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._mark
-        self._mark = now
+        (before, core), self._mark = self._mark, _clocks()
+        self.seconds += self._mark[0] - before
+        self._on_core += self._mark[1] - core
 
     def _count(self, depth: Any, arguments: Any, output: Any) -> None:
         if depth.training and output.losses:
@@ -150,25 +159,15 @@ class Metrics(TrainerCallback):
         if mean_steps is not None:
             line["mean_steps"] = mean_steps
         line = {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
+        with naming(self.folder / FILE), (self.folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def peak_memory() -> int:
-    """Bytes: the most that PyTorch had allocated on this process's GPU, or the peak resident set of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _clocks() -> tuple[float, float]:
+    """Seconds that have passed, and those of them that this thread was on a core."""
+    return time.perf_counter(), time.thread_time()
 
 
 def _reset_peak_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
-        with contextlib.suppress(OSError):  # elsewhere the peak is the process's, not the run's
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: peak resident set := the present one

@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from fathom.data import DataConfig, check_vocabulary, load_tokenizer
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
+from fathom.models.local_paths import refuse_absent
 from fathom.models.registry import REGISTRIES, SECTIONS, nearest
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
@@ -300,6 +301,7 @@ def _numbers(fields: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig:
+    refuse_absent(checkpoint, f"model.checkpoint={checkpoint!r}")
     try:
         stored = AutoConfig.from_pretrained(checkpoint)
     except OSError as error:  # the hub's message need not name it

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,16 @@ from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.train import complete_checkpoints as checkpoints
-from fathom.train.atomic import write_json
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
+from fathom.writing import naming, write_json
 
 MODEL = "model"
 RESULT = "result.json"
+FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
 # Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
 _FREE = (
     "lr",
@@ -73,9 +75,13 @@ class TrainResult:
         tokens, train_flops: of the whole run, in all processes; FLOPs are `fathom.cost`'s matrix products.
         train_loss: of the last logged steps.
         validation_loss, bits_per_byte: on the held-out blocks after the last step.
-        tokens_per_second: median over the logged intervals, all processes, without evaluation and saving.
+        tokens_per_second: of all processes, without evaluation and saving: the median over the stretches between
+            logged losses. The first stretch after a start, which warms up, counts only where there is no other.
         seconds: of training, without evaluation and saving.
-        peak_memory_bytes: of rank 0's GPU, or of the process on a CPU.
+        peak_memory_bytes: allocated on rank 0's GPU; None on a CPU, where only the whole process's is known.
+        tokens_per_second_interval: from the slowest tenth of these stretches to the fastest; None for fewer than 5.
+        interruptions: how often the run went on from a checkpoint.
+        busy: on a CPU, the mean share of the time that the process was on a core (metrics.py).
         history: the lines of metrics.jsonl.
     """
 
@@ -92,7 +98,10 @@ class TrainResult:
     bits_per_byte: float | None
     tokens_per_second: float
     seconds: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
+    tokens_per_second_interval: list[float] | None = None
+    interruptions: int | None = None
+    busy: float | None = None
     history: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -174,7 +183,7 @@ def train_run(
     lr = _single_lr(recipe, method) if lr is None else lr
     config = model_config(recipe, method, data.tokenizer)
     share = sequences_per_process(training)
-    tokens_per_step = training.sequences * training.gradient_accumulation * recipe.data.block_size
+    tokens_per_step = recipe.step_tokens
     tokens = training.tokens if tokens is None else tokens
     steps = tokens // tokens_per_step
     if steps < 1:
@@ -468,7 +477,8 @@ def _save_model(trainer: FathomTrainer, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     if trainer.is_fsdp_enabled:  # gather the shards
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(str(partial))
+    with naming(partial):
+        trainer.save_model(str(partial))
     if trainer.args.should_save:
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says it
         if folder.exists():
@@ -481,7 +491,11 @@ def _report(folder: Path, method: str, seed: int, lr: float, parameters: int, da
     logged = [line for line in history if "loss" in line]
     validation = [line["validation_loss"] for line in history if "validation_loss" in line]
     loss = validation[-1] if validation else None
-    speeds = sorted(line["tokens_per_second"] for line in logged)
+    steady = _steady(history) or logged
+    speeds = [line["tokens_per_second"] for line in steady]
+    tenths = statistics.quantiles(speeds, n=10, method="inclusive") if len(speeds) >= FEWEST_STRETCHES else None
+    memory = [line["peak_memory_bytes"] for line in logged if "peak_memory_bytes" in line]
+    busy = [line["busy"] for line in steady if "busy" in line]
     return TrainResult(
         folder=folder,
         method=method,
@@ -494,8 +508,24 @@ def _report(folder: Path, method: str, seed: int, lr: float, parameters: int, da
         train_loss=logged[-1]["loss"],
         validation_loss=loss,
         bits_per_byte=None if loss is None else loss * data.validation_targets / (math.log(2) * data.validation_bytes),
-        tokens_per_second=speeds[len(speeds) // 2],
+        tokens_per_second=statistics.median(speeds),
         seconds=logged[-1]["seconds"],
-        peak_memory_bytes=max(line["peak_memory_bytes"] for line in logged),
+        peak_memory_bytes=max(memory, default=None),
+        tokens_per_second_interval=None if tenths is None else [tenths[0], tenths[-1]],
+        interruptions=sum("resumed" in line for line in history),
+        busy=statistics.fmean(busy) if busy else None,
         history=tuple(history),
     )
+
+
+def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Training lines but the first one after each start."""
+    found, warm = [], False
+    for line in history:
+        if "resumed" in line:
+            warm = False
+        elif "loss" in line:
+            if warm:
+                found.append(line)
+            warm = True
+    return found

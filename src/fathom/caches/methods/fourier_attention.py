@@ -112,7 +112,7 @@ class FourierAttention(CacheMethod):
         sets = load_channels(self.channels) if self.channels else default_channels(shape)
         compressed = len(sets.key[layer]) + len(sets.value[layer])
         kept = 2 * shape.kv_heads * shape.key_dim - compressed
-        middle, wide = self.middle(prompt, generated), max(4, shape.element_bytes)
+        middle, wide = self.middle(prompt, generated), shape.wide_bytes()
         statistics = 2 if self.reconstruction == "affine" else 0
         coefficients = (2 * self.frequencies + statistics) * wide * compressed * shape.batch
         full = (tokens - middle) * shape.token_bytes()
@@ -161,6 +161,7 @@ class FourierState(State):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         length = key.shape[2]
+        self.check_room(length)
         self.seen += length
         self.local_key: Tensor | None = concat(self.local_key, key)
         self.local_value: Tensor | None = concat(self.local_value, value)
@@ -189,7 +190,6 @@ class FourierState(State):
             self.window = method.window
         else:
             self.window = fourier.fast_length(middle + method.headroom)
-        self.check_window(middle)
         for name, side in self.sides.items():
             held = getattr(self, f"local_{name}")
             side.to(held.device)
@@ -214,7 +214,6 @@ class FourierState(State):
         leavers = excess // self.method.flush_every * self.method.flush_every
         if leavers <= 0:
             return
-        self.check_window(self.middle + leavers)
         update = None
         for name, side in self.sides.items():
             held = getattr(self, f"local_{name}")
@@ -236,10 +235,18 @@ class FourierState(State):
                 stacklevel=2,
             )
 
-    def check_window(self, middle: int) -> None:
-        if middle > self.window:
+    def check_room(self, length: int) -> None:
+        """Refuse tokens that would slide beyond the window."""
+        method, tokens = self.method, self.seen + length
+        window: int | str = self.window
+        if self.compressed:
+            local = 0 if self.local_key is None else self.local_key.shape[2]
+            middle = self.middle + max(0, local + length - method.n_local) // method.flush_every * method.flush_every
+        else:  # "auto" makes a window that fits
+            middle, window = tokens - method.n_sink - method.n_local, method.window
+        if tokens > method.threshold and isinstance(window, int) and middle > window:
             raise ValueError(
-                f"FourierAttention: {middle} middle tokens do not fit the window of {self.window}; set window=(longest "
+                f"FourierAttention: {middle} middle tokens do not fit the window of {window}; set window=(longest "
                 f"text − {self.method.n_sink + self.method.n_local}) before the prompt, or a larger headroom"
             )
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from fathom.caches.base import LayerContext
+from fathom.caches.base import CacheShape, LayerContext
 from fathom.caches.token_budget import Eviction, SlotState, TokenBudget, keep_highest
 
 
@@ -28,8 +28,8 @@ class H2O(TokenBudget):
     def new_state(self, context: LayerContext) -> H2OState:
         return H2OState(self, context)
 
-    def slot_statistics(self) -> int:
-        return 4  # the score, fp32
+    def slot_statistics(self, shape: CacheShape) -> int:
+        return shape.wide_bytes()  # the score
 
 
 class H2OState(SlotState):

@@ -10,8 +10,8 @@
         model.generate(**inputs)
 
 What changes against kvpress: batches and chunked prompts work; `acts_on="always"` also compresses while decoding; and
-kept tokens stay in order. Scores that need queries or attention weights are methods of their own here: H2O (observed
-attention), TOVA, SnapKV, PyramidKV.
+kept tokens stay in order. Scores that need queries or attention weights are methods of their own here: H2O, TOVA,
+SnapKV, PyramidKV. (kvpress' ObservedAttention keeps the highest mean attention, H2O the highest sum and the newest.)
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ def register_scorer(name: str) -> Callable[[Scorer], Scorer]:
     return add
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @register_scorer("knorm")
 def knorm(keys: Tensor, values: Tensor) -> Tensor:
     """Keys of low norm stay: −‖k‖ (arXiv 2406.11430)."""
-    return -keys.float().norm(dim=-1)
+    return -_wide(keys).norm(dim=-1)
 
 
 @register_scorer("keydiff")
 def keydiff(keys: Tensor, values: Tensor) -> Tensor:
     """Keys unlike the mean direction stay: −cos(k, mean of k/‖k‖) (arXiv 2504.15364)."""
-    directions = F.normalize(keys.float(), dim=-1)
+    directions = F.normalize(_wide(keys), dim=-1)
     return -F.cosine_similarity(directions, directions.mean(2, keepdim=True), dim=-1)
 
 
@@ -111,12 +116,16 @@ class ScoredState(SlotState):
     def wanted(self, length: int, slots: int) -> int:
         if self.method.acts_on == "prompt" and length == 1:
             return slots
-        return min(slots, self.method.kept(self.seen))  # a ratio is of all tokens so far, not of what is left of them
+        return min(
+            slots, self.method.kept(self.seen + length)
+        )  # a ratio is of all tokens so far, not of what is left of them
 
     def compress(self, keys: Tensor, values: Tensor, length: int) -> None:
         self.keys_of_call = keys
-        super().compress(keys, values, length)
-        del self.keys_of_call
+        try:
+            super().compress(keys, values, length)
+        finally:  # a scorer may fail
+            del self.keys_of_call
 
     @torch.no_grad()
     def keep(self, value: Tensor, excess: int, length: int) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class SnapState(SlotState):
     def wanted(self, length: int, slots: int) -> int:
         if not self.compresses(length):
             return slots
-        return min(slots, self.method.kept_of_prompt(self.seen, self.context))  # T: all tokens so far
+        return min(slots, self.method.kept_of_prompt(self.seen + length, self.context))  # T: all tokens so far
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
         self.score = received  # of this call only

@@ -56,6 +56,7 @@ class StreamingState(SlotState):
         if self.method.evict == "before" and self.key is not None and self.value is not None and self.stored > room:
             keys, values = self.key, self.value
             index, values = self.keep(values, self.stored - room, 0)
+            self.touched = True
             position = self.position
             self.key, self.value = keys[:, :, index[0, 0]], values[:, :, index[0, 0]]
             if position is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheShape, LayerContext
-from fathom.caches.token_budget import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, with_protected, without_one
+from fathom.caches.token_budget import COUNT_BYTES, Eviction, SlotState, TokenBudget, with_protected, without_one
 from fathom.ops.tree_sweep import tree_sweep
 
 
@@ -28,7 +28,7 @@ class TreeKV(TokenBudget):
     prefill: "block" (default: a long first call is swept in blocks of `block` tokens, scored by the last block's
         queries; later calls are swept by token with frozen scores), "chunked" (frozen scores per `chunk`), "sequential"
         (token by token: the rule itself).
-    Bytes per layer at capacity M: 2·B·G·M·D·bytes + 8·B·G·M + 8·B (statistics, pointer).
+    Bytes per layer at capacity M: 2·B·G·M·D·bytes + (f + 4)·B·G·M + 8·B (statistics, pointer), f = 4 or 8 (float64).
     """
 
     score: str = "avg"
@@ -83,14 +83,15 @@ class TreeKV(TokenBudget):
     def new_state(self, context: LayerContext) -> TreeState:
         return TreeState(self, context)
 
-    def slot_statistics(self) -> int:
-        return STATISTICS_BYTES
+    def slot_statistics(self, shape: CacheShape) -> int:
+        return shape.wide_bytes() + COUNT_BYTES
 
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         slots = min(prompt + generated, self.budget)
         if self.prefill == "block" and prompt > self.budget:
             slots = min(self.kept_of_prompt(prompt) + generated, self.budget)
-        return slots * (shape.token_bytes() + STATISTICS_BYTES * shape.batch * shape.kv_heads) + 8 * shape.batch
+        of_a_slot = shape.token_bytes() + self.slot_statistics(shape) * shape.batch * shape.kv_heads
+        return slots * of_a_slot + 8 * shape.batch
 
     def block_plan(self, slots: int) -> tuple[int, int]:
         """(blocks that compete, blocks that stay) when a first call leaves `slots` > budget slots."""

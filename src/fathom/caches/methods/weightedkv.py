@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fathom.caches.base import LayerContext
-from fathom.caches.token_budget import STATISTICS_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
+from fathom.caches.base import CacheShape, LayerContext
+from fathom.caches.token_budget import COUNT_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
 from fathom.ops.kernels import has_kernel
 from fathom.ops.run_merge import SMALLEST, run_merge
 
@@ -30,7 +30,7 @@ class WeightedKV(TokenBudget):
 
     budget = n_sink + n_recent: the one token that may leave is folded into the oldest recent one, so the keys are those
     of StreamingLLM, the values only with merge=False.
-    Bytes per layer at capacity M: 2·B·G·M·D·bytes + 8·B·G·M (statistics).
+    Bytes per layer at capacity M: 2·B·G·M·D·bytes + (f + 4)·B·G·M (statistics), f = 4 or 8 (float64).
     """
 
     prefill: str = "chunked"
@@ -52,8 +52,8 @@ class WeightedKV(TokenBudget):
     def new_state(self, context: LayerContext) -> WeightedState:
         return WeightedState(self, context)
 
-    def slot_statistics(self) -> int:
-        return STATISTICS_BYTES
+    def slot_statistics(self, shape: CacheShape) -> int:
+        return shape.wide_bytes() + COUNT_BYTES
 
 
 class WeightedState(SlotState):

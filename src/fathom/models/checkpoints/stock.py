@@ -250,6 +250,7 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
         fields.update(embedding_dropout=stock.hidden_dropout, attention_output_bias=stock.attention_bias, mlp_bias=True)
         fields["partial_rotary_factor"] = stock.rope_parameters.get("partial_rotary_factor", 1.0)
     fields.update(backbone=stock.model_type, init="hf", embed_scale=None, dtype=stock.dtype)
+    fields["is_causal"] = getattr(stock, "is_causal", True)  # transformers reads it of any decoder
     return FathomConfig(**{**fields, **changes})
 
 
@@ -426,6 +427,8 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
         raise ValueError(f"only a vanilla model is a stock {config.backbone} model; this one has {active}")
     family = STOCK[config.backbone]
     fields = {theirs: getattr(config, ours) for theirs, ours in family.fields.items()}
+    if not config.is_causal:
+        fields["is_causal"] = False
     stock = CONFIG_MAPPING[config.backbone](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
     for field in FIELDS:

@@ -455,7 +455,7 @@ class StepStack(Stack):
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
         hidden_states = stack(inputs)
-        self.slots.append(stack.kept)
+        self.slots.append(stack.next_kv)
         return hidden_states
 
     @torch.compiler.disable
@@ -492,7 +492,7 @@ class StepStack(Stack):
     def plain_mask(self, inputs: Tensor) -> Any:
         """All tokens read one slot of each: the ordinary causal mask."""
         config, given = self.decoder.config, self.position_ids if restarts_are_documents(self) else None
-        return hf_versions.causal_mask(config, inputs, self.attention_mask, None, given)
+        return hf_versions.visible_mask(config, inputs, self.attention_mask, None, given)
 
     @torch.compiler.disable
     def mask(self, inputs: Tensor, chosen: Chosen | Flat, query: Tensor, keys: list[Tensor]) -> Any:

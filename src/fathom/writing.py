@@ -1,0 +1,59 @@
+"""Writing files: a reader never sees half of one, and a failure names the path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Have an error of the disk in this block name `path`: a full disk's own error names no file.
+
+    Raises OSError, also for what libraries in Rust raise instead of it (safetensors, tokenizers).
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError):
+            number = error.errno if error.filename is None else None
+        else:
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else None
+        if number not in _OF_THE_DISK:
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, beside `path`, that gets its name when the block ends; nothing is left of one that fails."""
+    partial = path.with_name(f"{path.name}.partial")
+    with naming(path):
+        try:
+            yield partial
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text whole or not at all, and have it on the disk before it gets its name."""
+    with whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, complete or not at all. Raises ValueError for NaN and infinities."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
