@@ -118,20 +118,20 @@ def _show(result: Any) -> None:
             _out.print(line, soft_wrap=True, markup=False)
     if not result.details:
         return
-    table = Table("method", "score", "agreement", "p", "strangers' highest (pairs)", "verdict", box=None)
+    table = Table("method", "score", "judged", "p", "strangers", "verdict", box=None)
     for column in table.columns:
         column.no_wrap = True
     for name, r in result.details.items():
         null = r["null"]
-        about = "not measured" if null is None else f"{null['max']:.3f} ({null['pairs']})"
+        about = "not measured" if null is None else f"≤ {null['max']:.3f} ({null['pairs']})"
         table.add_row(
             name.removeprefix("awm "), f"{r['score']:.4f}", f"{r['judged']:.3f}", p_words(r), about, r["verdict"]
         )
     _out.print(table)
     tests = next(iter(result.details.values()))["tests"]
     _out.print(
-        f"agreement is what is judged; p: share of independent pairs that agree as much, corrected for {tests} methods "
-        "(Holm), never below what their number supports",
+        "judged: agreement beyond what neighbouring layers share (AWM), median term (HuRef); strangers: highest of so "
+        f"many independently trained pairs; p: share of them that agree as much, corrected for {tests} methods (Holm)",
         soft_wrap=True,
     )
     if result.layers:

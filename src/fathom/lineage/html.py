@@ -12,7 +12,7 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
 td,th{padding:.2rem
 .6rem;text-align:right;font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}
-.word{font-size:1.6rem;font-weight:600}.map td{min-width:3.2rem;color:#111}small{color:#555}
+.word{font-size:1.6rem;font-weight:600}.map td{min-width:3.2rem;color:#111}td{white-space:nowrap}small{color:#555}
 """
 
 

@@ -143,7 +143,7 @@ def compare(
         word = "shares parts"
     if parts_of.inert:
         said.append(f"alike but without effect in one of them, and no evidence: {sentence(parts_of.inert)}")
-    reasons = [*said, *best.reasons, *failures]
+    reasons = [*said, *(f"the models as wholes: {r}" if shared else r for r in best.reasons), *failures]
     for record in details.values():
         reasons += [note for note in record.get("notes", ()) if note not in reasons]
     left_out = {side: found for side, model in (("a", a), ("b", b)) if (found := _not_compared(model))}

@@ -166,7 +166,9 @@ def sentence(parts: list[Part]) -> str:
     by_layers: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for role, layers in inside.items():
         by_layers[tuple(sorted(layers))].append(role)
-    return ", ".join([*outside, *(f"layers {_ranges(l)} ({', '.join(r)})" for l, r in by_layers.items())])
+    return ", ".join(
+        [*outside, *(f"layer{'s' * (len(l) > 1)} {_ranges(l)} ({', '.join(r)})" for l, r in by_layers.items())]
+    )
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
