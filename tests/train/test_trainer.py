@@ -117,7 +117,9 @@ def test_held_out_loss_is_the_mean_over_targets(recipe, ragged, folder) -> None:
         logits = model(torch.as_tensor(tokens)).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), torch.as_tensor(labels)[:, 1:].flatten())
     assert result.validation_loss == pytest.approx(expected.item(), abs=1e-5)
-    assert result.bits_per_byte == pytest.approx(expected.item() * ragged.validation_targets / math.log(2) / 1000)
+    assert result.scores["bits_per_byte"] == pytest.approx(
+        expected.item() * ragged.validation_targets / math.log(2) / 1000
+    )
 
 
 def test_all_methods_read_the_same_blocks_in_every_pass_a_new_order(recipe, data, tmp_path) -> None:
