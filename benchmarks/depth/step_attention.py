@@ -5,7 +5,7 @@
 
 The third step of 16 × 1024 tokens (16 / 4 heads of 64, bf16) over the slots of all three, of which each step keeps a
 share. "rows": every row by itself, padded; "flat": the tokens of all rows end to end, FlexAttention under a block mask;
-"ranges": the same by the kernels of `ops/range_attention.py`. Milliseconds of a forward pass, and of one with its
+"ranges": the same by the kernels of `ops/range_attention`. Milliseconds of a forward pass, and of one with its
 backward pass, the best of three; FLOPs of the scores that are seen (4·D each, 14·D with the backward pass), whose rate
 says how far from the chip's a form is.
 """
@@ -74,7 +74,7 @@ def main() -> None:
             for q_, f_ in zip(query.split(1024, 1), (query if first is None else first).split(1024, 1), strict=True)
         )
         if form == "ranges":
-            from fathom.ops.range_attention import range_attention
+            from fathom.ops.range_attention.kernel import range_attention
 
             ranges = token_ranges(query[0], [part[0] for part in keys], first[0], 4)
             return lambda: range_attention(q, k, v, ranges, scaling), [q, k, v], seen

@@ -12,8 +12,9 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, compression_report, prefill
 from fathom.caches.codebooks import learn
 from fathom.caches.versions import CACHE_NAME
-from fathom.ops import dct, residual_vq
+from fathom.ops import dct
 from fathom.ops import fourier_coefficients as fourier
+from fathom.ops.residual_vq import plain as residual_vq
 
 
 def autocast(enabled: bool = True):

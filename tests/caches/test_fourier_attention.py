@@ -152,7 +152,7 @@ def test_the_path_around_the_kernel_equals_dense(family, reconstruction, monkeyp
     for attention in ("dense", "fft"):
         if attention == "fft":
             stand_in = SimpleNamespace(block_tokens=lambda dtype: 8, raw_partials=plain_partials)
-            monkeypatch.setitem(sys.modules, "fathom.ops.fourier_decode", stand_in)
+            monkeypatch.setitem(sys.modules, "fathom.ops.fourier_decode.kernel", stand_in)
             monkeypatch.setattr(FourierState, "attend_fft", FourierState.attend_triton)
         with compress(model, FourierAttention(reconstruction=reconstruction, attention=attention, **SIZE)):
             cache = prefill(model, ids[:, :30])[CACHE_NAME]
@@ -174,7 +174,7 @@ ATTENTION_SHAPES += [(1, 8, 4, 128, 500, 1000, 16)]
 @pytest.mark.parametrize("rows,heads,groups,width,tokens,window,frequencies", ATTENTION_SHAPES)
 def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, window, frequencies):
     """Against softmax, cosines and sines written out, with ragged heads."""
-    from fathom.ops.fourier_decode import block_tokens, head_runs, raw_partials
+    from fathom.ops.fourier_decode.kernel import block_tokens, head_runs, raw_partials
 
     if dtype == torch.bfloat16 and INTERPRETED:
         pytest.skip("Triton's interpreter has no bfloat16")

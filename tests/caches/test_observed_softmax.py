@@ -51,7 +51,7 @@ def test_weights_and_sums_equal_a_loop(heads, m, n, reduce, kernel, dtype, limit
     scores = 3 * torch.randn(2, 2, heads * m, n, generator=torch.Generator().manual_seed(n))
     scores = scores.to(dtype)
     if kernel:
-        from fathom.ops.observed_softmax import weigh_
+        from fathom.ops.observed_softmax.kernel import weigh_
 
         weights, received = weigh_(scores.clone().to(DEVICE), m, 0.7, reduce)
     else:

@@ -12,7 +12,7 @@ from cache_cases import new_state, relative
 
 from fathom.caches import KIVI
 from fathom.caches.methods import kivi
-from fathom.ops.group_quantize import dequantize, quantize
+from fathom.ops.group_quantize.plain import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -71,7 +71,7 @@ def test_kernel_equals_a_loop(
     bits, group, key_width, width, coded_keys, coded_values, full_keys, heads, groups, dtype, limit, monkeypatch
 ):
     """Half precision: rebuilt numbers and weights are rounded once each."""
-    from fathom.ops import quantized_decode
+    from fathom.ops.quantized_attention import kernel as quantized_decode
 
     monkeypatch.setattr(quantized_decode, "PROGRAMS", 8 if heads == 4 else 1)  # runs of one block and of several
     generator = torch.Generator().manual_seed(group + heads)
@@ -106,7 +106,7 @@ def test_kernel_equals_a_loop(
 @pytest.mark.parametrize("bits,group", [(2, 32), (2, 4), (4, 8), (4, 128), (8, 1), (8, 16)])
 def test_quantising_kernel(bits, group, dtype):
     """Scale, minimum and codes of every group: fp64 numbers rounded where the definition rounds; halves to even."""
-    from fathom.ops.group_pack import quantize_groups, serves
+    from fathom.ops.group_quantize.kernel import quantize_groups, serves
 
     generator = torch.Generator().manual_seed(bits)
     x = torch.randn(3, 7, group, generator=generator).to(dtype)
@@ -133,7 +133,7 @@ def test_quantising_kernel(bits, group, dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_visible(bad):
     """As in the plain form: the whole group is lost, and no other."""
-    from fathom.ops.group_pack import quantize_groups
+    from fathom.ops.group_quantize.kernel import quantize_groups
 
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     x[1, 5] = bad
@@ -172,7 +172,7 @@ def test_steps_equal_the_pytorch_form(bits, dtype, limit, monkeypatch):
 
 def test_what_the_kernel_does_not_serve(monkeypatch):
     """Wide numbers, gradients, groups of less than a byte and steps too large take the PyTorch form."""
-    from fathom.ops.quantized_decode import serves
+    from fathom.ops.quantized_attention.kernel import serves
 
     wide = torch.zeros(1, 1, 1, 256)
     assert serves(wide, wide, wide, 2, 64) and not serves(wide, wide, wide, 2, 128)

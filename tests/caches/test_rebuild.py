@@ -15,7 +15,7 @@ from cache_cases import codebooks, get_model, new_state, relative
 from fathom.caches import KIVI, VQKV, compress, prefill
 from fathom.caches.methods import kivi, vqkv
 from fathom.caches.versions import CACHE_NAME
-from fathom.ops.residual_vq import decode
+from fathom.ops.residual_vq.plain import decode
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -42,7 +42,7 @@ BOOKS = [
 @pytest.mark.parametrize("rows,heads,sets,tokens,stages,entries,width", BOOKS)
 def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, stored, dtype):
     """Σ_i Q_i[z_i] in float64, one vector at a time; a run of the tokens, too."""
-    from fathom.ops.residual_decode import serves, sum_codewords
+    from fathom.ops.residual_vq.kernel import serves, sum_codewords
 
     generator = torch.Generator().manual_seed(tokens)
     books = torch.randn(sets, stages, entries, width, generator=generator).to(dtype)
@@ -66,7 +66,7 @@ def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, sto
 def test_order_and_rounding_of_the_sum():
     """fp32 sums over the stages in their order, to the last bit; a 16-bit result is that sum rounded once. PyTorch's
     embedding bag (`decode`) does the same."""
-    from fathom.ops.residual_decode import sum_codewords
+    from fathom.ops.residual_vq.kernel import sum_codewords
 
     generator = torch.Generator().manual_seed(0)
     books = torch.randn(1, 11, 50, 16, generator=generator).to(torch.float16)
@@ -83,7 +83,7 @@ def test_order_and_rounding_of_the_sum():
 
 def test_largest_code():
     """16-bit codes up to 65535."""
-    from fathom.ops.residual_decode import sum_codewords
+    from fathom.ops.residual_vq.kernel import sum_codewords
 
     books = torch.arange(65536.0, device=DEVICE).view(1, 1, -1, 1)
     codes = torch.tensor([0, 1, 32767, 32768, 65535], device=DEVICE).view(1, 1, -1, 1)
@@ -123,7 +123,8 @@ def test_dequantised_blocks(bits, group, first, second, along_tokens, dtype):
 
 
 def test_what_the_kernels_do_not_serve():
-    from fathom.ops import group_unpack, residual_decode
+    from fathom.ops import group_unpack
+    from fathom.ops.residual_vq import kernel as residual_decode
 
     scale = torch.ones(1, 1, 4, 4, 1)
     assert group_unpack.serves(scale, scale, 2, 4)
@@ -170,7 +171,7 @@ def test_vqkv_reads_a_prompt_the_same(packing, share, rope, monkeypatch):
     method = VQKV(
         codebooks=codebooks("llama", share=share, rope=rope), pack=packing, attention="blocks", n_sink=2, n_local=6
     )
-    launched, logits = count_launches("fathom.ops.residual_decode", "sum_codewords", monkeypatch), []
+    launched, logits = count_launches("fathom.ops.residual_vq.kernel", "sum_codewords", monkeypatch), []
     for kernel in (True, False):
         monkeypatch.setattr(vqkv, "has_kernel", lambda device, kernel=kernel: kernel)
         before = len(launched)

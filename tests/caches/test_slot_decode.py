@@ -119,7 +119,7 @@ def rotate64(x, position):
 @pytest.mark.parametrize("slots_held", [1, 15, 63, 64, 130])
 def test_one_step_equals_a_loop(slots_held, dtype, limit):
     """Output, weights, choice, merge and shift of one step, head by head in float64, around the edges of blocks."""
-    from fathom.ops.slot_decode import slot_decode
+    from fathom.ops.slot_decode.kernel import slot_decode
 
     heads, groups, batch = 4, 2, 2
     generator = torch.Generator().manual_seed(slots_held)

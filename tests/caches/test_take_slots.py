@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("index_shape", [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("widths,held,stays", [((16, 16), 33, 17), ((80, 24), 20, 16), ((4, 64), 5, 1)])
 def test_kernel_takes_the_slots(widths, held, stays, index_shape, statistics, dtype):
-    from fathom.ops.take_slots import serves, take_slots
+    from fathom.ops.take_slots.kernel import serves, take_slots
 
     generator = torch.Generator().manual_seed(held)
     sources = [torch.randn(2, 3, held, width, generator=generator).to(DEVICE, dtype) for width in widths]

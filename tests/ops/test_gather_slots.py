@@ -20,7 +20,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize("sizes", [(90,), (7, 1, 90)], ids=["one bank", "three"])
 @pytest.mark.parametrize("rows, width", [(1, 16), (3, 12), (3, 64)])
 def test_slots_of_banks(rows, width, sizes, dtype):
-    from fathom.ops.gather_slots import addresses, gather_slots
+    from fathom.ops.gather_slots.kernel import addresses, gather_slots
 
     generator = torch.Generator().manual_seed(0)
     banks = [[torch.randn(rows, 2, n, width, generator=generator).to(DEVICE, dtype) for _ in range(4)] for n in sizes]
@@ -34,7 +34,7 @@ def test_slots_of_banks(rows, width, sizes, dtype):
 
 
 def test_what_it_does_not_serve():
-    from fathom.ops.gather_slots import addresses
+    from fathom.ops.gather_slots.kernel import addresses
 
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
     for alone in (x[..., ::2], x[..., 1:9], x[..., :3]):

@@ -28,7 +28,7 @@ class SlotRope:
         stop = start + x.shape[2]
         cos, sin = self.table(stop, x)
         if has_kernel(x.device.type):
-            from fathom.ops.rotary_slots import rotate_slots, serves  # needs the package triton
+            from fathom.ops.rotary_slots.kernel import rotate_slots, serves  # needs the package triton
 
             if serves(x, cos):
                 return rotate_slots(x, cos, sin, start)

@@ -197,7 +197,7 @@ class SlotState(State):
     def weigh(self, query: Tensor, keys: Tensor) -> Weigh:
         """How scores become weights and what slots received: in Triton where it serves."""
         if has_kernel(query.device.type):
-            from fathom.ops.observed_softmax import serves, weigh_  # needs the package triton
+            from fathom.ops.observed_softmax.kernel import serves, weigh_  # needs the package triton
 
             if serves(query, keys):
                 return weigh_
@@ -205,7 +205,7 @@ class SlotState(State):
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, eviction: Eviction) -> Tensor | None:
         """The pass below for one token in a full cache, in Triton: three launches, nothing copied. None: not served."""
-        from fathom.ops.slot_decode import serves, slot_decode  # needs the package triton
+        from fathom.ops.slot_decode.kernel import serves, slot_decode  # needs the package triton
 
         assert self.key is not None and self.value is not None
         rope, slots = self.context.rope, self.stored + 1
@@ -281,7 +281,7 @@ class SlotState(State):
             fits = held is not None and held.shape == shape and held.is_contiguous() and not held.requires_grad
             targets[name] = held if fits else source.new_empty(shape)
         if has_kernel(index.device.type):
-            from fathom.ops.take_slots import serves, take_slots  # needs the package triton
+            from fathom.ops.take_slots.kernel import serves, take_slots  # needs the package triton
 
             if serves([*sources.values()], index):
                 take_slots([*sources.values()], index, [*targets.values()])

@@ -8,7 +8,7 @@ Four equal forms:
     flex     FlexAttention adds b score by score; a block mask says what is seen. Compiled on a GPU, where gradients
              reach b; uncompiled on a CPU, forward only.
     channel  [q, 1] · [k, b/scaling]: a plain causal kernel (flash) computes the bias as part of the product.
-    range    Kernels of our own (ops/range_attention.py) over the rows of a batch end to end, plain causal: what a slot
+    range    Kernels of our own (ops/range_attention) over the rows of a batch end to end, plain causal: what a slot
              sees is a range of them. On a GPU, in 16 bits.
 """
 
@@ -149,7 +149,7 @@ def range_biased_attention(
     scaling: float,
 ) -> Float[Tensor, "B H S D"]:
     """The range form. The rows lie end to end, without a copy, where slots come before heads in memory."""
-    from fathom.ops.range_attention import range_attention  # needs triton
+    from fathom.ops.range_attention.kernel import range_attention  # needs triton
 
     assert mask.bias is not None
     rows = len(query)
@@ -163,7 +163,7 @@ def ranges_serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
     one_kind = query.dtype == key.dtype == value.dtype and query.shape[3] == value.shape[3]
     if not has_kernel(query.device.type) or query.element_size() != 2 or not one_kind:
         return False
-    from fathom.ops.range_attention import serves
+    from fathom.ops.range_attention.kernel import serves
 
     return serves(query.shape[3], query.shape[1] // key.shape[1], query.dtype)
 

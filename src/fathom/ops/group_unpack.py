@@ -13,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from fathom.ops.group_pack import packs
+from fathom.ops.group_quantize.kernel import packs
 from fathom.ops.kernels import FLOATS, wants_gradient
 
 TILE = 4096  # numbers of a program

@@ -194,6 +194,6 @@ def ranged_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
     """Attention over ranges, as transformers' `AttentionInterface` wants it."""
-    from fathom.ops.range_attention import range_attention
+    from fathom.ops.range_attention.kernel import range_attention
 
     return range_attention(query, key, value, mask, scaling).transpose(1, 2), None

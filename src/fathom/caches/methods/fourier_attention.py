@@ -309,7 +309,7 @@ class FourierState(State):
 
         The kernel's softmax is over the middle: sinks and local tokens join it here.
         """
-        from fathom.ops.fourier_decode import block_tokens, raw_partials
+        from fathom.ops.fourier_decode.kernel import block_tokens, raw_partials
 
         own = self.own_channels(query)
         key, value = self.sides["key"], self.sides["value"]

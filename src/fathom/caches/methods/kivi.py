@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
-from fathom.ops.group_quantize import Quantized, dequantize, quantize
+from fathom.ops.group_quantize.plain import Quantized, dequantize, quantize
 from fathom.ops.kernels import has_kernel
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time while attending
@@ -111,7 +111,7 @@ class KIVIState(State):
 
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
         """One query over the codes as they are stored, in Triton; `keys`, `values` in full. None: not served."""
-        from fathom.ops.quantized_decode import quantized_decode, serves  # needs the package triton
+        from fathom.ops.quantized_attention.kernel import quantized_decode, serves  # needs the package triton
 
         method = self.method
         if not serves(query, keys, values, method.bits, method.group):
@@ -173,7 +173,7 @@ class KIVIState(State):
     def quantize(self, groups: Tensor) -> Quantized:
         """Groups in the last axis → packed codes, scale, minimum; in one Triton launch on a GPU."""
         if has_kernel(groups.device.type):
-            from fathom.ops.group_pack import quantize_groups, serves  # needs the package triton
+            from fathom.ops.group_quantize.kernel import quantize_groups, serves  # needs the package triton
 
             if serves(groups, self.method.bits):
                 return quantize_groups(groups, self.method.bits)

@@ -15,7 +15,7 @@ from fathom.caches.codebooks import Codebooks, load_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.kernels import has_kernel, wants_gradient
-from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
+from fathom.ops.residual_vq.plain import decode, encode, histogram_mix, lookup_scores
 
 TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
 LOOKUP_QUERIES = 16  # calls up to this length use tables; longer ones rebuild blocks
@@ -171,7 +171,7 @@ class VQState(State):
         grouped = query.reshape(batch, groups, heads // groups * m, width)
         scores, mix, as_stored = lookup_scores, histogram_mix, False
         if self.method.attention == "triton" and not wants_gradient(query, keys, values):
-            from fathom.ops import code_attention
+            from fathom.ops.code_attention import kernel as code_attention
 
             scores, mix = code_attention.code_scores, code_attention.code_mix
             as_stored = self.method.pack == "int16"
@@ -203,7 +203,7 @@ class VQState(State):
     def rebuilt(self, held: Tensor, table: Tensor) -> Tensor:
         """The vectors of stored codes [B,G,t,·]; in one Triton launch on a GPU."""
         if has_kernel(table.device.type):
-            from fathom.ops.residual_decode import serves, sum_codewords  # needs the package triton
+            from fathom.ops.residual_vq.kernel import serves, sum_codewords  # needs the package triton
 
             if serves(table):
                 return sum_codewords(held if self.method.pack == "int16" else self.unpack(held, table), table)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fathom.caches.base import CacheShape, LayerContext
 from fathom.caches.token_budget import COUNT_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
 from fathom.ops.kernels import has_kernel
-from fathom.ops.run_merge import SMALLEST, run_merge
+from fathom.ops.run_merge.plain import SMALLEST, run_merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class WeightedState(SlotState):
         if not method.merge:
             return index, value
         if method.merge_into_recent and method.merge_stats == "keep" and has_kernel(value.device.type):
-            from fathom.ops.run_fold import fold_runs_, serves  # needs the package triton
+            from fathom.ops.run_merge.kernel import fold_runs_, serves  # needs the package triton
 
             if serves(value, average):  # `value` is this call's own copy
                 return index, fold_runs_(value, average, index)

@@ -180,7 +180,7 @@ def slots_of(banks: list[list[KeyValue]], together: int = 8) -> Callable[[Int[Te
     time, as calls for each would take longer than the copies."""
     tensors = [[x for pair in bank for x in pair] for bank in banks]
     if has_kernel(tensors[0][0].device.type):
-        from fathom.ops.gather_slots import addresses, gather_slots
+        from fathom.ops.gather_slots.kernel import addresses, gather_slots
 
         table = addresses(tensors)
         if table is not None:

@@ -251,7 +251,7 @@ class StepStack(Stack):
         config, table = self.decoder.config, self.decoder.embed_tokens.weight
         if "sdpa" not in config._attn_implementation or not has_kernel(table.device.type):  # type: ignore[operator]
             return False
-        from fathom.ops.range_attention import serves
+        from fathom.ops.range_attention.kernel import serves
 
         return serves(config.head_dim, config.num_attention_heads // config.num_key_value_heads, table.dtype)
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.kernels import FLOATS
-from fathom.ops.run_merge import SMALLEST
+from fathom.ops.run_merge.plain import SMALLEST
 
 BLOCK = 32  # slots of a program that attends: 128 registers a thread at width 128
 CHUNK = 256  # slots of a program that counts

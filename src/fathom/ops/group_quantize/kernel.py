@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fathom.ops.group_quantize import Quantized
+from fathom.ops.group_quantize.plain import Quantized
 from fathom.ops.kernels import FLOATS, wants_gradient
 
 ROWS = 16  # groups of a program

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.kernels import FLOATS, wants_gradient
-from fathom.ops.run_merge import SMALLEST
+from fathom.ops.run_merge.plain import SMALLEST
 
 TILE = 16  # slots of a run that are read together
 

@@ -1,0 +1,1 @@
+"""Attention over residual codes, without rebuilding a vector."""

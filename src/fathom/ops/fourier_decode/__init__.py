@@ -1,0 +1,1 @@
+"""One query over raw channels and Fourier coefficients."""

@@ -1,0 +1,1 @@
+"""Slots of several banks and layers into one place."""

@@ -1,0 +1,1 @@
+"""Asymmetric min/max quantisation in groups."""

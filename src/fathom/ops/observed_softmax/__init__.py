@@ -1,0 +1,1 @@
+"""Softmax of causal scores, and what every slot received."""

@@ -1,0 +1,1 @@
+"""Residual vector quantisation."""

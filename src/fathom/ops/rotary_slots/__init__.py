@@ -1,0 +1,1 @@
+"""Rotation of stored keys or of queries at positions start, start + 1, …"""

@@ -1,0 +1,1 @@
+"""Folding the values of discarded slots into the next kept one."""

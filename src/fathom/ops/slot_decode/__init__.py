@@ -1,0 +1,1 @@
+"""One token in, one token out of a full slot cache."""

@@ -1,0 +1,1 @@
+"""The slots that stay, of keys, values and statistics together."""
