@@ -50,7 +50,8 @@ def test_what_it_does_not_serve():
 @pytest.mark.parametrize("together", [2, 8])
 def test_layers_in_parts(together):
     """What fills the cache, against its form without the kernel."""
-    from fathom.models.steps import cache as step_cache
+    from fathom.ops import kernels
+    from fathom.ops.gather_slots import slots_of
 
     generator = torch.Generator().manual_seed(0)
     banks = [
@@ -58,10 +59,10 @@ def test_layers_in_parts(together):
         for n in (9, 30)
     ]
     index = torch.randint(0, 39, (3, 21), generator=generator).to(DEVICE)
-    found = [*step_cache.slots_of(banks, together)(index)]
+    found = [*slots_of(banks, together)(index)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_cache, "has_kernel", lambda device: False)
-        wanted = [*step_cache.slots_of(banks)(index)]
+        patch.setattr(kernels, "TRITON", False)
+        wanted = [*slots_of(banks)(index)]
     assert len(found) == len(wanted) == 5
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])

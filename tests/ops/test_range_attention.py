@@ -190,11 +190,9 @@ def test_plain_causal_rows_with_a_bias(rows, slots, heads, groups):
 
 
 def test_nothing_is_copied_on_the_way_to_the_kernels(monkeypatch):
-    from fathom.ops.range_attention import kernel as range_attention
-
     *given, _, bias = rows_of_slots(2, 20, 4, 2, 16, torch.float16)
     met = []
-    monkeypatch.setattr(range_attention, "range_attention", lambda *tensors: met.extend(tensors) or tensors[0])
+    monkeypatch.setattr(biased_attention, "range_attention", lambda *tensors: met.extend(tensors) or tensors[0])
     mask = RangeBias(bias, causal_ranges(2, 20, torch.device("cpu")))
     biased_attention.range_biased_attention(*given, mask, 0.3)
     assert [x.data_ptr() for x in met[:3]] == [x.data_ptr() for x in given]
@@ -223,7 +221,7 @@ def test_channels_serve_what_the_kernels_do_not(monkeypatch, dtype, heads, form)
 
 
 def test_tensors_of_one_width_and_dtype_are_asked_for():
-    from fathom.ops.range_attention.kernel import range_attention
+    from fathom.ops.range_attention import range_attention
 
     *given, _, bias = (x.to(DEVICE) for x in rows_of_slots(1, 20, 2, 1, 32, torch.float32))
     query, key, value = given

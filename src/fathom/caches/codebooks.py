@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from fathom.caches import versions
 from fathom.caches.record import HALF_PRECISION, fingerprint, record
 from fathom.ops.autocast import without_autocast
-from fathom.ops.residual_vq.plain import decode, encode
+from fathom.ops.residual_vq import decode, encode
 from fathom.writing import naming
 
 FORMAT = "fathom.vqkv.1"
