@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import decoder
 from fathom.models.registry import REGISTRIES
 from fathom.models.steps import stack as steps
 from fathom.models.steps.graphs import Foresight, StepGraphs
@@ -47,17 +46,6 @@ both = pytest.mark.parametrize("depth", [COT, ADA], ids=lambda depth: depth["nam
 def lay_flat(monkeypatch, wanted: bool, ranged: bool = False) -> None:
     monkeypatch.setattr(StepStack, "flat_pays", lambda stack: wanted)
     monkeypatch.setattr(StepStack, "ranges_served", lambda stack: ranged)
-    monkeypatch.setattr(decoder, "ranged_attention", attention_over_ranges)
-
-
-def attention_over_ranges(module, query, key, value, mask, scaling, **kwargs):
-    """Dense, in the place of the kernels (tests/ops/test_range_attention.py)."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    place = torch.arange(key.shape[2])
-    seen = ((place >= mask.start[..., None]) & (place < mask.stop[..., None])).any(0)
-    scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
-    weights = torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0)  # what sees nothing gives 0
-    return (weights @ value).transpose(1, 2), None
 
 
 def make(depth, **fields):
