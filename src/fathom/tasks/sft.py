@@ -389,6 +389,6 @@ def _cut(source: Source, counts: dict[str, int], size: int, more: str = "") -> l
     if counts["rows"] > counts["kept"]:
         left_out = counts["rows"] - counts["kept"]
         said.append(
-            f"{source.argument}: {left_out:,} of {counts['rows']:,} rows are left out: no answer is left of them."
+            f"{source.argument}: {left_out:,} of {counts['rows']:,} rows are left out: no answer is left in them."
         )
     return said

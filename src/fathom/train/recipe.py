@@ -232,8 +232,9 @@ class Recipe:
         return self.tokens_of_examples(self.training.examples, data)
 
     def tokens_of_examples(self, examples: float, data: PreparedData) -> int:
-        """Tokens of as many whole sequences as hold so many examples on average."""
-        return math.floor(examples / data.examples_per_sequence + 1e-9) * self.data.block_size
+        """Tokens of as many sequences, in whole steps if there is one, as hold so many examples on average."""
+        tokens = math.floor(examples / data.examples_per_sequence + 1e-9) * self.data.block_size
+        return tokens - tokens % self.step_tokens or tokens
 
     def trial_tokens(self, data: PreparedData) -> int:
         """Tokens that each candidate of a learning-rate sweep is trained on."""
