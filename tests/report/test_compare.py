@@ -242,6 +242,7 @@ def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--jobs 0: must be at least 1"):
         compare(finished[1], tmp_path, jobs=0)
     monkeypatch.setattr(engine.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert engine._devices(3) == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert engine._devices(3) == ["4", "6", "4"]
