@@ -5,7 +5,7 @@
 
 The third step of 16 × 1024 tokens (16 / 4 heads of 64, bf16) over the slots of all three, of which each step keeps a
 share. "rows": every row by itself, padded; "flat": the tokens of all rows end to end, FlexAttention under a block mask;
-"ranges": the same by the kernels of `ops/range_attention.py`. Milliseconds of a forward pass, and of one with its
+"ranges": the same by the kernels of `ops/range_attention`. Milliseconds of a forward pass, and of one with its
 backward pass, the best of three; FLOPs of the scores that are seen (4·D each, 14·D with the backward pass), whose rate
 says how far from the chip's a form is.
 """
@@ -23,7 +23,7 @@ from speed import environment, seconds_of, take_turns
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from fathom.ops.kernels import has_kernel
+from fathom.ops.range_attention import range_attention, serves
 from fathom.ops.token_blocks import BLOCK, sees, token_block_mask, token_ranges
 from fathom.writing import write_json
 
@@ -74,8 +74,6 @@ def main() -> None:
             for q_, f_ in zip(query.split(1024, 1), (query if first is None else first).split(1024, 1), strict=True)
         )
         if form == "ranges":
-            from fathom.ops.range_attention import range_attention
-
             ranges = token_ranges(query[0], [part[0] for part in keys], first[0], 4)
             return lambda: range_attention(q, k, v, ranges, scaling), [q, k, v], seen
         mask = token_block_mask(query, key, first)
@@ -85,7 +83,7 @@ def main() -> None:
 
     layouts = {"rows, 1": ("rows", rows(batch, length))}
     for share in (1.0, 0.9, 0.4, 0.2):
-        for form in ("flat", *(["ranges"] if has_kernel(device) else [])):
+        for form in ("flat", *(["ranges"] if serves(device, width, heads // groups, dtype) else [])):
             layouts[f"{form}, {share:g}"] = form, flat(batch, length, share)
     for name, (form, inputs) in layouts.items():
         torch._dynamo.reset()

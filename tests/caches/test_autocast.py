@@ -12,8 +12,10 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, compression_report, prefill
 from fathom.caches.codebooks import learn
 from fathom.caches.versions import CACHE_NAME
-from fathom.ops import dct, residual_vq
+from fathom.ops import dct
 from fathom.ops import fourier_coefficients as fourier
+from fathom.ops.code_attention import histogram_mix, lookup_scores
+from fathom.ops.residual_vq import encode
 
 
 def autocast(enabled: bool = True):
@@ -115,9 +117,9 @@ def test_codes_stay_those_of_fp32():
     results = []
     for mixed in (False, True):
         with autocast(mixed):
-            codes = residual_vq.encode(x, books)
-            scores = residual_vq.lookup_scores(x[:, :, :3], codes, books.expand(1, -1, -1, -1))
-            results.append((codes, scores, residual_vq.histogram_mix(scores, codes, books.expand(1, -1, -1, -1))))
+            codes = encode(x, books)
+            scores = lookup_scores(x[:, :, :3], codes, books.expand(1, -1, -1, -1))
+            results.append((codes, scores, histogram_mix(scores, codes, books.expand(1, -1, -1, -1))))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 

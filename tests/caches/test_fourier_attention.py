@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import warnings
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from fathom.caches.channels import affine_repair, default_channels, paper_ratios
 from fathom.caches.methods.fourier_attention import FourierState, Side
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops import fourier_coefficients as fourier
-from fathom.ops import fourier_grid
+from fathom.ops import fourier_grid, kernels
 from fathom.ops.fourier_grid import make_grid
 
 SIZE = {"n_sink": 2, "n_local": 5, "frequencies": 4, "headroom": 40}
@@ -130,29 +128,15 @@ def kaiser_bessel(z, grid):
     return scale * math.sinh(grid.shape * math.sqrt(under)) / math.sqrt(under)
 
 
-def plain_partials(query, scores, raw_key, raw_value, key_starts, value_starts, grid, scaling):
-    """What the Triton kernel returns, over all tokens at once."""
-    phi = torch.zeros(grid.points, raw_key.shape[1])
-    for t in range(raw_key.shape[1]):
-        u = t * grid.points / grid.window
-        for point in range(math.floor(u) - 3, math.floor(u) + 5):
-            phi[point % grid.points, t] += kaiser_bessel(u - point, grid)
-    s = (scores @ phi + query @ raw_key.transpose(1, 2)) * scaling
-    top = s.amax(-1, keepdim=True) - 1
-    e = (s - top).exp()
-    return top, e.sum(-1, keepdim=True), e @ raw_value, e @ phi.T
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("reconstruction", ["affine", "projection"])
 def test_the_path_around_the_kernel_equals_dense(family, reconstruction, monkeypatch):
-    """The whole decode path of attention="triton", its kernel replaced by plain PyTorch."""
+    """The whole decode path of attention="triton", with the plain form of its op."""
     model, ids = get_model(family), long_ids()
     logits = []
     for attention in ("dense", "fft"):
         if attention == "fft":
-            stand_in = SimpleNamespace(block_tokens=lambda dtype: 8, raw_partials=plain_partials)
-            monkeypatch.setitem(sys.modules, "fathom.ops.fourier_decode", stand_in)
+            monkeypatch.setattr(kernels, "TRITON", False)
             monkeypatch.setattr(FourierState, "attend_fft", FourierState.attend_triton)
         with compress(model, FourierAttention(reconstruction=reconstruction, attention=attention, **SIZE)):
             cache = prefill(model, ids[:, :30])[CACHE_NAME]
@@ -174,7 +158,9 @@ ATTENTION_SHAPES += [(1, 8, 4, 128, 500, 1000, 16)]
 @pytest.mark.parametrize("rows,heads,groups,width,tokens,window,frequencies", ATTENTION_SHAPES)
 def test_kernel(dtype, tolerance, rows, heads, groups, width, tokens, window, frequencies):
     """Against softmax, cosines and sines written out, with ragged heads."""
-    from fathom.ops.fourier_decode import block_tokens, head_runs, raw_partials
+    from fathom.ops.fourier_decode import raw_partials
+    from fathom.ops.fourier_decode.kernel import head_runs
+    from fathom.ops.fourier_grid import block_tokens
 
     if dtype == torch.bfloat16 and INTERPRETED:
         pytest.skip("Triton's interpreter has no bfloat16")

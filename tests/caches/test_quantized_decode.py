@@ -11,8 +11,7 @@ import torch
 from cache_cases import new_state, relative
 
 from fathom.caches import KIVI
-from fathom.caches.methods import kivi
-from fathom.ops.group_quantize import dequantize, quantize
+from fathom.ops.group_quantize import dequantize, plain, quantize
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -71,7 +70,7 @@ def test_kernel_equals_a_loop(
     bits, group, key_width, width, coded_keys, coded_values, full_keys, heads, groups, dtype, limit, monkeypatch
 ):
     """Half precision: rebuilt numbers and weights are rounded once each."""
-    from fathom.ops import quantized_decode
+    from fathom.ops.quantized_attention import kernel as quantized_decode
 
     monkeypatch.setattr(quantized_decode, "PROGRAMS", 8 if heads == 4 else 1)  # runs of one block and of several
     generator = torch.Generator().manual_seed(group + heads)
@@ -87,7 +86,7 @@ def test_kernel_equals_a_loop(
         )
     )
     assert quantized_decode.serves(query, key, value, bits, group)
-    found = quantized_decode.quantized_decode(
+    found = quantized_decode.quantized_attention(
         query, key_codes, value_codes if coded_values else None, key, value, bits, group, 0.3
     )
     assert found.dtype == dtype and found.shape == (2, heads, 1, width)
@@ -106,7 +105,7 @@ def test_kernel_equals_a_loop(
 @pytest.mark.parametrize("bits,group", [(2, 32), (2, 4), (4, 8), (4, 128), (8, 1), (8, 16)])
 def test_quantising_kernel(bits, group, dtype):
     """Scale, minimum and codes of every group: fp64 numbers rounded where the definition rounds; halves to even."""
-    from fathom.ops.group_pack import quantize_groups, serves
+    from fathom.ops.group_quantize.kernel import quantize, quantizes
 
     generator = torch.Generator().manual_seed(bits)
     x = torch.randn(3, 7, group, generator=generator).to(dtype)
@@ -116,8 +115,8 @@ def test_quantising_kernel(bits, group, dtype):
     if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off: whole steps need no rounding
         x = torch.randint(2**bits, x.shape, generator=generator).to(dtype) * 0.5 - 1
         x[..., 0], x[..., -1] = -1, -1 + 0.5 * (2**bits - 1)
-    assert serves(x, bits)
-    packed, scale, minimum = (y.cpu() for y in quantize_groups(x.to(DEVICE), bits))
+    assert quantizes(x, bits)
+    packed, scale, minimum = (y.cpu() for y in quantize(x.to(DEVICE), bits))
     assert scale.dtype == minimum.dtype == dtype and packed.shape == (3, 7, group * bits // 8)
     for row in itertools.product(range(3), range(7)):
         low, high = x[row].double().min(), x[row].double().max()
@@ -133,25 +132,30 @@ def test_quantising_kernel(bits, group, dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_visible(bad):
     """As in the plain form: the whole group is lost, and no other."""
-    from fathom.ops.group_pack import quantize_groups
-
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     x[1, 5] = bad
-    for codes in (quantize_groups(x.to(DEVICE), 4), quantize(x, 4)):
+    for codes in (quantize(x.to(DEVICE), 4), plain.quantize(x, 4)):
         rebuilt = dequantize(*codes, 4, 32)
         assert rebuilt[[0, 2]].isfinite().all() and not rebuilt[1].isfinite().any()
 
 
 def steps(method, parts, monkeypatch, kernel):
-    """Outputs of a prompt and single steps, the state, and which steps the kernel served."""
-    served = []
-    decode = kivi.KIVIState.decode if kernel else lambda *args: None
-    monkeypatch.setattr(kivi, "has_kernel", lambda device: True)  # both quantise by the kernel
-    monkeypatch.setattr(kivi.KIVIState, "decode", lambda *args: served.append(decode(*args)) or served[-1])
-    state = new_state(method)
-    output = torch.cat([state.attend(*(x.to(DEVICE) for x in part), 0.25) for part in parts], 2)
-    monkeypatch.undo()
-    return output, state, [x is not None for x in served]
+    """Outputs of a prompt and single steps, the state, and which steps the kernel served. Both quantise by a kernel."""
+    from fathom.ops.quantized_attention import kernel as quantized_decode
+
+    served, serves = [], quantized_decode.serves
+
+    def noted(query, *rest):
+        serving = kernel and serves(query, *rest)
+        if query.shape[2] == 1:
+            served.append(serving)
+        return serving
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized_decode, "serves", noted)
+        state = new_state(method)
+        output = torch.cat([state.attend(*(x.to(DEVICE) for x in part), 0.25) for part in parts], 2)
+    return output, state, served
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 2e-2, marks=BF16)])
@@ -172,7 +176,7 @@ def test_steps_equal_the_pytorch_form(bits, dtype, limit, monkeypatch):
 
 def test_what_the_kernel_does_not_serve(monkeypatch):
     """Wide numbers, gradients, groups of less than a byte and steps too large take the PyTorch form."""
-    from fathom.ops.quantized_decode import serves
+    from fathom.ops.quantized_attention.kernel import serves
 
     wide = torch.zeros(1, 1, 1, 256)
     assert serves(wide, wide, wide, 2, 64) and not serves(wide, wide, wide, 2, 128)

@@ -13,8 +13,10 @@ import torch
 from cache_cases import codebooks, get_model, new_state, relative
 
 from fathom.caches import KIVI, VQKV, compress, prefill
-from fathom.caches.methods import kivi, vqkv
+from fathom.caches.methods import vqkv
 from fathom.caches.versions import CACHE_NAME
+from fathom.ops import kernels
+from fathom.ops.quantized_attention import plain as quantized_attention
 from fathom.ops.residual_vq import decode
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +44,7 @@ BOOKS = [
 @pytest.mark.parametrize("rows,heads,sets,tokens,stages,entries,width", BOOKS)
 def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, stored, dtype):
     """Σ_i Q_i[z_i] in float64, one vector at a time; a run of the tokens, too."""
-    from fathom.ops.residual_decode import serves, sum_codewords
+    from fathom.ops.residual_vq.kernel import rebuild, serves
 
     generator = torch.Generator().manual_seed(tokens)
     books = torch.randn(sets, stages, entries, width, generator=generator).to(dtype)
@@ -56,7 +58,7 @@ def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, sto
     held = (codes - 32768 if stored == torch.int16 else codes).to(DEVICE, stored)
     assert serves(books)
     for run in (slice(None), slice(1, tokens - 1), slice(tokens - 1, tokens)):
-        found = sum_codewords(held[:, :, run], books.to(DEVICE))
+        found = rebuild(held[:, :, run], books.to(DEVICE))
         assert found.dtype == dtype
         # the fp32 sum of N numbers is off by less than N half steps of what it adds up
         limit = HALF_STEP[dtype] * expected.abs() + stages * 2**-24 * size
@@ -66,7 +68,7 @@ def test_sum_of_codewords(rows, heads, sets, tokens, stages, entries, width, sto
 def test_order_and_rounding_of_the_sum():
     """fp32 sums over the stages in their order, to the last bit; a 16-bit result is that sum rounded once. PyTorch's
     embedding bag (`decode`) does the same."""
-    from fathom.ops.residual_decode import sum_codewords
+    from fathom.ops.residual_vq.kernel import rebuild
 
     generator = torch.Generator().manual_seed(0)
     books = torch.randn(1, 11, 50, 16, generator=generator).to(torch.float16)
@@ -75,20 +77,20 @@ def test_order_and_rounding_of_the_sum():
     for i in range(11):
         total = total + books[0, i, codes[..., i]].float()
     held = codes.to(DEVICE, torch.int32)
-    assert torch.equal(sum_codewords(held, books.float().to(DEVICE)).cpu(), total)
-    assert torch.equal(sum_codewords(held, books.to(DEVICE)).cpu(), total.half())
+    assert torch.equal(rebuild(held, books.float().to(DEVICE)).cpu(), total)
+    assert torch.equal(rebuild(held, books.to(DEVICE)).cpu(), total.half())
     for table in (books.float().to(DEVICE), books.to(DEVICE)):
-        assert torch.equal(sum_codewords(held, table), decode(held, table[0]))
+        assert torch.equal(rebuild(held, table), decode(held, table[0]))
 
 
 def test_largest_code():
     """16-bit codes up to 65535."""
-    from fathom.ops.residual_decode import sum_codewords
+    from fathom.ops.residual_vq.kernel import rebuild
 
     books = torch.arange(65536.0, device=DEVICE).view(1, 1, -1, 1)
     codes = torch.tensor([0, 1, 32767, 32768, 65535], device=DEVICE).view(1, 1, -1, 1)
     for held in ((codes - 32768).to(torch.int16), codes.to(torch.int32)):
-        assert sum_codewords(held, books).flatten().tolist() == codes.flatten().tolist()
+        assert rebuild(held, books).flatten().tolist() == codes.flatten().tolist()
 
 
 def rounded(x: float, dtype: torch.dtype) -> float:
@@ -102,7 +104,7 @@ def rounded(x: float, dtype: torch.dtype) -> float:
 )
 def test_dequantised_blocks(bits, group, first, second, along_tokens, dtype):
     """One number at a time: the product is rounded, then the sum; to the last bit."""
-    from fathom.ops.group_unpack import dequantize_groups, serves
+    from fathom.ops.group_quantize.kernel import dequantize_block, dequantizes
 
     generator = torch.Generator().manual_seed(group)
     packed = torch.randint(256, (2, 2, first, second, group * bits // 8), generator=generator, dtype=torch.uint8)
@@ -110,9 +112,9 @@ def test_dequantised_blocks(bits, group, first, second, along_tokens, dtype):
     if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off: nothing to round
         scale, minimum = scale.sign() / 2, minimum.round() / 2
         packed &= 0x77 if bits == 8 else 0xFF
-    assert serves(scale, minimum, bits, group)
+    assert dequantizes(scale, minimum, bits, group)
     run = slice(1, first - 1)
-    found = dequantize_groups(*(x[:, :, run].to(DEVICE) for x in (packed, scale, minimum)), bits, along_tokens).cpu()
+    found = dequantize_block(*(x[:, :, run].to(DEVICE) for x in (packed, scale, minimum)), bits, along_tokens).cpu()
     assert found.dtype == dtype
     per_byte = 8 // bits
     for b, g, i, j, place in itertools.product(range(2), range(2), range(1, first - 1), range(second), range(group)):
@@ -123,31 +125,32 @@ def test_dequantised_blocks(bits, group, first, second, along_tokens, dtype):
 
 
 def test_what_the_kernels_do_not_serve():
-    from fathom.ops import group_unpack, residual_decode
+    from fathom.ops.group_quantize import kernel as group_quantize
+    from fathom.ops.residual_vq import kernel as residual_vq
 
     scale = torch.ones(1, 1, 4, 4, 1)
-    assert group_unpack.serves(scale, scale, 2, 4)
+    assert group_quantize.dequantizes(scale, scale, 2, 4)
     for other, bits, group in ((scale.double(), 2, 4), (scale, 2, 2), (scale, 2, 12), (scale.requires_grad_(), 2, 4)):
-        assert not group_unpack.serves(other, other, bits, group)
+        assert not group_quantize.dequantizes(other, other, bits, group)
     books = torch.zeros(1, 2, 3, 4)
-    assert not residual_decode.serves(books.double()) and not residual_decode.serves(books.requires_grad_())
+    assert not residual_vq.serves(books.double()) and not residual_vq.serves(books.requires_grad_())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("at_once", [16, 4096])
 def test_kivi_rebuilds_the_same(at_once, dtype, monkeypatch):
     """Every block of a state equals the PyTorch form's, bit for bit: keys, values and values in full."""
-    monkeypatch.setattr(kivi, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(quantized_attention, "TOKENS_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     state = new_state(KIVI(bits=2, group=8, residual=16))
     for length in (50, 3, 1, 13, 40):
         query, key, value = (torch.randn(2, 2, length, 32, generator=generator).to(DEVICE, dtype) for _ in range(3))
         state.attend(query, key, value, 0.2)
-        launched = count_launches("fathom.ops.group_unpack", "dequantize_groups", monkeypatch)
+        launched = count_launches("fathom.ops.group_quantize.kernel", "dequantize_block", monkeypatch)
         found = list(state.blocks())
         assert len(launched) >= 2 * len(found) - 1  # a block may hold values in full only
         with monkeypatch.context() as patched:
-            patched.setattr(kivi, "has_kernel", lambda device: False)
+            patched.setattr(kernels, "TRITON", False)
             expected = list(state.blocks())
         for left, right in zip(found, expected, strict=True):
             assert torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
@@ -170,9 +173,9 @@ def test_vqkv_reads_a_prompt_the_same(packing, share, rope, monkeypatch):
     method = VQKV(
         codebooks=codebooks("llama", share=share, rope=rope), pack=packing, attention="blocks", n_sink=2, n_local=6
     )
-    launched, logits = count_launches("fathom.ops.residual_decode", "sum_codewords", monkeypatch), []
+    launched, logits = count_launches("fathom.ops.residual_vq.kernel", "rebuild", monkeypatch), []
     for kernel in (True, False):
-        monkeypatch.setattr(vqkv, "has_kernel", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(kernels, "TRITON", kernel)
         before = len(launched)
         with compress(model, method), torch.no_grad():
             cache = prefill(model, ids[:, :30])[CACHE_NAME]

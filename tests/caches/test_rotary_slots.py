@@ -36,7 +36,7 @@ class Rotary(torch.nn.Module):
 @pytest.mark.parametrize("tokens,start,contiguous", [(1, 0, True), (1, 290, False), (16, 3, False), (45, 100, True)])
 def test_kernel_turns_complex_numbers(tokens, start, contiguous, width, turned, dtype, limit, monkeypatch):
     """In half precision the table and the result are rounded (bf16 is cut off in the interpreter)."""
-    from fathom.ops import rotary_slots
+    from fathom.ops.rotary_slots import kernel as rotary_slots
 
     served, kernel = [], rotary_slots.rotate_slots
     monkeypatch.setattr(rotary_slots, "rotate_slots", lambda *args: served.append(True) or kernel(*args))
@@ -53,7 +53,7 @@ def test_kernel_turns_complex_numbers(tokens, start, contiguous, width, turned, 
 
 
 def test_wide_numbers_and_gradients_take_the_plain_form():
-    from fathom.ops.rotary_slots import serves
+    from fathom.ops.rotary_slots.kernel import serves
 
     cos = torch.ones(1, 4, 8)
     x = torch.ones(1, 2, 4, 8)

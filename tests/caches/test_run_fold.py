@@ -10,8 +10,8 @@ import torch
 from cache_cases import new_state, relative
 
 from fathom.caches import WeightedKV
-from fathom.caches.methods import weightedkv
-from fathom.ops.run_merge import SMALLEST, run_merge
+from fathom.ops import kernels
+from fathom.ops.run_merge import SMALLEST, fold_runs, run_merge
 
 kernel = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -82,12 +82,10 @@ def test_doubling_equals_the_loop(name):
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_the_loop(name, dtype, limit, width):
     """Half precision: one rounding of the result: 2⁻¹¹ of it in fp16, 2⁻⁷ in bf16 (the interpreter cuts off)."""
-    from fathom.ops.run_fold import fold_runs_
-
     value, weight, discarded = case(name, dtype, width)
     kept = (~discarded).nonzero()[:, 2].view(2, 2, -1)
     held = value.clone().to(DEVICE)
-    fold_runs_(held, weight.to(DEVICE), kept.to(DEVICE))
+    fold_runs(held, weight.to(DEVICE), kept.to(DEVICE))
     check(held.cpu().gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, width)), value, weight, discarded, limit)
     assert torch.equal(held.cpu()[discarded], value[discarded])
 
@@ -98,7 +96,7 @@ def test_kernel_equals_the_loop(name, dtype, limit, width):
 def test_a_prompt_equals_the_pytorch_form(options, dtype, limit, monkeypatch):
     """Several internal chunks of a prompt: outputs and what is held."""
     served = []
-    from fathom.ops import run_fold
+    from fathom.ops.run_merge import kernel as run_fold
 
     fold = run_fold.fold_runs_
     monkeypatch.setattr(run_fold, "fold_runs_", lambda *args: served.append(True) or fold(*args))
@@ -107,7 +105,7 @@ def test_a_prompt_equals_the_pytorch_form(options, dtype, limit, monkeypatch):
     parts = [torch.randn(2, heads, 90, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2)]
 
     def run(kernel):
-        monkeypatch.setattr(weightedkv, "has_kernel", lambda device: kernel)
+        monkeypatch.setattr(kernels, "TRITON", kernel)
         state = new_state(method)
         with torch.no_grad():
             return state.attend(*parts, 0.25), state

@@ -14,6 +14,7 @@ from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress,
 from fathom.caches import token_budget as slots
 from fathom.caches.rope import SlotRope
 from fathom.caches.versions import CACHE_NAME
+from fathom.ops import kernels
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -75,7 +76,7 @@ def run(method, parts, monkeypatch, kernel, dtype=torch.float32, device=DEVICE):
         return output
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "has_kernel", lambda device: kernel)
+        patch.setattr(kernels, "TRITON", kernel)
         patch.setattr(slots.SlotState, "decode", counted)
         state = new_state(method, SlotRope(Rotary()) if method.pre_rope else None)
         outputs = [state.attend(*(x.to(device, dtype) for x in part), WIDTH**-0.5) for part in parts]
@@ -215,7 +216,7 @@ def test_steps_of_a_model_equal_the_cpu(family, name, options, ids, monkeypatch)
     tokens = torch.randint(
         1, VOCABULARY, (2, 18 if DEVICE == "cuda" else 8), generator=torch.Generator().manual_seed(6)
     )
-    monkeypatch.setattr(slots, "has_kernel", lambda device: False)
+    monkeypatch.setattr(kernels, "TRITON", False)
     expected = logits_of_steps(cpu, method, prompt, mask, tokens, 4)
     monkeypatch.undo()
     served = []
@@ -228,6 +229,6 @@ def test_steps_of_a_model_equal_the_cpu(family, name, options, ids, monkeypatch)
     if name == "streaming_llm" or options.get("score") == "none":
         half = copy.deepcopy(cpu).to(torch.bfloat16)
         found = logits_of_steps(copy.deepcopy(half).to(DEVICE), method, prompt, mask, tokens, 4)
-        monkeypatch.setattr(slots, "has_kernel", lambda device: False)
+        monkeypatch.setattr(kernels, "TRITON", False)
         pytorch = logits_of_steps(half, method, prompt, mask, tokens, 4)
         assert relative(found, expected) < 1.5 * relative(pytorch, expected)  # the error that the model has in bf16

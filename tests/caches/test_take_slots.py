@@ -10,7 +10,7 @@ import torch
 from cache_cases import new_state
 
 from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV
-from fathom.caches import token_budget as slots
+from fathom.ops import kernels
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("index_shape", [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("widths,held,stays", [((16, 16), 33, 17), ((80, 24), 20, 16), ((4, 64), 5, 1)])
 def test_kernel_takes_the_slots(widths, held, stays, index_shape, statistics, dtype):
-    from fathom.ops.take_slots import serves, take_slots
+    from fathom.ops.take_slots.kernel import serves, take_slots
 
     generator = torch.Generator().manual_seed(held)
     sources = [torch.randn(2, 3, held, width, generator=generator).to(DEVICE, dtype) for width in widths]
@@ -60,7 +60,7 @@ def test_calls_keep_the_same_slots_at_the_same_place(method, monkeypatch):
     parts = [torch.randn(2, heads, 80, 16, generator=generator).to(DEVICE) for heads in (4, 2, 2)]
 
     def run(kernel):
-        monkeypatch.setattr(slots, "has_kernel", lambda device: kernel)
+        monkeypatch.setattr(kernels, "TRITON", kernel)
         state, places = new_state(method), []
         with torch.no_grad():
             for part in zip(*(x.split([40, 9, 9, 22], 2) for x in parts)):

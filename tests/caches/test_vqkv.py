@@ -26,7 +26,8 @@ from fathom.caches.codebooks import learn, learn_groups, residual_energy, simvq_
 from fathom.caches.record import fingerprint, record
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.bitpack import pack, packed_bytes, unpack
-from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
+from fathom.ops.code_attention import histogram_mix, lookup_scores
+from fathom.ops.residual_vq import decode, encode
 
 SIZE = {"n_sink": 2, "n_local": 6, "flush_every": 4}
 
@@ -265,8 +266,8 @@ def test_files(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
 def test_kernels_equal_the_rebuilt_vectors(monkeypatch, rows, groups, queries, tokens, sets, stages, shared, dtype):
     """Words of 1, 2 and 4 codes, one and two at once; rows that do not fill a program; tables too large to share."""
-    from fathom.ops import code_attention
     from fathom.ops.code_attention import code_mix, code_scores
+    from fathom.ops.code_attention import kernel as code_attention
 
     if not shared:
         monkeypatch.setattr(code_attention, "SHARED_ENTRIES", 16)

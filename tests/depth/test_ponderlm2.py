@@ -382,6 +382,7 @@ def test_a_scale_that_would_not_train_is_refused():
         assert model.depth.scale.grad.abs().item() > 0
 
 
+@pytest.mark.slow
 def test_a_random_number_of_sweeps_compiles():
     """One graph a number; the draw itself stays outside."""
     model, ids = make(double=False, sweeps=3, random_sweeps=True).train(), tokens(2, 7)

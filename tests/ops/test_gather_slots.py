@@ -20,7 +20,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize("sizes", [(90,), (7, 1, 90)], ids=["one bank", "three"])
 @pytest.mark.parametrize("rows, width", [(1, 16), (3, 12), (3, 64)])
 def test_slots_of_banks(rows, width, sizes, dtype):
-    from fathom.ops.gather_slots import addresses, gather_slots
+    from fathom.ops.gather_slots.kernel import addresses, gather_slots
 
     generator = torch.Generator().manual_seed(0)
     banks = [[torch.randn(rows, 2, n, width, generator=generator).to(DEVICE, dtype) for _ in range(4)] for n in sizes]
@@ -34,7 +34,7 @@ def test_slots_of_banks(rows, width, sizes, dtype):
 
 
 def test_what_it_does_not_serve():
-    from fathom.ops.gather_slots import addresses
+    from fathom.ops.gather_slots.kernel import addresses
 
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
     for alone in (x[..., ::2], x[..., 1:9], x[..., :3]):
@@ -50,7 +50,8 @@ def test_what_it_does_not_serve():
 @pytest.mark.parametrize("together", [2, 8])
 def test_layers_in_parts(together):
     """What fills the cache, against its form without the kernel."""
-    from fathom.models.steps import cache as step_cache
+    from fathom.ops import kernels
+    from fathom.ops.gather_slots import slots_of
 
     generator = torch.Generator().manual_seed(0)
     banks = [
@@ -58,10 +59,10 @@ def test_layers_in_parts(together):
         for n in (9, 30)
     ]
     index = torch.randint(0, 39, (3, 21), generator=generator).to(DEVICE)
-    found = [*step_cache.slots_of(banks, together)(index)]
+    found = [*slots_of(banks, together)(index)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_cache, "has_kernel", lambda device: False)
-        wanted = [*step_cache.slots_of(banks)(index)]
+        patch.setattr(kernels, "TRITON", False)
+        wanted = [*slots_of(banks)(index)]
     assert len(found) == len(wanted) == 5
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])

@@ -46,7 +46,7 @@ def dense(query, key, value, seen, scaling, bias=0):
 def assert_near_dense(
     query, keys, first, heads, groups, width, dtype, limit, hidden=None, bias=None, listed=False, rows=None
 ):
-    from fathom.ops.range_attention import range_attention, serves
+    from fathom.ops.range_attention.kernel import range_attention, serves
 
     query, keys, first = query.to(DEVICE), [part.to(DEVICE) for part in keys], first.to(DEVICE)
     ranges, key = token_ranges(query, keys, first, 4), torch.cat(keys)
@@ -190,11 +190,9 @@ def test_plain_causal_rows_with_a_bias(rows, slots, heads, groups):
 
 
 def test_nothing_is_copied_on_the_way_to_the_kernels(monkeypatch):
-    from fathom.ops import range_attention
-
     *given, _, bias = rows_of_slots(2, 20, 4, 2, 16, torch.float16)
     met = []
-    monkeypatch.setattr(range_attention, "range_attention", lambda *tensors: met.extend(tensors) or tensors[0])
+    monkeypatch.setattr(biased_attention, "range_attention", lambda *tensors: met.extend(tensors) or tensors[0])
     mask = RangeBias(bias, causal_ranges(2, 20, torch.device("cpu")))
     biased_attention.range_biased_attention(*given, mask, 0.3)
     assert [x.data_ptr() for x in met[:3]] == [x.data_ptr() for x in given]
@@ -247,7 +245,7 @@ def test_tensors_of_one_width_and_dtype_are_asked_for():
 )
 def test_programs_that_do_not_fit_are_left_to_others(monkeypatch, memory, dtype, widths):
     """Turing, consumer Ampere and Ada, an A100 and an H200."""
-    from fathom.ops import range_attention
+    from fathom.ops.range_attention import kernel as range_attention
 
     monkeypatch.setattr(range_attention, "SHARED_MEMORY", memory)
     assert tuple(w for w in (64, 128, 256) if range_attention.serves(w, 4, dtype)) == widths
@@ -257,7 +255,7 @@ def test_programs_that_do_not_fit_are_left_to_others(monkeypatch, memory, dtype,
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_with_what_is_around(dynamic, with_bias):
-    from fathom.ops.range_attention import range_attention
+    from fathom.ops.range_attention.kernel import range_attention
 
     torch._dynamo.reset()
     query, keys, first = segments(4, 200, (0.6, 0.5))

@@ -17,7 +17,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches import versions
 from fathom.caches.rope import SlotRope
 from fathom.ops.autocast import product_dtype, without_autocast
-from fathom.ops.kernels import has_kernel
+from fathom.ops.kernels import missing
 
 
 def portion(ratio: float | Fraction, count: int) -> int:
@@ -112,15 +111,9 @@ class CacheMethod(ABC):
 
     def check_triton(self, model: PreTrainedModel, remedy: str) -> None:
         """Refuse attention="triton" where its kernels cannot run."""
-        device = versions.execution_device(model)
-        if not has_kernel(device.type):
-            installed = "missing" if find_spec("triton") is None else "installed"
-            raise self.refuse(
-                "attention",
-                "triton",
-                f"it needs a CUDA device and the package triton; the model is on {device}, "
-                f"triton is {installed}. {remedy[0].upper()}{remedy[1:]}",
-            )
+        lacks = missing(versions.execution_device(model))
+        if lacks:
+            raise self.refuse("attention", "triton", f"{lacks}. {remedy[0].upper()}{remedy[1:]}")
         if model.dtype == torch.float64:
             raise self.refuse("attention", "triton", f"the kernel computes in fp32, the model in float64; {remedy}")
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.caches import versions
-from fathom.ops.kernels import has_kernel
-from fathom.ops.rotary import rotate
+from fathom.ops.rotary_slots import rotate_slots
 
 # Frequencies of these types depend on the longest position of the call: a table serves calls of its own length only.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -25,14 +24,8 @@ class SlotRope:
 
     def __call__(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, heads, n, D] rotated at positions start … start + n − 1."""
-        stop = start + x.shape[2]
-        cos, sin = self.table(stop, x)
-        if has_kernel(x.device.type):
-            from fathom.ops.rotary_slots import rotate_slots, serves  # needs the package triton
-
-            if serves(x, cos):
-                return rotate_slots(x, cos, sin, start)
-        return rotate(x, cos[:, start:stop], sin[:, start:stop])
+        cos, sin = self.table(start + x.shape[2], x)
+        return rotate_slots(x, cos, sin, start)
 
     def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [1, ≥ length, R] in the dtype and on the device of `like`."""

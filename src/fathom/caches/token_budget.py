@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
-from fathom.ops.cached_attention import Weigh, causal_attention, observed_attention, weigh
-from fathom.ops.kernels import has_kernel, wants_gradient
+from fathom.ops.cached_attention import causal_attention, observed_attention
+from fathom.ops.slot_decode import slot_decode
+from fathom.ops.take_slots import take_slots
 
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
@@ -174,7 +175,7 @@ class SlotState(State):
                 setattr(self, name, tensor.clone())
         if length == 1 and self.stored == self.budget and not dropout and not self.track_positions:
             eviction = self.eviction()
-            if eviction is not None and has_kernel(query.device.type):
+            if eviction is not None:
                 output = self.decode(query, key, value, scaling, eviction)
                 if output is not None:
                     return output
@@ -185,8 +186,8 @@ class SlotState(State):
         turned_keys = keys if rope is None else rope(keys)
         last = self.observed(length)
         if last:
-            reduce, kernel = self.method.group_reduce, self.weigh(turned_query, turned_keys)
-            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce, kernel)
+            reduce = self.method.group_reduce
+            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce)
             self.observe(received, min(last, length), length)
         else:
             output = causal_attention(turned_query, turned_keys, values, scaling, dropout)
@@ -194,36 +195,18 @@ class SlotState(State):
         self.compress(keys, values, length)
         return output
 
-    def weigh(self, query: Tensor, keys: Tensor) -> Weigh:
-        """How scores become weights and what slots received: in Triton where it serves."""
-        if has_kernel(query.device.type):
-            from fathom.ops.observed_softmax import serves, weigh_  # needs the package triton
-
-            if serves(query, keys):
-                return weigh_
-        return weigh
-
     def decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, eviction: Eviction) -> Tensor | None:
-        """The pass below for one token in a full cache, in Triton: three launches, nothing copied. None: not served."""
-        from fathom.ops.slot_decode import serves, slot_decode  # needs the package triton
-
+        """The pass below for one token in a full cache, in three launches with nothing copied. None: not served."""
         assert self.key is not None and self.value is not None
-        rope, slots = self.context.rope, self.stored + 1
-        table = None if rope is None else rope.table(slots, query)
-        held = (query, key, value, self.key, self.value)
-        if wants_gradient(*held):
-            return None
-        if not serves(query, self.key, self.value, None if table is None else table[0]):
-            return None
-        self.key, self.value = self.key.contiguous(), self.value.contiguous()
+        rope, held_key, held_value = self.context.rope, self.key.contiguous(), self.value.contiguous()
         self.touched = True
         output = slot_decode(
             query,
             key,
             value,
-            self.key,
-            self.value,
-            table,
+            held_key,
+            held_value,
+            None if rope is None else rope.table(self.stored + 1, query),
             scaling,
             self.received,
             self.queries,
@@ -238,7 +221,10 @@ class SlotState(State):
             by_layer=self.method.granularity == "layer",
             merge=eviction.merge,
         )
-        self.seen += 1
+        self.touched = output is not None
+        if output is not None:
+            self.key, self.value = held_key, held_value
+            self.seen += 1
         return output
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,35 +252,12 @@ class SlotState(State):
             index, values = self.keep(values, excess, length)
         self.touched = True
         self.seen += length
-        if index is not None:
-            self.keep_taken({"key": keys, "value": values, **self.grown}, index)
-        else:
-            for name, tensor in {"key": keys, "value": values, **self.grown}.items():
-                setattr(self, name, tensor)
+        new = {"key": keys, "value": values, **self.grown}
+        if index is not None:  # a full cache is overwritten
+            places = [getattr(self, name) for name in new]
+            new = dict(zip(new, take_slots([*new.values()], index, places), strict=True))
+        vars(self).update(new)
         self.grown = {}
-
-    def keep_taken(self, sources: dict[str, Tensor], index: Tensor) -> None:
-        """Store the chosen slots. A full cache is overwritten and so keeps its address (CUDA graphs)."""
-        targets = {}
-        for name, source in sources.items():
-            held, shape = getattr(self, name), (*source.shape[:2], index.shape[2], *source.shape[3:])
-            fits = held is not None and held.shape == shape and held.is_contiguous() and not held.requires_grad
-            targets[name] = held if fits else source.new_empty(shape)
-        if has_kernel(index.device.type):
-            from fathom.ops.take_slots import serves, take_slots  # needs the package triton
-
-            if serves([*sources.values()], index):
-                take_slots([*sources.values()], index, [*targets.values()])
-                vars(self).update(targets)
-                return
-        for name, source in sources.items():
-            chosen = index.expand(*source.shape[:2], -1)
-            if source.ndim == 4:
-                chosen = chosen.unsqueeze(-1).expand(targets[name].shape)
-            taken = (
-                source.gather(2, chosen) if source.requires_grad else torch.gather(source, 2, chosen, out=targets[name])
-            )
-            setattr(self, name, taken)
 
     def note_positions(self, key: Tensor) -> None:
         if self.track_positions:

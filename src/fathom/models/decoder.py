@@ -25,7 +25,8 @@ from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
 from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
-from fathom.ops.token_blocks import TokenRanges, ranged_attention
+from fathom.ops.range_attention import ranged_attention
+from fathom.ops.token_blocks import TokenRanges
 
 
 def make_norm(config: FathomConfig, width: int) -> nn.Module:

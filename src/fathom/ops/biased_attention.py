@@ -8,7 +8,7 @@ Four equal forms:
     flex     FlexAttention adds b score by score; a block mask says what is seen. Compiled on a GPU, where gradients
              reach b; uncompiled on a CPU, forward only.
     channel  [q, 1] · [k, b/scaling]: a plain causal kernel (flash) computes the bias as part of the product.
-    range    Kernels of our own (ops/range_attention.py) over the rows of a batch end to end, plain causal: what a slot
+    range    Kernels of our own (ops/range_attention) over the rows of a batch end to end, plain causal: what a slot
              sees is a range of them. On a GPU, in 16 bits.
 """
 
@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fathom.ops.kernels import has_kernel
+from fathom.ops.range_attention import range_attention, serves
 from fathom.ops.token_blocks import TokenRanges, readers_of
 
 # A bias that hides a key: exp(−4000) is 0 in every precision, and 4000/scaling is finite in fp16 up to 256 channels.
@@ -149,8 +149,6 @@ def range_biased_attention(
     scaling: float,
 ) -> Float[Tensor, "B H S D"]:
     """The range form. The rows lie end to end, without a copy, where slots come before heads in memory."""
-    from fathom.ops.range_attention import range_attention  # needs triton
-
     assert mask.bias is not None
     rows = len(query)
     query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value))
@@ -161,11 +159,9 @@ def range_biased_attention(
 def ranges_serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the range form does: in 32 bits, products without tensor cores cost more than channels."""
     one_kind = query.dtype == key.dtype == value.dtype and query.shape[3] == value.shape[3]
-    if not has_kernel(query.device.type) or query.element_size() != 2 or not one_kind:
+    if query.element_size() != 2 or not one_kind:
         return False
-    from fathom.ops.range_attention import serves
-
-    return serves(query.shape[3], query.shape[1] // key.shape[1], query.dtype)
+    return serves(query.device.type, query.shape[3], query.shape[1] // key.shape[1], query.dtype)
 
 
 def append_bias_channels(

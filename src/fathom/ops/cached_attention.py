@@ -18,17 +18,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from fathom.ops.kernels import wants_gradient
+from fathom.ops.observed_softmax import weigh
 
 # Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
 SCORES_AT_ONCE = 2**25
 # Calls of at least this many queries meet a rebuilt block in one flash kernel.
 FUSED_QUERIES = 64
-
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda weights: weights.mean(2),
-    "sum": lambda weights: weights.sum(2),
-    "max": lambda weights: weights.amax(2),
-}
 
 
 def causal_attention(
@@ -54,24 +49,6 @@ def causal_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
 
 
-Weigh = Callable[[Tensor, int, float, str], tuple[Tensor, Tensor]]
-
-
-def weigh(
-    scores: Float[Tensor, "B G hm n"], m: int, scaling: float, reduce: str
-) -> tuple[Float[Tensor, "B G hm n"], Float[Tensor, "B G n"]]:
-    """Weights p = softmax(scaling · scores) of m queries, the last of which sees every slot, and Σ_i reduce_h(p_hi).
-
-    The rows of `scores` are the query heads of a key head, each with its m queries.
-    """
-    scaled, n = scores.unflatten(2, (-1, m)) * scaling, scores.shape[3]
-    if m > 1:  # every query sees what is older than the first of them
-        hidden = torch.ones(m, m, dtype=torch.bool, device=scores.device).triu(1)
-        scaled[..., n - m :].masked_fill_(hidden, float("-inf"))
-    weights = F.softmax(scaled, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return weights.flatten(2, 3), REDUCE[reduce](weights).sum(2)
-
-
 def observed_attention(
     query: Float[Tensor, "B H m D"],
     key: Float[Tensor, "B G n D"],
@@ -79,13 +56,11 @@ def observed_attention(
     scaling: float,
     last: int,
     reduce: str = "mean",
-    weigh: Weigh = weigh,
 ) -> tuple[Float[Tensor, "B H m Dv"], Float[Tensor, "B G n"]]:
     """Also returns r_s = Σ_i reduce_{h in group}(p_his) over the last `last` queries, in fp32 or wider.
 
     `reduce` is "mean", "sum" or "max" over the query heads of a key head. Scores are written out for a bounded number
     of queries at a time. With `last` < m the outputs come from SDPA and only the observed rows are written out.
-    weigh: or a kernel that does the same.
     """
     m, n = query.shape[2], key.shape[2]
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]

@@ -49,6 +49,11 @@ class Grid:
         return (tokens - 1) * self.points // self.window // self.cells + 1
 
 
+def block_tokens(dtype: torch.dtype) -> int:
+    """Tokens of a block in `fourier_decode`'s kernel: what fits beside its successor in shared memory."""
+    return 128 // dtype.itemsize
+
+
 def make_grid(frequencies: int, window: int, block: int) -> Grid:
     """The grid whose blocks of 8, 16 or 32 cells have at most `block` tokens, and about as many where N allows."""
     points = fast_length(max(math.ceil(OVERSAMPLING * frequencies), -(-8 * window // block)))

@@ -1,4 +1,9 @@
-"""Where the Triton kernels of this folder run, and what all of them ask of their tensors."""
+"""Where Triton kernels run, and what all of them ask of their tensors.
+
+An op that has a kernel is a folder: `__init__.py` holds its equation and chooses, `plain.py` is the reference in
+PyTorch, `kernel.py` what Triton runs, imported when it is chosen. Callers use the op's name and do not ask. `TRITON` is
+the one switch: set it to False, and every op takes its plain form.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,20 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what they read and write; fp64 stays with the reference
 # Found here, as what is asked inside a compiled graph must not look for packages.
-_TRITON, _INTERPRETED = find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
+TRITON, INTERPRETED = find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_kernel(device: str) -> bool:
     """Whether Triton's kernels run on this type of device; TRITON_INTERPRET=1 (tests) runs them on a CPU."""
-    return _TRITON and (device == "cuda" or _INTERPRETED)
+    return TRITON and (device == "cuda" or INTERPRETED)
+
+
+def missing(device: torch.device) -> str:
+    """What kernels lack on this device, in words; "" where they run."""
+    if has_kernel(device.type):
+        return ""
+    installed = "installed" if TRITON else "missing"
+    return f"it needs a CUDA device and the package triton; the model is on {device}, triton is {installed}"
 
 
 def wants_gradient(*tensors: Tensor) -> bool:

@@ -11,11 +11,10 @@ of places, for the kernels of `range_attention`. Nothing of size queries × keys
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Int
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
@@ -182,18 +181,3 @@ def readers_of(
     last = run + (RUN - 1)
     ends = [torch.searchsorted(ends, key, right=True) for ends in (stop, start) for key in (run, last)]
     return torch.stack(ends).int()
-
-
-def ranged_attention(
-    module: nn.Module,
-    query: Float[Tensor, "1 H N D"],
-    key: Float[Tensor, "1 G keys D"],
-    value: Float[Tensor, "1 G keys D"],
-    mask: TokenRanges,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Float[Tensor, "1 N H D"], None]:
-    """Attention over ranges, as transformers' `AttentionInterface` wants it."""
-    from fathom.ops.range_attention import range_attention
-
-    return range_attention(query, key, value, mask, scaling).transpose(1, 2), None

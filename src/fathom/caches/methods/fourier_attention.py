@@ -23,6 +23,7 @@ from fathom.caches.channels import (
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops import fourier_grid
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
+from fathom.ops.fourier_decode import raw_partials
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time for calls of several tokens
 OUTGROWN = 2  # a middle this many times as long as at compression has outgrown the affine statistics
@@ -309,11 +310,9 @@ class FourierState(State):
 
         The kernel's softmax is over the middle: sinks and local tokens join it here.
         """
-        from fathom.ops.fourier_decode import block_tokens, raw_partials
-
         own = self.own_channels(query)
         key, value = self.sides["key"], self.sides["value"]
-        grid = fourier_grid.make_grid(self.method.frequencies, self.window, block_tokens(query.dtype))
+        grid = fourier_grid.make_grid(self.method.frequencies, self.window, fourier_grid.block_tokens(query.dtype))
         spectrum = fourier_grid.spectrum(grid, query.device)
         scores = fourier.evaluate(self.amplitude(own) / spectrum, grid.points, grid.points)
         top, total, raw, spread = raw_partials(

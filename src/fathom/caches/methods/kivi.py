@@ -11,11 +11,9 @@ from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
 from fathom.ops.bitpack import packed_bytes
-from fathom.ops.cached_attention import blockwise_attention, causal_attention
-from fathom.ops.group_quantize import Quantized, dequantize, quantize
-from fathom.ops.kernels import has_kernel
-
-TOKENS_AT_ONCE = 4096  # rebuilt at a time while attending
+from fathom.ops.cached_attention import causal_attention
+from fathom.ops.group_quantize import Quantized, quantize
+from fathom.ops.quantized_attention import quantized_attention, rebuilt_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,35 +95,19 @@ class KIVIState(State):
         return self.seen
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
-        quantized, _ = self.method.quantized(self.seen)
-        keys, values = concat(self.key, key), concat(self.value, value)
-        one = query.shape[2] == 1 and has_kernel(query.device.type)
-        output = self.decode(query, keys, values, scaling) if quantized and one else None
-        if output is None and quantized:
-            newest = keys, values[:, :, values.shape[2] - keys.shape[2] :]
-            output = blockwise_attention(query, self.blocks, newest, scaling)
-        elif output is None:
+        method, keys, values = self.method, concat(self.key, key), concat(self.value, value)
+        if self.key_codes is None:
             output = causal_attention(query, keys, values, scaling, dropout)
+        else:
+            output = quantized_attention(
+                query, self.coded_keys(), self.coded_values(), keys, values, method.bits, method.group, scaling
+            )
         self.store(keys, values, key.shape[2])
         return output
 
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
-        """One query over the codes as they are stored, in Triton; `keys`, `values` in full. None: not served."""
-        from fathom.ops.quantized_decode import quantized_decode, serves  # needs the package triton
-
-        method = self.method
-        if not serves(query, keys, values, method.bits, method.group):
-            return None
-        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
-        key_codes = (self.key_codes, self.key_scale, self.key_minimum)
-        value_codes = None
-        if self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None:
-            value_codes = (self.value_codes, self.value_scale, self.value_minimum)
-        return quantized_decode(query, key_codes, value_codes, keys, values, method.bits, method.group, scaling)
-
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = concat(self.key, key), concat(self.value, value)
-        blocks = list(self.blocks())
+        blocks = [] if self.key_codes is None else list(self.blocks())
         newest = values[:, :, values.shape[2] - keys.shape[2] :]
         dense = torch.cat([k for k, _ in blocks] + [keys], dim=2), torch.cat([v for _, v in blocks] + [newest], dim=2)
         self.store(keys, values, key.shape[2])
@@ -133,51 +115,19 @@ class KIVIState(State):
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of the quantised keys' tokens, rebuilt a few at a time."""
-        count, whole = self.method.quantized(self.seen)
-        step = max(1, TOKENS_AT_ONCE // self.method.group) * self.method.group
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            yield self.rebuilt_keys(start, stop), self.rebuilt_values(start, stop, whole)
-
-    def rebuilt_keys(self, start: int, stop: int) -> Tensor:
-        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
-        group = self.method.group
-        part = slice(start // group, stop // group)
-        parts = (self.key_codes[:, :, part], self.key_scale[:, :, part], self.key_minimum[:, :, part])
-        return self.dequantize(parts, along_tokens=True)
-
-    def rebuilt_values(self, start: int, stop: int, whole: int) -> Tensor:
         assert self.value is not None
-        full = self.value[:, :, max(start - whole, 0) : max(stop - whole, 0)]
-        if start >= whole:
-            return full
-        assert self.value_codes is not None and self.value_scale is not None and self.value_minimum is not None
-        part = slice(start, min(stop, whole))
-        parts = (self.value_codes[:, :, part], self.value_scale[:, :, part], self.value_minimum[:, :, part])
-        coded = self.dequantize(parts, along_tokens=False)
-        return torch.cat((coded, full), dim=2) if full.shape[2] else coded
+        method = self.method
+        return rebuilt_blocks(self.coded_keys(), self.coded_values(), self.value, method.bits, method.group)
 
-    def dequantize(self, parts: Quantized, along_tokens: bool) -> Tensor:
-        """Groups along tokens [B,G,t/group,D,·] or along channels [B,G,t,D/group,·] → numbers [B,G,t,D]; in one Triton
-        launch on a GPU."""
-        codes, scale, minimum = parts
-        bits, group = self.method.bits, self.method.group
-        if has_kernel(codes.device.type):
-            from fathom.ops.group_unpack import dequantize_groups, serves  # needs the package triton
+    def coded_keys(self) -> Quantized:
+        assert self.key_codes is not None and self.key_scale is not None and self.key_minimum is not None
+        return self.key_codes, self.key_scale, self.key_minimum
 
-            if serves(scale, minimum, bits, group):
-                return dequantize_groups(codes, scale, minimum, bits, along_tokens)
-        groups = dequantize(codes, scale, minimum, bits, group)
-        return groups.transpose(3, 4).flatten(2, 3) if along_tokens else groups.flatten(3)
-
-    def quantize(self, groups: Tensor) -> Quantized:
-        """Groups in the last axis → packed codes, scale, minimum; in one Triton launch on a GPU."""
-        if has_kernel(groups.device.type):
-            from fathom.ops.group_pack import quantize_groups, serves  # needs the package triton
-
-            if serves(groups, self.method.bits):
-                return quantize_groups(groups, self.method.bits)
-        return quantize(groups, self.method.bits)
+    def coded_values(self) -> Quantized | None:
+        """None as long as none is quantised."""
+        if self.value_codes is None or self.value_scale is None or self.value_minimum is None:
+            return None
+        return self.value_codes, self.value_scale, self.value_minimum
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Quantise what is due of the full-precision part, keep the rest."""
@@ -187,11 +137,11 @@ class KIVIState(State):
         due_values = method.quantized(self.seen)[1] - method.quantized(held)[1]
         if due_keys:
             groups = keys[:, :, :due_keys].unflatten(2, (-1, method.group)).transpose(3, 4)
-            for name, tensor in zip(("key_codes", "key_scale", "key_minimum"), self.quantize(groups)):
+            for name, tensor in zip(("key_codes", "key_scale", "key_minimum"), quantize(groups, method.bits)):
                 setattr(self, name, concat(getattr(self, name), tensor))
         if due_values:
             groups = values[:, :, :due_values].unflatten(3, (-1, method.group))
-            for name, tensor in zip(("value_codes", "value_scale", "value_minimum"), self.quantize(groups)):
+            for name, tensor in zip(("value_codes", "value_scale", "value_minimum"), quantize(groups, method.bits)):
                 setattr(self, name, concat(getattr(self, name), tensor))
         self.key = keys[:, :, due_keys:].clone() if due_keys else keys
         self.value = values[:, :, due_values:].clone() if due_values else values

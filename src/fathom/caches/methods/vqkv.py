@@ -14,8 +14,8 @@ from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, con
 from fathom.caches.codebooks import Codebooks, load_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
-from fathom.ops.kernels import has_kernel, wants_gradient
-from fathom.ops.residual_vq import decode, encode, histogram_mix, lookup_scores
+from fathom.ops.code_attention import code_mix, code_scores, histogram_mix, lookup_scores
+from fathom.ops.residual_vq import encode, rebuild
 
 TOKENS_AT_ONCE = 8192  # rebuilt at a time on the blockwise path
 LOOKUP_QUERIES = 16  # calls up to this length use tables; longer ones rebuild blocks
@@ -169,17 +169,11 @@ class VQState(State):
         batch, heads, m, width = query.shape
         groups = keys.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * m, width)
-        scores, mix, as_stored = lookup_scores, histogram_mix, False
-        if self.method.attention == "triton" and not wants_gradient(query, keys, values):
-            from fathom.ops import code_attention
-
-            scores, mix = code_attention.code_scores, code_attention.code_mix
-            as_stored = self.method.pack == "int16"
+        by_kernel = self.method.attention == "triton"
+        scores, mix = (code_scores, code_mix) if by_kernel else (lookup_scores, histogram_mix)
         assert self.key_codes is not None and self.value_codes is not None
-        key_codes, value_codes = self.key_codes, self.value_codes
-        if not as_stored:
-            key_codes = self.unpack(key_codes, self.key_table())
-            value_codes = self.unpack(value_codes, self.value_table())
+        key_codes = self.codes(self.key_codes, self.key_table())
+        value_codes = self.codes(self.value_codes, self.value_table())
         middle = scores(grouped, key_codes, self.key_table()) * scaling
         full = (grouped @ keys.transpose(2, 3)).to(middle.dtype) * scaling
         if m > 1:
@@ -201,13 +195,8 @@ class VQState(State):
             yield keys, self.rebuilt(self.value_codes[:, :, part], self.value_table())
 
     def rebuilt(self, held: Tensor, table: Tensor) -> Tensor:
-        """The vectors of stored codes [B,G,t,·]; in one Triton launch on a GPU."""
-        if has_kernel(table.device.type):
-            from fathom.ops.residual_decode import serves, sum_codewords  # needs the package triton
-
-            if serves(table):
-                return sum_codewords(held if self.method.pack == "int16" else self.unpack(held, table), table)
-        return _decode(self.unpack(held, table), table)
+        """The vectors of stored codes [B,G,t,·]."""
+        return rebuild(self.codes(held, table), table)
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Encode what is due of the tail."""
@@ -235,10 +224,9 @@ class VQState(State):
             return pack(codes, bits_of(table))
         return (codes - 32768).to(torch.int16)
 
-    def unpack(self, held: Tensor, table: Tensor) -> Tensor:
-        if self.method.pack == "bits":
-            return unpack(held, bits_of(table), table.shape[1])
-        return held.to(torch.int32) + 32768
+    def codes(self, held: Tensor, table: Tensor) -> Tensor:
+        """[B,G,t,N] as ops take them: int16 less 32768 is one of their forms."""
+        return unpack(held, bits_of(table), table.shape[1]) if self.method.pack == "bits" else held
 
 
 class TableHolder:
@@ -249,8 +237,3 @@ class TableHolder:
 
     def __call__(self) -> Tensor:
         return self.table
-
-
-def _decode(codes: Tensor, table: Tensor) -> Tensor:
-    heads = codes.split(codes.shape[1] // table.shape[0], dim=1)
-    return torch.cat([decode(part, books) for part, books in zip(heads, table)], dim=1)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fathom.caches.base import CacheShape, LayerContext
 from fathom.caches.token_budget import COUNT_BYTES, Eviction, SlotState, TokenBudget, keep_highest, without_one
-from fathom.ops.kernels import has_kernel
-from fathom.ops.run_merge import SMALLEST, run_merge
+from fathom.ops.run_merge import SMALLEST, discarded_slots, fold_runs, run_merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +74,9 @@ class WeightedState(SlotState):
         index = keep_highest(average, excess, method.n_sink, protected)
         if not method.merge:
             return index, value
-        if method.merge_into_recent and method.merge_stats == "keep" and has_kernel(value.device.type):
-            from fathom.ops.run_fold import fold_runs_, serves  # needs the package triton
-
-            if serves(value, average):  # `value` is this call's own copy
-                return index, fold_runs_(value, average, index)
-        discarded = torch.ones(average.shape, dtype=torch.bool, device=value.device).scatter(2, index, False)
+        if method.merge_into_recent and method.merge_stats == "keep":
+            return index, fold_runs(value, average, index)  # `value` is this call's own copy
+        discarded = discarded_slots(index, slots)
         to_left = torch.zeros_like(discarded)
         if not method.merge_into_recent:  # the run that ends at the protected window
             edge = slots - protected

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
-from fathom.models.steps.tokens import take
-from fathom.ops.kernels import has_kernel, wants_gradient
+from fathom.ops.gather_slots import KeyValue, columns
 from fathom.ops.token_blocks import NOWHERE
 
 FOREVER = 2**30  # the last step at which a slot of such a segment is visible
-
-KeyValue = tuple[Float[Tensor, "B G n D"], Float[Tensor, "B G n D"]]
 
 
 def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
@@ -163,42 +159,6 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
             "and no cache_implementation to generate()"
         )
     layers[:] = [StepLayer(segments) for _ in range(config.num_hidden_layers)]
-
-
-def columns(x: Float[Tensor, "#B G n D"], index: Int[Tensor, "B m"]) -> Float[Tensor, "B G m D"]:
-    """Some slots of keys or values, of one row for all or of each row; as 64-bit numbers where they fit, as a gather
-    costs by the number."""
-    x = x.expand(len(index), -1, -1, -1)
-    fit = x.shape[-1] * x.element_size() % 8 == 0 and x.stride(-1) == 1
-    if wants_gradient(x) or not fit:  # a view in another dtype has no derivative
-        return take(x, index, 2)
-    return take(x.view(torch.int64), index, 2).view(x.dtype)
-
-
-def slots_of(banks: list[list[KeyValue]], together: int = 8) -> Callable[[Int[Tensor, "B m"]], Iterator[KeyValue]]:
-    """What gives, by layer, some slots of its banks, which lie one after the other; with a kernel a few layers at a
-    time, as calls for each would take longer than the copies."""
-    tensors = [[x for pair in bank for x in pair] for bank in banks]
-    if has_kernel(tensors[0][0].device.type):
-        from fathom.ops.gather_slots import addresses, gather_slots
-
-        table = addresses(tensors)
-        if table is not None:
-            parts = table.split(2 * together)
-
-            def gathered(index: Int[Tensor, "B m"]) -> Iterator[KeyValue]:
-                for part in parts:
-                    found = gather_slots(part, tensors[0][0], index).unbind()  # it keeps them all where they are
-                    yield from zip(found[::2], found[1::2], strict=True)
-
-            return gathered
-
-    def each(index: Int[Tensor, "B m"]) -> Iterator[KeyValue]:
-        for pairs in zip(*banks, strict=True):
-            key, value = joined([*pairs])  # type: ignore[misc]
-            yield columns(key, index), columns(value, index)
-
-    return each
 
 
 def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:

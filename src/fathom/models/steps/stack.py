@@ -27,11 +27,12 @@ from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
 from fathom.models.slots import FLEX_FROM, restarts_are_documents
-from fathom.models.steps.cache import KeyValue, joined, slots_of
+from fathom.models.steps.cache import joined
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.models.steps.tokens import Chosen, Flat, ahead, choose, going_on, put, rounded
+from fathom.ops import range_attention
 from fathom.ops.biased_attention import FlexBias
-from fathom.ops.kernels import has_kernel
+from fathom.ops.gather_slots import KeyValue, slots_of
 from fathom.ops.token_blocks import (
     BLOCK,
     NOWHERE,
@@ -249,11 +250,9 @@ class StepStack(Stack):
     def ranges_served(self) -> bool:
         """Whether `range_attention` has kernels for this model and device."""
         config, table = self.decoder.config, self.decoder.embed_tokens.weight
-        if "sdpa" not in config._attn_implementation or not has_kernel(table.device.type):  # type: ignore[operator]
-            return False
-        from fathom.ops.range_attention import serves
-
-        return serves(config.head_dim, config.num_attention_heads // config.num_key_value_heads, table.dtype)
+        heads = config.num_attention_heads // config.num_key_value_heads
+        sdpa = "sdpa" in config._attn_implementation  # type: ignore[operator]
+        return sdpa and range_attention.serves(table.device.type, config.head_dim, heads, table.dtype)
 
     @torch.compiler.disable
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool = False) -> Chosen | Flat | None:

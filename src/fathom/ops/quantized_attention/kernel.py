@@ -1,14 +1,9 @@
-"""One query over packed min/max codes (KIVI, arXiv 2402.02750), read as they are stored: flash decoding in Triton.
-
-Of n tokens, keys 0 … n_k − 1 are codes in groups along tokens, one scale and minimum a channel; values 0 … n_v − 1 are
-codes in groups along channels, one scale and minimum a token; n_v ≤ n_k, and what is newer is held in full:
-
-    k̂ = code · scale + minimum,   s_t = scaling · q·k̂_t,   o = Σ_t e^{s_t − μ} v̂_t / Σ_t e^{s_t − μ}
+"""`quantized_attention` of one query, whose codes are read as they are stored: flash decoding in Triton.
 
 `_partials` gives μ, Σ e^{s − μ} and Σ e^{s − μ} v̂ of a run of blocks, for all query heads of a key/value head, so that
 codes are read once and nothing rebuilt is written; the last program of a head takes the tokens whose keys are full.
 `_combine` puts the runs together. Rebuilt numbers and weights e^{s − μ} are rounded to the type of the cache for the
-two products, as `blockwise_attention` does; sums and scores are fp32. Needs the package `triton`.
+two products, as `blockwise_attention` does; sums and scores are fp32.
 """
 
 from __future__ import annotations
@@ -16,18 +11,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
-from fathom.ops.group_unpack import unpack_codes
+from fathom.ops.group_quantize import Quantized
+from fathom.ops.group_quantize.kernel import unpack_codes
 from fathom.ops.kernels import FLOATS, wants_gradient
 
 BLOCK = 64  # tokens of one step, at least a group
 PROGRAMS = 8  # a multiprocessor, at least
 COMBINED = 32  # runs that are read together
 SHARED_BYTES = 232448  # of a program on Hopper; elsewhere as the device says
-
-Codes = tuple[UInt8[Tensor, "B G *rows bytes"], Float[Tensor, "B G *rows 1"], Float[Tensor, "B G *rows 1"]]
 
 
 @triton.jit
@@ -170,9 +164,9 @@ def _combine(highest, total, mixed, output, parts, WIDTH: tl.constexpr, STEPS: t
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> bool:
-    """Whether the kernels take these: one floating type of 16 or 32 bits, no gradient wanted, widths and groups that
-    are powers of 2, at least 16 channels, groups of whole bytes, and steps that fit in shared memory."""
-    if wants_gradient(query, key, value):
+    """Whether the kernels take these: one query, one floating type of 16 or 32 bits, no gradient wanted, widths and
+    groups that are powers of 2, at least 16 channels, groups of whole bytes, and steps that fit in shared memory."""
+    if query.shape[2] > 1 or wants_gradient(query, key, value):
         return False
     sizes = (group, key.shape[-1], value.shape[-1])
     shared = SHARED_BYTES
@@ -188,21 +182,16 @@ def serves(query: Tensor, key: Tensor, value: Tensor, bits: int, group: int) -> 
     )
 
 
-def quantized_decode(
+def quantized_attention(
     query: Float[Tensor, "B H 1 Dk"],
-    key_codes: Codes,
-    value_codes: Codes | None,
+    key_codes: Quantized,
+    value_codes: Quantized | None,
     key: Float[Tensor, "B G nk_full Dk"],
     value: Float[Tensor, "B G nv_full Dv"],
     bits: int,
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
-    """Attention of one query over all tokens, its own the newest of `key` and `value`.
-
-    key_codes: packed codes [B,G,n_k/group,Dk,·], scale and minimum [B,G,n_k/group,Dk,1]. value_codes: the same,
-    [B,G,n_v,Dv/group,·]; None where no value is coded. Together they hold as many keys as values, and n_v ≤ n_k.
-    """
     batch, heads, _, key_width = query.shape
     groups, full_keys, full_values, width = key.shape[1], key.shape[2], value.shape[2], value.shape[3]
     coded_keys = key_codes[0].shape[2] * group

@@ -1,9 +1,9 @@
-"""The sum of codewords of `residual_vq.decode` in one launch: a Triton kernel for VQKV's blocks (arXiv 2603.16435).
+"""`rebuild` in one launch: a Triton kernel, for VQKV's blocks (arXiv 2603.16435).
 
     x̂_t = Σ_i Q_i[z_ti],   i = 1 … N in this order, in fp32, rounded once to the type of the codebooks
 
-A program rebuilds TOKENS tokens of a head: for every stage it reads their codes as they are stored (int16 less 32768,
-or int32) and whole rows of the codebook. Needs the package `triton`.
+A program rebuilds TOKENS tokens of a head: for every stage it reads their codes as they are stored, and whole rows
+of the codebook.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ def serves(books: Tensor) -> bool:
     return not wants_gradient(books) and books.dtype in FLOATS
 
 
-def sum_codewords(codes: Int[Tensor, "B G t N"], books: Float[Tensor, "sets N S D"]) -> Float[Tensor, "B G t D"]:
-    """x̂ in the dtype of the codebooks; G / sets neighbouring heads share a set.
-
-    codes: int16 holds code − 32768, other types the code. They may be a run of tokens of a longer tensor.
-    """
+def rebuild(codes: Int[Tensor, "B G t N"], books: Float[Tensor, "sets N S D"]) -> Float[Tensor, "B G t D"]:
     batch, groups, tokens, stages = codes.shape
     sets, _, size, width = books.shape
     if codes.stride()[2:] != (stages, 1):

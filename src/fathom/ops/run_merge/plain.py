@@ -1,10 +1,4 @@
-"""Folding the values of discarded slots into the next kept one (WeightedKV, arXiv 2503.01330), all runs at once.
-
-    for i = 0, 1, …:  if slot i is discarded:  v_{i+1} ← (a_i v_i + a_{i+1} v_{i+1}) / (a_i + a_{i+1})
-
-A first-order linear recurrence  v_i = α_i v_{i−1} + (1 − α_i) v_i,  α_i = a_{i−1}/(a_{i−1} + a_i) where slot i − 1 is
-discarded and 0 elsewhere, solved by doubling in ⌈log₂(longest run + 1)⌉ steps.
-"""
+"""`fold_runs` in PyTorch: the recurrence solved by doubling, in ⌈log₂(longest run + 1)⌉ steps."""
 
 from __future__ import annotations
 
@@ -18,10 +12,7 @@ SMALLEST = 1e-12  # weights can underflow: keeps 0/0 at an equal split of nothin
 def run_merge(
     value: Float[Tensor, "B G n D"], weight: Float[Tensor, "B G n"], discarded: Bool[Tensor, "B G n"], longest_run: int
 ) -> Float[Tensor, "B G n D"]:
-    """Values after the folds, left to right; every output is a convex combination of a run. `longest_run` bounds runs.
-
-    Computed in fp32 or wider, returned in the dtype of `value`. Discarded slots hold partial folds: drop them after.
-    """
+    """`fold_runs` for any slots, the last one too; discarded ones hold partial folds. `longest_run` bounds runs."""
     wide = torch.promote_types(value.dtype, torch.float32)
     weight = weight.to(wide)
     share = torch.zeros_like(weight)

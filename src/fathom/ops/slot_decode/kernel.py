@@ -1,15 +1,7 @@
-"""One token in, one token out of a full slot cache, in three kernel launches: Triton kernels for decoding.
-
-M slots are stored and a token comes: n = M + 1 slots, the newest last. For the query heads h of a key/value head, with
-unrotated keys k_s and R(s) the rotation at position s (the identity without tables):
-
-    p_hs = softmax_s(scaling · R(n − 1) q_h · R(s) k_s),   o_h = Σ_s p_hs v_s
-    r_s  = mean, sum or max over h of p_hs;   S ← [S, 0] + r  (or S = r);   C ← [C, 0] + 1
-    j    = argmin of S/C (or S) over the candidates first … first + candidates − 1        (ties: the oldest)
-    slot j leaves and later ones move up;  if values merge, v_{j+1} ← (s̄_j v_j + s̄_{j+1} v_{j+1}) / (s̄_j + s̄_{j+1})
+"""`slot_decode`: Triton kernels.
 
 `_partials` reads every key and value once and turns keys in registers, `_merge` puts blocks of slots together, `_evict`
-moves slots j + 1 … n − 1 in place. All sums in fp32. Needs the package `triton`, which GPU builds of PyTorch bring.
+moves slots j + 1 … n − 1 in place. All sums in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.kernels import FLOATS
-from fathom.ops.run_merge import SMALLEST
+from fathom.ops.run_merge.plain import SMALLEST
 
 BLOCK = 32  # slots of a program that attends: 128 registers a thread at width 128
 CHUNK = 256  # slots of a program that counts
@@ -292,24 +284,15 @@ def slot_decode(
     queries: Int[Tensor, "B G M"] | None,
     pointer: Int[Tensor, " B"] | None,
     first: int,
-    candidates: int = 1,
-    stride: int = 0,
-    cycle: int = 1,
-    reduce: str = "none",
-    accumulate: bool = False,
-    average: bool = False,
-    by_layer: bool = False,
-    merge: bool = False,
+    candidates: int,
+    stride: int,
+    cycle: int,
+    reduce: str,
+    accumulate: bool,
+    average: bool,
+    by_layer: bool,
+    merge: bool,
 ) -> Float[Tensor, "B H 1 D"]:
-    """The output o; key, value, received (fp32), queries (int32) and pointer (int64), all contiguous, change in place.
-
-    table: cos and sin [1, ≥ n, D] of positions 0, 1, …, the second half of the channels as the first.
-    first, candidates: the slots that may leave; with a pointer p [B] they begin at first + p, and p ← (p + stride) mod
-        cycle. One candidate leaves whatever it received; several need reduce ≠ "none".
-    reduce: "mean", "sum" or "max" over the query heads of a group; "none" observes nothing.
-    accumulate: S ← [S, 0] + r rather than S = r. average: candidates compare by S/C, which needs `queries`.
-    by_layer: candidates compare by their mean over the heads. merge: the value of slot j goes into slot j + 1.
-    """
     batch, heads, _, width = query.shape
     groups, slots = key.shape[1:3]
     blocks, per_group = triton.cdiv(slots + 1, BLOCK), heads // groups

@@ -1,15 +1,10 @@
-"""Scores and outputs of attention over residual codes, one pass over the codes each: Triton kernels for VQKV.
-
-For a block of tokens, the R query rows that share one key head, and codes z [tokens, N] with N codebooks of S entries:
-
-    s_rt = Σ_i A_r[i, z_ti]                  A = q Qᵀ, one table of N·S numbers a row
-    P_r[i, s] = Σ_{t: z_ti = s} p_rt         added up with atomics; the output is P Q
+"""`code_scores` and `code_mix`, one pass over the codes each: Triton kernels.
 
 Codes are read as they are stored (int16 less 32768, or int32), in words of up to 8 bytes and two words at once, for up
-to 4 rows in `_scores` and for all in `_histogram`; nothing of the size tokens · N is written. A table larger than the
-L1 cache would come from L2 for every token. So `_scores` goes through the stages with many tokens, holds one stage of
-the table in shared memory (two rows side by side: one 8-byte read a token), and loads the next stage meanwhile.
-The same results as `residual_vq.lookup_scores` and `histogram_mix`. Needs the package `triton`.
+to 4 rows in `_scores` and for all in `_histogram`, which adds up with atomics; nothing of the size tokens · N is
+written. A table larger than the L1 cache would come from L2 for every token. So `_scores` goes through the stages with
+many tokens, holds one stage of the table in shared memory (two rows side by side: one 8-byte read a token), and loads
+the next stage meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Rotation of stored keys or of queries at positions start, start + 1, … in one launch: a Triton kernel.
-
-As `rotary.rotate` with rows start … of a table: fp32 between loading and storing, one rounding. Needs the package
-`triton`.
-"""
+"""`rotate_slots` in one launch: a Triton kernel. fp32 between loading and storing, one rounding."""
 
 from __future__ import annotations
 

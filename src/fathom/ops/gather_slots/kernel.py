@@ -1,7 +1,4 @@
-"""Slots of several banks and layers into one place, in one launch: a Triton kernel.
-
-As one `gather` along the slots for each tensor, its banks joined. Needs the package `triton`.
-"""
+"""Slots of several tensors and banks in one launch: a Triton kernel, given where they lie."""
 
 from __future__ import annotations
 

@@ -1,18 +1,7 @@
-"""Attention in which every query sees one range of keys in each of a few segments: Triton kernels, both ways.
+"""`range_attention`, both ways: Triton kernels.
 
-    o_q = Σ_s p_qs v_s,   p_qs = softmax_s(scaling · q·k_s + b_s)   over   s ∈ ∪_i [start_iq, stop_iq)
-
-The bias b of the keys is one for all heads, and may be left out. Its gradient, with those that flash attention knows:
-
-    δ_q = do_q·o_q,   ds_qs = p_qs (do_q·v_s − δ_q),   db_s = Σ_q ds_qs   over the queries and all heads
-
-Both ends of segment i's range must not fall from one query to the next, as with queries and each segment's keys in the
-order of their tokens. Then the keys that some queries in a row may see are again a range, and so are the queries that
-read some keys in a row: nothing is looked up per score, and what nobody sees is not visited. A query that sees no key
-gives 0.
-
-A program takes a few queries of all heads of a key/value head, or some keys of one; scores and sums in fp32. Needs the
-package `triton`; 16 or 32 bits, heads of 16 to 256 channels, a power of two.
+A program takes a few queries of all heads of a key/value head, or some keys of one; scores and sums in fp32. 16 or 32
+bits, heads of 16 to 256 channels, a power of two.
 """
 
 from __future__ import annotations
@@ -425,13 +414,6 @@ def range_attention(
     scaling: float,
     bias: Float[Tensor, " keys"] | None = None,
 ) -> Float[Tensor, "1 H N D"]:
-    """o. The ends of the ranges are places among all keys and do not fall along N in any segment; gradients need
-    `ranges.readers`. `bias`: of every key, fp32. Raises ValueError for tensors of different widths or dtypes."""
-    if not query.shape[3] == key.shape[3] == value.shape[3] or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"query, key and value have {query.shape[3]}, {key.shape[3]} and {value.shape[3]} channels in "
-            f"{query.dtype}, {key.dtype} and {value.dtype}; the kernels read one width and one dtype"
-        )
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     bias = None if bias is None else bias.float()
     return _attend(query, key, value, bias, ranges.start, ranges.stop, ranges.readers, ranges.blocks, scaling)[0]

@@ -1,8 +1,4 @@
-"""Softmax of causal scores and what every slot received, in one pass and in place: a Triton kernel.
-
-As `cached_attention.weigh`: for the query heads h of a key/value head and the newest m of n slots as queries,
-
-    p_his = softmax_s(scaling · x_his), s ≤ n − m + i;      r_s = Σ_i mean, sum or max over h of p_his
+"""`weigh` in one pass and in place: a Triton kernel.
 
 A program takes a few queries of all heads of a group, with their whole rows in registers. All sums in fp32. Needs the
 package `triton`.
@@ -50,13 +46,10 @@ def _softmax(scores, received, scaling, queries, slots, HEADS: tl.constexpr, ROW
     tl.store(received + out * slots + slot, total, mask=slot < slots)
 
 
-def serves(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes the scores of these: 16 or 32 bits, no gradient wanted, rows that fit in registers."""
-    if wants_gradient(query, key):
-        return False
-    rows = triton.next_power_of_2(query.shape[1] // key.shape[1])
-    held = rows * triton.next_power_of_2(key.shape[2])
-    return query.dtype in FLOATS and held <= LARGEST
+def serves(scores: Tensor, m: int) -> bool:
+    """Whether the kernel takes these: 16 or 32 bits, in order, no gradient wanted, rows that fit in registers."""
+    held = triton.next_power_of_2(scores.shape[2] // m) * triton.next_power_of_2(scores.shape[3])
+    return scores.dtype in FLOATS and scores.is_contiguous() and held <= LARGEST and not wants_gradient(scores)
 
 
 def weigh_(

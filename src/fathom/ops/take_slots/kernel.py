@@ -1,7 +1,4 @@
-"""The slots that stay, of keys, values and statistics together, in one launch: a Triton kernel.
-
-As one `gather` along the slots for each. Needs the package `triton`.
-"""
+"""`take_slots` in one launch: a Triton kernel."""
 
 from __future__ import annotations
 

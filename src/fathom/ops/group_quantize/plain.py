@@ -1,7 +1,4 @@
-"""Asymmetric min/max quantisation in groups (KIVI, arXiv 2402.02750), packed into bytes.
-
-scale = (max − min) / (2^b − 1),   code = round((x − min) / scale),   x̂ = code · scale + min
-"""
+"""`quantize` and `dequantize_block` in PyTorch; `dequantize` of groups one a row."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ Quantized = tuple[Tensor, Tensor, Tensor]
 def quantize(
     x: Float[Tensor, "*rows group"], bits: int
 ) -> tuple[UInt8[Tensor, "*rows bytes"], Float[Tensor, "*rows 1"], Float[Tensor, "*rows 1"]]:
-    """Quantise along the last axis, one group a row. Returns packed codes, scale and minimum in the dtype of x."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     lowest, highest = wide.aminmax(dim=-1, keepdim=True)
     minimum = lowest.to(x.dtype)
@@ -30,3 +26,8 @@ def quantize(
 def dequantize(codes: UInt8[Tensor, "*rows bytes"], scale: Tensor, minimum: Tensor, bits: int, group: int) -> Tensor:
     """x̂ [*rows, group] in the dtype of `scale`."""
     return unpack(codes, bits, group).to(scale.dtype) * scale + minimum
+
+
+def dequantize_block(coded: Quantized, bits: int, group: int, along_tokens: bool) -> Float[Tensor, "B G t D"]:
+    groups = dequantize(*coded, bits, group)
+    return groups.transpose(3, 4).flatten(2, 3) if along_tokens else groups.flatten(3)

@@ -1,14 +1,7 @@
-"""One query over raw channels and Fourier coefficients, in one pass over the tokens: a Triton kernel (flash decoding).
-
-Coefficients meet the tokens on the coarse grid of `fourier_grid`: with g the grid of the scores that the compressed
-key channels give, Φ its interpolation to a block of tokens, and k_raw, v_raw the raw channels of all heads,
-
-    s = scaling · (g Φ + q k_rawᵀ),   e = e^{s − μ},   l = Σ e,   o = Σ e v_raw,   z = e Φᵀ
+"""`raw_partials`: a Triton kernel.
 
 A program takes one row, all query heads of some key heads, and a run of blocks. q is zero outside its own head's
-channels: a tensor core computes the zeros faster than memory brings the next channel. z goes back through the
-grid's FFT to the value coefficients. No key or value is rebuilt and no score is written. Each raw channel is read once.
-Needs the package `triton`, which GPU builds of PyTorch bring.
+channels: a tensor core computes the zeros faster than memory brings the next channel. Each raw channel is read once.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fathom.ops.fourier_grid import SUPPORT, Grid, overlap_add
+from fathom.ops.fourier_grid import SUPPORT, Grid, block_tokens, overlap_add
 
 WIDEST = 512  # bytes of a token's raw channels in one program, keys or values, unless one head has more
 PROGRAMS = 2  # a multiprocessor, at least
@@ -137,11 +130,6 @@ def _raw_partials(
     tl.store(place, o, mask=real[None, :] & has_value[:, None])
 
 
-def block_tokens(dtype: torch.dtype) -> int:
-    """Tokens of a block: what fits beside its successor in a multiprocessor's shared memory."""
-    return 128 // dtype.itemsize
-
-
 def raw_partials(
     query: Float[Tensor, "B H Rk"],
     scores: Float[Tensor, "B H K"],
@@ -152,11 +140,6 @@ def raw_partials(
     grid: Grid,
     scaling: float,
 ) -> tuple[Float[Tensor, "B H 1"], Float[Tensor, "B H 1"], Float[Tensor, "B H Rv"], Float[Tensor, "B H K"]]:
-    """μ, l, o and z over all tokens, not yet divided by l; fp32.
-
-    Of o only the channels of a head's own key head have a meaning. query: zero outside the own key head's channels.
-    scores: g, fp32. *_starts [G+1]: where each head's raw channels begin. grid: made for `block_tokens(dtype)`.
-    """
     batch, heads, key_width = query.shape
     tokens, value_width = raw_value.shape[1:]
     groups, blocks = len(key_starts) - 1, grid.blocks(tokens)

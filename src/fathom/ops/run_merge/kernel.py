@@ -1,4 +1,4 @@
-"""The folds of `run_merge` (WeightedKV, arXiv 2503.01330) in one launch and in place: a Triton kernel.
+"""`fold_runs` in one launch and in place: a Triton kernel.
 
 The recurrence  m_s = α_s m_{s−1} + (1 − α_s) v_s  over discarded slots p + 1 … i − 1 and the kept slot i after them
 is a sum with known coefficients, taken from i backwards, a tile of slots at a time:
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.kernels import FLOATS, wants_gradient
-from fathom.ops.run_merge import SMALLEST
+from fathom.ops.run_merge.plain import SMALLEST
 
 TILE = 16  # slots of a run that are read together
 
