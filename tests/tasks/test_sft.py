@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,15 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path / "model")
     asked = again.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
     assert asked == "### Instruction:\na\n\n### Response:\n"
+
+
+def test_the_recipe_and_its_data(tmp_path, monkeypatch):
+    root = Path(__file__).parents[2] / "recipes"
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(root / "make_lookup.py"))["main"](Path("runs/lookup"))
+    loaded = load_recipe(root / "sft_cpu.yaml")
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    train, held_out = (Path(f"runs/lookup/{name}.jsonl").read_text().splitlines() for name in ("train", "held-out"))
+    assert (len(train), len(held_out)) == (216, 72) and not set(train) & set(held_out)
+    assert {json.loads(row)["answer"] for row in held_out} == {json.loads(row)["answer"] for row in train}
+    assert len(data.questions) == 72 and len(data.notes) == 1  # no row is cut
