@@ -37,7 +37,7 @@ TRAINED = 256  # tokens, of the recipe's 500,000
 
 RUN = (
     "fathom methods",
-    'fathom cache MODEL --method treekv --budget 1024 --prompt "Once upon a time"',
+    'fathom cache MODEL --method treekv --budget 16 --prompt "Once upon a time"',
     "fathom cache show MODEL --text page.txt",
     "fathom lineage compare MODEL OTHER",
     "fathom lineage matrix MODEL OTHER THIRD --output matrix.png",

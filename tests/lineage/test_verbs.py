@@ -254,7 +254,7 @@ def nulls_of_tiny_models(monkeypatch):
     """Nulls at the width of the tiny models, so that verdicts here do not hang on the shipped calibration."""
 
     def made(mode, tied, width):
-        return Null(mode, tied, (32, 256), 40, 40, (0.0,) * 20, 0.15, "test")
+        return Null(mode, tied, (32, 256), 40, 40, (0.0,) * 20, 0.15, 0.15, "test")
 
     monkeypatch.setattr("fathom.lineage.verdict.null_for", made)
 

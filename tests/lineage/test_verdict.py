@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_p_counts_and_never_says_more_than_the_null_holds():
-    null = Null("m", False, (64, 128), 8, 9, (0.0, 0.1, 0.1, 0.3), 0.35, "test")
+    null = Null("m", False, (64, 128), 8, 9, (0.0, 0.1, 0.1, 0.3), 0.35, 0.35, "test")
     assert [null.p(s) for s in (-1, 0.05, 0.1, 0.2, 9)] == [1, 0.8, 0.8, 0.4, 0.2]
     assert null.as_dict()["pairs_without_common_model"] == 4
 
@@ -34,7 +34,9 @@ def null(monkeypatch):
 
     def made(mode, tied, width):
         top = 0.8 if mode == "blunt" else 0.2
-        return None if mode == "unknown" else Null(mode, tied, (64, 512), 60, 50, (0.0,) * 19 + (0.1,), top, "test")
+        return (
+            None if mode == "unknown" else Null(mode, tied, (64, 512), 60, 50, (0.0,) * 19 + (0.1,), top, top, "test")
+        )
 
     monkeypatch.setattr(verdict, "null_for", made)
 

@@ -8,8 +8,8 @@ width. A pair is held against the pairs that are no wider than it, since scores 
 counts pairs of which no two share a model: pairs that do are dependent. p is never below tries/(n + 1), and one family
 of methods is corrected by Holm.
 
-Related: above every pair of the null, and clear of it, in a method where strangers stay below ½. Unrelated: no higher
-than the null reaches. Between: inconclusive.
+Related: above every pair of the null, and clear of those of like width, in a method where strangers stay below ½.
+Unrelated: no higher than the null reaches. Between: inconclusive.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any, Literal
 Word = Literal["related", "shares parts", "inconclusive", "unrelated"]
 EXIT_CODES: dict[Word, int] = {"related": 0, "inconclusive": 3, "unrelated": 4, "shares parts": 5}
 
-_CLEAR = 0.2  # share of the way from the highest null score to a perfect one that a related pair must pass
+_CLEAR = 0.2  # share of the way from the highest null score of like widths to a perfect one that related pairs pass
 _CHANCE = 8.0  # deviations of pure chance that it must pass as well: few, narrow layers agree by chance
 _BLUNT = 0.5  # a method in which strangers reach this much cannot call anything related
 _ALONE = 0.9  # what one layer must score: it has no neighbours to be held against, and no null was measured
@@ -34,6 +34,7 @@ class Null:
     """Scores of independent pairs in one mode and tying, no wider than the pair that is judged.
 
     scores: those of pairs without a common model, rising. max: the highest of all `pairs`, dependent ones included.
+    near: the highest of those at least a quarter as wide as the pair that is judged.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class Null:
     pairs: int
     scores: tuple[float, ...]
     max: float
+    near: float
     source: str
 
     @property
@@ -56,7 +58,7 @@ class Null:
         middle = self.scores[self.n // 2]
         return {"mode": self.mode, "tied": self.tied, "widths": self.widths, "models": self.models, "pairs": self.pairs,
                 "pairs_without_common_model": self.n, "median": middle, "max": self.max,
-                "source": self.source}  # fmt: skip
+                "max_of_near_widths": self.near, "source": self.source}  # fmt: skip
 
 
 @cache
@@ -74,10 +76,12 @@ def null_for(mode: str, tied: bool, width: int) -> Null | None:
         return None
     known = {int(w): found for w, found in entry["by_width"].items()}
     used = {w: found for w, found in known.items() if w <= max(width, min(known))}
+    near = [w for w in used if w >= width / 4] or [max(used)]
     scores = tuple(sorted(s for found in used.values() for s in found["scores"]))
     return Null(
         mode, tied, (min(used), max(used)), sum(f["models"] for f in used.values()),
-        sum(f["pairs"] for f in used.values()), scores, max(f["max"] for f in used.values()), shipped["source"],
+        sum(f["pairs"] for f in used.values()), scores, max(f["max"] for f in used.values()),
+        max(used[w]["max"] for w in near), shipped["source"],
     )  # fmt: skip
 
 
@@ -134,7 +138,7 @@ def judge(
             f"width {width}: the null was measured on widths {null.widths[0]}–{null.widths[1]}"
             + ("; wider strangers scored lower as far as measured" if width > null.widths[1] else "")
         )
-    clear = null.max + _CLEAR * (1 - null.max)
+    clear = max(null.max, null.near + _CLEAR * (1 - null.near))
     if layers is not None:
         clear = max(clear, _CHANCE / ((width - 2) * math.sqrt(layers)), _ALONE if layers == 1 else 0.0)
         if clear >= 1:
