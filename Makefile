@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := .venv/bin
 
-.PHONY: demo test check docs clean
+.PHONY: demo test test-all check docs clean
 
 demo: .venv/.installed
 	$(BIN)/fathom compare recipes/demo.yaml
@@ -17,6 +17,9 @@ demo: .venv/.installed
 test: .venv/.tests-installed
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: ARGS += -m ""
+test-all: test
 
 check: .venv/.tests-installed
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Settings that all tests share: no network, one thread."""
+"""Settings that all tests share: no network, one thread, one GPU where there are several."""
 
 import os
 
@@ -6,6 +6,7 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_NO_ADVISORY
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # training refuses a process that sees more
 
 import pytest  # noqa: E402  after the settings
 import torch  # noqa: E402

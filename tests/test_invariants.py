@@ -503,6 +503,7 @@ def test_a_training_step_whose_layers_are_compiled_equals_eager(case):
         assert_close(compiled_gradients[name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++)")
 def test_inductor_code_equals_eager():
     """The last depth method by name stands for all: the graphs are tested above, inductor is torch's."""

@@ -3,10 +3,11 @@
     python benchmarks/depth/jacobi_error.py runs/…/model --out docs/results/jacobi_error_ponderlm2
 
 Writes OUT.json and OUT.png: the RMSE of the predicting states after J = 0, 1, … sweeps against token-by-token decoding,
-relative to the latter's RMS, over all tokens and over thirds of the window; the loss after J sweeps; and the factor a
+relative to the latter's RMS, over all tokens and over thirds of the window; the loss after J sweeps; the factor a
 sweep, fitted while the error is between a tenth of its first value and ten times its floor (the papers: 0.345 for
-PonderLM-2, 0.433 for PonderLM-3). The weights run in float64 on a CPU and in fp32 on a GPU, unless --dtype says
-otherwise.
+PonderLM-2, 0.433 for PonderLM-3); and, of sweeping until the thoughts have settled, how many sweeps that takes, what
+error is left, and its time over that of three sweeps. The weights run in float64 on a CPU and in fp32 on a GPU, unless
+--dtype says otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,11 @@ def windows(text: Source, tokenizer: Any, count: int, length: int) -> torch.Tens
 
 
 @torch.no_grad()
-def states_and_loss(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, float]:
-    """What the head reads, and the mean loss, under changed options of the depth method."""
+def outcome(model: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, float]:
+    """What the depth method returns, and the mean loss, under changed options of it."""
     trained, seen = model.depth.options, []
     model.depth.options = dataclasses.replace(trained, tolerance=None, **options)
-    hook = model.depth.register_forward_hook(lambda module, inputs, out: seen.append(out.hidden_states))
+    hook = model.depth.register_forward_hook(lambda module, inputs, out: seen.append(out))
     try:
         loss = model(ids, labels=ids, use_cache=False).loss.item()
     finally:
@@ -72,16 +74,43 @@ def factor(errors: list[float]) -> float | None:
 
 
 def measure(model: Any, ids: torch.Tensor, sweeps: int) -> dict[str, Any]:
-    exact, exact_loss = states_and_loss(model, ids, prefill="sequential")
+    found, exact_loss = outcome(model, ids, prefill="sequential")
+    exact = found.hidden_states
     third = ids.shape[1] // 3
     rows = []
     for j in range(sweeps + 1):
-        states, loss = states_and_loss(model, ids, prefill="jacobi", sweeps=j)
+        found, loss = outcome(model, ids, prefill="jacobi", sweeps=j)
+        states = found.hidden_states
         parts = [rmse(states[:, i * third : (i + 1) * third], exact[:, i * third : (i + 1) * third]) for i in range(3)]
         rows.append({"sweeps": j, "relative_rmse": rmse(states, exact), "by_third": parts, "loss": loss})
         print(f"J = {j:2}: relative RMSE {rows[-1]['relative_rmse']:.3e}  loss {loss:.5f}", flush=True)
     errors = [row["relative_rmse"] for row in rows]
-    return {"sequential_loss": exact_loss, "factor": factor(errors), "rows": rows}
+    return {
+        "sequential_loss": exact_loss,
+        "factor": factor(errors),
+        "settled": settled(model, ids, exact),
+        "rows": rows,
+    }
+
+
+def settled(model: Any, ids: torch.Tensor, exact: torch.Tensor, repeats: int = 5) -> dict[str, Any]:
+    """Of sweeping until thoughts have settled; times are the best of some, taken in turns with three sweeps'."""
+    seconds: dict[int | None, float] = {}
+    for sweeps in (None, 3) * repeats:
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        out, loss = outcome(model, ids, prefill="jacobi", sweeps=sweeps)
+        seconds[sweeps] = min(time.perf_counter() - start, seconds.get(sweeps, math.inf))
+        if sweeps is None:
+            found = {
+                "sweeps": out.trace["sweeps"].max().item(),
+                "relative_rmse": rmse(out.hidden_states, exact),
+                "loss": loss,
+            }
+    found |= {"seconds": seconds[None], "times_three_sweeps": seconds[None] / seconds[3]}
+    print("settled: {sweeps} sweeps, {relative_rmse:.3e}, {times_three_sweeps:.2f} x J = 3".format(**found), flush=True)
+    return found
 
 
 def draw(found: dict[str, Any], name: str, path: Path) -> None:

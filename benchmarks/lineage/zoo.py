@@ -3,6 +3,7 @@ layer.
 
     python benchmarks/lineage/zoo.py prepare TEXT_DIR BOOKS WIKI     # on any machine: three tokenizers, four parts each
     python benchmarks/lineage/zoo.py run OUT_DIR TEXT_DIR --seconds 470 --device cuda
+    python benchmarks/lineage/zoo.py run OUT_DIR TEXT_DIR --seconds 95 --device cuda --relatives
 
 BOOKS, WIKI: .txt, .jsonl or their .xz. A group is one shape and recipe; its models differ in seed and in the part of
 the text they read, and are trained together (weights stacked, batched products, bfloat16 with float32 masters). Every
@@ -32,7 +33,7 @@ from torch import Tensor
 from fathom.lineage import canonical
 from fathom.lineage.align import TokenTable, align, cross_covariance, fixed_frame
 from fathom.lineage.families import Family, geometry
-from fathom.lineage.huref import DEFAULT, invariant_terms
+from fathom.lineage.huref import DEFAULT, Term, invariant_terms
 from fathom.lineage.reader import Checkpoint
 from fathom.lineage.token_rows import normalise, shared_rows
 from fathom.lineage.weights import MemoryStore
@@ -167,7 +168,21 @@ GROUPS = [
           relation="distilled"),
     Group("w64-distilled", 64, 4, 4, 2,  "small", False, 32,  700,  16, 64,  3e-3, 0.02, source="w64",
           relation="distilled"),
+    Group("w64-tied-distilled", 64, 4, 4, 2, "small", True, 32, 700, 16, 64, 3e-3, 0.02, source="w64-tied",
+          relation="distilled"),
 ]  # fmt: skip
+
+
+def relatives() -> list[Group]:
+    """The groups of relatives and what they come from, small, and the two recipes unlike the rest: a run of minutes."""
+    sources = {g.source for g in GROUPS}
+    chosen = [g for g in GROUPS if g.source or "hot" in g.name or g.name in sources]
+    count = {64: 24, 128: 24, 256: 8}
+    return [
+        replace(g, models=count[g.width] * (2 if "hot" in g.name else 1), share=0.5 if "continued" in g.name else 1.0)
+        for g in chosen
+        if g.width in count
+    ]
 
 
 def fresh(group: Group, seed: int, device: str) -> dict[str, Tensor]:
@@ -366,6 +381,22 @@ def rounded(x: Tensor) -> list:
     return [[round(v, 5) for v in row] for row in x.tolist()] if x.ndim == 2 else [round(v, 5) for v in x.tolist()]
 
 
+def correlations(a: list[Term], b: list[Term]) -> list:
+    """Of every term of one model with every term of the other, [6, 6]."""
+    energies = [[m.covariance(m) for m in side] for side in (a, b)]
+    return [
+        [round(m.covariance(n) / math.sqrt(max(e * f, 1e-300)), 5) for n, f in zip(b, energies[1])]
+        for m, e in zip(a, energies[0])
+    ]
+
+
+def without_rows(term: Term, x: Tensor) -> Term:
+    """M − cXXᵀ, c by least squares: without what the token rows alone say."""
+    rows = Term(x, x)
+    c = term.covariance(rows) / max(rows.covariance(rows), 1e-300)
+    return Term(torch.cat([term.left, -c * x], 1), torch.cat([term.right, x], 1))
+
+
 def score(a: Features, b: Features) -> dict:
     """Raw scores of a pair. a is the wider one. Matrices have a row for every layer of a."""
     rows = shared_rows(a.model.vocabulary, b.model.vocabulary, len(a.embedding), len(b.embedding))
@@ -415,9 +446,8 @@ def score(a: Features, b: Features) -> dict:
         if len(other.embedding) not in f.terms:
             f.terms[len(other.embedding)] = invariant_terms(f.model, r[-DEFAULT.tokens :], DEFAULT)
     terms = a.terms[len(b.embedding)], b.terms[len(a.embedding)]
-    record["huref"] = [
-        round(m.covariance(n) / math.sqrt(max(m.covariance(m) * n.covariance(n), 1e-300)), 5) for m, n in zip(*terms)
-    ]
+    record["huref"] = correlations(*terms)
+    record["huref_without_rows"] = correlations(*([without_rows(m, side[2].right) for m in side] for side in terms))
     return record
 
 
@@ -455,12 +485,13 @@ def pairs_of(groups: dict[str, tuple[Group, list[int]]], parts: dict[str, list[i
             other = choose.choice([j for j in range(source.models) if j != i])
             add(f"{group.relation}, of another", Name(group.source, other, ends[-1]), Name(name, i, steps[-1]))
     choose.shuffle(found)
+    found.sort(key=lambda pair: pair["kind"] == "independent")  # relatives are few: they come first
     for pair in found:
         pair["parts"] = [parts[pair[side].group][pair[side].index] for side in "ab"]
     return found
 
 
-def run(out: Path, folder: Path, seconds: float, device: str, tiny: bool) -> None:
+def run(out: Path, folder: Path, seconds: float, device: str, groups: list[Group]) -> None:
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -470,10 +501,7 @@ def run(out: Path, folder: Path, seconds: float, device: str, tiny: bool) -> Non
         return torch.from_numpy(np.load(folder / f"{name}.npy").astype(np.int32)).to(device)
 
     text = {name: [ids(f"{name}_{part}") for part in PARTS] for name in VOCABULARIES}
-    groups = [g for g in GROUPS if not tiny or g.width <= 96 or g.name.startswith("w128-s") or g.name == "w128-tied"]
-    if tiny:
-        groups = [replace(g, models=4, steps=48, batch=2, length=32) for g in groups]
-    share, training = sum(g.share for g in groups), (0.62 * seconds - (time.perf_counter() - start))
+    share, training = sum(g.share for g in groups), (0.5 * seconds - (time.perf_counter() - start))
     kept: dict[str, dict[int, dict[str, Tensor]]] = {}
     done: dict[str, tuple[Group, list[int]]] = {}
     parts: dict[str, list[int]] = {}
@@ -505,7 +533,7 @@ def run(out: Path, folder: Path, seconds: float, device: str, tiny: bool) -> Non
                     replace(origin, models=group.models),
                     {n: t[: group.models].to(work) for n, t in last.items()},
                 )
-        budget = min(left, training * group.share / share * 1.15)
+        budget = min(left, training * group.share / share * 0.95)
         kept[group.name], losses, steps = train(
             group, masters, text[group.vocabulary], torch.tensor(mine, device=device), seed + 7, budget, teacher
         )
@@ -597,13 +625,18 @@ def main() -> None:
     second.add_argument("text", type=Path)
     second.add_argument("--seconds", type=float, default=470)
     second.add_argument("--device", default="cpu")
+    second.add_argument("--relatives", action="store_true", help="only groups that continue, copy or learn from others")
     second.add_argument("--tiny", action="store_true", help="a dry run: few, small, hardly trained models")
     args = parser.parse_args()
     if args.verb == "prepare":
         prepare(args.out, args.books, args.wiki, args.tokens)
     else:
         with torch.no_grad():
-            run(args.out, args.text, args.seconds, args.device, args.tiny)
+            groups = relatives() if args.relatives else GROUPS
+            if args.tiny:
+                small = [g for g in groups if g.width <= 96 or g.name in {"w128-tied", "w128-same-init"}]
+                groups = [replace(g, models=4, steps=48, batch=2, length=32) for g in small]
+            run(args.out, args.text, args.seconds, args.device, groups)
 
 
 if __name__ == "__main__":

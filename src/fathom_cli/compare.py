@@ -33,13 +33,17 @@ def command(
         typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
         raise typer.Exit(130) from None
     found = tables(results)
-    typer.echo(f"\nBits per byte of held-out text: window {results.block_size}, stride {results.block_size}")
     for table in found:
         typer.echo(f"\n{TITLES[table.budget]}")
         for row in table.rows:
-            typer.echo(f"  {row.method:<20} {row.mean('bits_per_byte'):.3f} bits per byte")
-        typer.echo(f"  {'unigram model':<20} {results.unigram_bits_per_byte:.3f} bits per byte")
-    said = overall(found, results.unigram_bits_per_byte)
+            scores = ", ".join(f"{row.mean(score.name):.3f} {score.unit}" for score in results.scores)
+            typer.echo(f"  {row.method:<20} {scores}")
+        reference = f"{results.task_class.reference_name} model"
+        typer.echo(f"  {reference:<20} {results.reference:.3f} {results.scores[0].unit}")
+    typer.echo("")
+    for score in results.scores:
+        typer.echo(f"{score.heading}, {score.better} is better: {score.meaning.format(block_size=results.block_size)}")
+    said = overall(found, results.reference)
     typer.echo("\n" + "\n".join([said.headline, *said.details]))
     for warning in filter(None, [at_edge(results.edges), *disturbances(results.runs)]):
         typer.echo(warning)

@@ -57,6 +57,7 @@ def command(
     typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
     mixing = any(row["mixing_flops_per_token"] for row in rows)
     stopping = [name for name, config in configs if is_adaptive(config)]
+    swept = [name for name, config in configs if config.depth.get("sweeps", 0) is None and config.most_steps > 1]
     typer.echo(
         f"{note}\nFLOPs per token at sequence length {length}, a multiply-add as 2, causal attention at (T+1)/2 keys.\n"
         "linear + attention + head + method = Σ matmul, of the forward pass; elementwise work beside it.\n"
@@ -66,6 +67,10 @@ def command(
         + (
             f"\nAs if every token ran all its steps: {', '.join(stopping)}. `fathom inspect` counts those that run."
             * bool(stopping)
+        )
+        + (
+            f"\nThe forward pass is decoding's. Texts that are read at once: {', '.join(swept)}, by Jacobi sweeps\n"
+            "until thoughts have settled; how many depends on the text. `sweeps: J` fixes it." * bool(swept)
         )
     )
 

@@ -74,7 +74,8 @@ def compare(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated.
+    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated (no trace found,
+    disguise not excluded), 5 shares parts.
 
     \b
     Example:
@@ -102,6 +103,8 @@ def compare(
 
 
 def _show(result: Any) -> None:
+    from fathom.lineage.html import p_words
+
     _out.print(
         f"{result.verdict.upper()}",
         style={"related": "bold green", "unrelated": "bold"}.get(result.verdict, "bold yellow"),
@@ -115,15 +118,22 @@ def _show(result: Any) -> None:
             _out.print(line, soft_wrap=True, markup=False)
     if not result.details:
         return
-    table = Table("method", "score", "z", "p", "null (n)", "verdict", box=None)
+    table = Table("method", "score", "judged", "p", "strangers", "verdict", box=None)
     for column in table.columns:
         column.no_wrap = True
     for name, r in result.details.items():
         null = r["null"]
-        about = "none" if null is None else f"{null['mean']:.3f} ± {null['std']:.3f} ({null['n']})"
-        numbers = ["–" if v is None else format(v, f) for v, f in ((r["z"], ".1f"), (r["p"], ".1e"))]
-        table.add_row(name.removeprefix("awm "), f"{r['score']:.4f}", *numbers, about, r["verdict"])
+        about = "not measured" if null is None else f"≤ {null['max']:.3f} ({null['pairs']})"
+        table.add_row(
+            name.removeprefix("awm "), f"{r['score']:.4f}", f"{r['judged']:.3f}", p_words(r), about, r["verdict"]
+        )
     _out.print(table)
+    tests = next(iter(result.details.values()))["tests"]
+    _out.print(
+        "judged: agreement beyond what neighbouring layers share (AWM), median term (HuRef); strangers: highest of so "
+        f"many independently trained pairs; p: share of them that agree as much, corrected for {tests} methods (Holm)",
+        soft_wrap=True,
+    )
     if result.layers:
         cells = " ▁▂▃▄▅▆▇█"
         for role in ("q", "k"):
@@ -186,9 +196,13 @@ def fingerprint(
 
 def _read_json(file: Path, *keys: str) -> dict[str, Any]:
     """A JSON object with these keys. Raises ValueError when the file holds anything else."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"it has {name} in it")
+
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON and of UTF-8
+        record = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise ValueError(f"{file}: not a JSON file ({error}); name what `fathom lineage fingerprint` wrote") from error
     if not isinstance(record, dict) or not set(keys) <= set(record):
         raise ValueError(
@@ -211,8 +225,8 @@ def verify(
     trust: Annotated[Path | None, typer.Option(help="Public key (PEM) the signature must be by.")] = None,
     secret: Annotated[Path | None, typer.Option(help="secret.key of the owner, to recompute the root.")] = None,
 ) -> None:
-    """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). Exit code 1:
-    mismatch.
+    """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). What was checked and
+    what was not are listed apart. Exit code 1: mismatch; 3: nothing ties the vector to the weights under the root.
 
     \b
     Example:
@@ -224,30 +238,52 @@ def verify(
     file = folder / "fingerprint.json" if folder.is_dir() else folder
     document = _read_json(file, "statement", "signature")
     record, signature = document["statement"], document["signature"]
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{file}: its statement is a {type(record).__name__}; name what fathom lineage fingerprint wrote"
+        )
+    checked: list[str] = []
+    unchecked: list[str] = []
+    bound = False
     try:
         if signature is not None:
             trusted = None if trust is None else commitment.load_public_key(trust)
             signer = commitment.check_signature(record, signature, trusted)
-            _out.print(f"signature valid, by {'the trusted key' if trust else 'key ' + signer}", markup=False)
+            checked.append(
+                f"signature: the statement is as {'the trusted key' if trust else f'key {signer}'} signed it"
+            )
+            if trust is None:
+                unchecked.append("whose key that is: it needs --trust")
         elif trust is not None:
             raise commitment.CommitmentError("signature: there is none, but --trust asks for one")
         else:
-            _out.print("unsigned: nothing says who made this fingerprint")
+            unchecked.append("who made this fingerprint: it is unsigned")
         if model is not None:
             salt = None if secret is None else _read_secret(secret)
             found = commitment.check_model(record, open_checkpoint(model), salt)
-            _out.print(f"vector recomputed from the weights: cosine {found['cosine']:.6f}")
-            _out.print("root recomputed: equal" if "root" in found else "root not checked: it needs --secret")
+            checked.append(f"vector recomputed from the weights: cosine {found['cosine']:.6f}")
+            bound = "root" in found
+            if bound:
+                checked.append("root recomputed: equal, so every weight is the committed one")
+            else:
+                unchecked.append("every weight that the vector does not read: the root needs --secret")
         part = file.parent / "opening"
         if part.is_dir():
             proof = _read_json(part / "proof.json")
             opened = commitment.Opening((part / "opened.safetensors").read_bytes(), proof)
-            _out.print(
-                f"opening belongs to the root; vector from it: cosine {commitment.check_opening(record, opened):.6f}"
-            )
+            cosine = commitment.check_opening(record, opened)
+            checked.append(f"opening belongs to the root; vector from it: cosine {cosine:.6f}")
+            bound = bound or model is None
+        if model is None:
+            unchecked.append("any model: none was given" if part.is_dir() else "vector and root: no model was given")
     except commitment.CommitmentError as error:
         _err.print(f"MISMATCH {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
+    for title, lines in (("checked", checked), ("not checked", unchecked)):
+        for line in lines:
+            _out.print(f"{title}: {line}", markup=False, soft_wrap=True)
+    if not bound:
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,8 +19,8 @@ def command(
 ) -> None:
     """Train one model of a recipe; the same command again resumes it.
 
-    Of several learning rates the best on held-out text is taken, found once a method with the first of the recipe's
-    seeds; `fathom compare` and this command share what they found.
+    Of several learning rates the one with the best held-out score is taken, found once a method with the first of the
+    recipe's seeds; `fathom compare` and this command share what they found.
 
     \b
     Example:
@@ -30,8 +30,7 @@ def command(
     On several GPUs, which share every batch of the recipe:
       torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
     """
-    from fathom.data import prepare
-    from fathom.train import load_recipe, model_config, sequences_per_process, sweep_lr, train_run
+    from fathom.train import check_extras, load_recipe, model_config, sequences_per_process, sweep_lr, train_run
 
     loaded = load_recipe(recipe)
     if method is None and len(loaded.methods) > 1:
@@ -42,7 +41,8 @@ def command(
     folder = output / loaded.name / f"{chosen.name}-seed{seed}"
     model_config(loaded, chosen)  # a wrong option is found before the text is tokenised
     sequences_per_process(loaded.training)
-    data = prepare(loaded.data, output / ".data")
+    check_extras(loaded.training)
+    data = loaded.task.prepare(loaded.data, output / ".data")
     trials = output / loaded.name / chosen.name / "sweep"  # one a method, shared with `fathom compare`
     try:
         sweep = sweep_lr(loaded, chosen, seed=loaded.seeds[0], folder=trials, data=data)
@@ -53,7 +53,7 @@ def command(
     if os.environ.get("RANK", "0") != "0":
         return
     for trial in sweep.trials:
-        typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}")
+        typer.echo(f"lr {trial.lr:g}: validation loss {_number(trial.validation_loss)}, {_scores(loaded.task, trial)}")
     if sweep.at_edge:
         typer.echo(f"The best, {sweep.best:g}, is at the edge of the candidates: a better one may lie outside.")
     spread = result.tokens_per_second_interval
@@ -61,9 +61,18 @@ def command(
         f"{result.method}: {result.tokens:,} tokens, {result.train_flops:.3g} FLOPs, {result.tokens_per_second:,.0f} "
         f"tokens/s{f' ({spread[0]:,.0f} to {spread[1]:,.0f})' if spread else ''}, "
         f"train loss {_number(result.train_loss)}, validation loss {_number(result.validation_loss)}, "
-        f"bits per byte {_number(result.bits_per_byte)} (window and stride {loaded.data.block_size} tokens)"
+        f"{_scores(loaded.task, result)}"
     )
+    for score in loaded.task.scores:
+        meaning = score.meaning.format(block_size=loaded.data.block_size)
+        typer.echo(f"{score.heading}, {score.better} is better: {meaning}")
+    for note in result.notes:
+        typer.echo(note)
     typer.echo(f"Model: {result.model}")
+
+
+def _scores(task: Any, result: Any) -> str:
+    return ", ".join(f"{score.heading} {_number(result.scores[score.name])}" for score in task.scores)
 
 
 def _number(value: float | None) -> str:

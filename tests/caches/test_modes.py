@@ -14,6 +14,7 @@ from cache_cases import LARGE, SMALL, build, get_model, make, relative
 from transformers import DynamicCache
 
 from fathom.caches import CodebookTraining, FreqKV, build_cache, compress, prefill, train_codebooks
+from fathom.caches.trial import TRACED
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.dct import resampler
 
@@ -170,6 +171,10 @@ def pickled(model):
     return torch.load(file, weights_only=False)
 
 
+copies_are_stock = pytest.mark.skipif(not TRACED, reason="PyTorch before 2.13 cannot trace the names that copies need")
+
+
+@copies_are_stock
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_made_in_the_context_leaves_compression_behind(copied, ids, llama):
@@ -188,6 +193,7 @@ def test_a_copy_made_in_the_context_leaves_compression_behind(copied, ids, llama
             assert torch.equal(twin(ids, attention_mask=mask).logits, compressed)
 
 
+@copies_are_stock
 def test_a_model_saved_or_built_in_the_context_is_stock(ids, llama, tmp_path):
     with compress(llama, make("treekv", SMALL)):
         llama.save_pretrained(tmp_path)

@@ -109,5 +109,12 @@ def test_refusals(run, tmp_path, recipe):
     assert code == 2 and "--sequence-length" in err
 
 
+def test_sweeps_whose_number_nobody_knows_are_named(run, tmp_path):
+    file, wanted = tmp_path / "recipe.yaml", "Texts that are read at once: ponderlm2, by Jacobi sweeps"
+    for method, said in (("ponderlm2", True), ("{name: ponderlm2, depth: {name: ponderlm2, sweeps: 3}}", False)):
+        file.write_text(RECIPE.replace("[vanilla, ", f"[vanilla, {method}, "))
+        assert (wanted in run(file)[1]) == said
+
+
 def test_help_has_an_example(run):
     assert "fathom cost recipes/demo.yaml" in run("--help")[1]

@@ -6,16 +6,6 @@ import torch
 from scipy.stats import pearsonr
 
 from fathom.lineage.attack import apply_exact
-from fathom.lineage.encoder import (
-    Encoder,
-    EncoderTraining,
-    encode,
-    load_encoder,
-    save_encoder,
-    train_encoder,
-    triples,
-    z_normalise,
-)
 from fathom.lineage.errors import NoAnchorError
 from fathom.lineage.huref import (
     DEFAULT,
@@ -146,33 +136,6 @@ def test_fingerprint_follows_the_function_not_the_weights(weights):
     assert torch.cosine_similarity(mark.vector, stranger.vector, dim=0).abs() < 0.3
     with pytest.raises(NoAnchorError, match="unknown"):
         fingerprint(a.checkpoint(), tokens=[b"never"])
-
-
-def test_encoder_size_training_and_storage(tmp_path, weights):
-    with torch.device("meta"):
-        assert sum(p.numel() for p in Encoder().parameters()) == 341_031_384
-    shape = {"kernel": 4, "channels": (8, 16, 24, 32)}
-    config = EncoderTraining(size=256, width=16, epochs=3, steps=5, batch=4, lr=1e-3, **shape)
-    losses = []
-    encoder = train_encoder(config, progress=lambda done, total, loss: losses.append(loss))
-
-    def separation(model):
-        maps = triples(config, torch.Generator().manual_seed(7), torch.device("cpu"))
-        with torch.no_grad():
-            a, p, n = (z_normalise(model.eval()(m)) for m in maps)
-        return (torch.cosine_similarity(a, p) - torch.cosine_similarity(a, n).abs()).mean()
-
-    assert len(losses) == 3 and separation(encoder) > separation(Encoder(**shape)) + 0.1
-    small = {"size": 64, "width": 24, "batch": 4}
-    seeded = [torch.Generator().manual_seed(0) for _ in range(2)]
-    a, p, _ = triples(EncoderTraining(**small), seeded[0], torch.device("cpu"))
-    buggy, far, _ = triples(EncoderTraining(**small, published_bug=True), seeded[1], torch.device("cpu"))
-    assert (a * p).mean() > 0.5 and (buggy * far).mean().abs() < 0.1
-    save_encoder(encoder, tmp_path / "encoder.safetensors")
-    again = load_encoder(tmp_path / "encoder.safetensors", 4, (8, 16, 24, 32))
-    terms = invariant_terms(weights("llama").checkpoint(), list(range(256)))
-    vector = encode(again, terms)
-    assert vector.shape == (32,) and torch.equal(vector, encode(encoder, terms))
 
 
 def test_pictures_tell_models_apart():

@@ -10,6 +10,7 @@ import torch
 from conftest import FAMILIES
 from fathom.lineage.attack import apply_exact, logit_error, probe_tokens
 from fathom.lineage.awm import awm
+from fathom.lineage.pairs import compare
 from fathom.lineage.transforms import EXACT
 
 LLAMA = ["permute", "sign", "scale", "rescale_norms", "fold", "rotate", "rope", "value_output", "heads", "neurons",
@@ -47,6 +48,23 @@ def test_everything_at_once(weights, family, seed):
     changed = apply_exact(original, "all", seed)
     assert logit_error(original, changed, probe_tokens(original)) < 5e-6
     assert hardened(original, changed) == pytest.approx(1, abs=1e-4)
+
+
+T15 = ["loud_heads", "null_products", "opposed_heads", "inert_layers", "loud_rows", "stale_tokenizer", "no_tokenizer"]
+
+
+@pytest.mark.parametrize("name", T15)
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_what_writes_nothing_hides_nothing(weights, family, name):
+    """T15 to T20, alone and under everything else at once: equal logits, and the verdict stands."""
+    original = weights(family)
+    changed = apply_exact(original, name)
+    assert logit_error(original, changed, probe_tokens(original)) < 3e-6
+    assert compare(original.checkpoint(), changed.checkpoint()).verdict == "related"
+    hidden = apply_exact(changed, "all", 1)
+    result = compare(original.checkpoint(), hidden.checkpoint())
+    assert result.verdict == "related" and result.method == "awm hardened-procrustes"
+    assert result.score == pytest.approx(1, abs=2e-3)
 
 
 def test_published_method_is_evaded(weights):

@@ -342,7 +342,7 @@ def test_recipes_of_the_papers_rows_cost_what_their_sizes_say(size, parameters, 
     layers = config.num_hidden_layers
     assert mixing_per_token(config).flops == 4 * key_width * candidates
     assert mixing_per_token(config).bytes == 2 * key_width * (2 * candidates + layers)
-    step = recipe.training.sequences * recipe.training.gradient_accumulation * 32 * recipe.data.block_size
+    step = recipe.training.sequences * recipe.training.gradient_accumulation * recipe.data.block_size
     assert recipe.training.tokens == 15_625 * 1024 * 2048 == 15_625 * step
 
 

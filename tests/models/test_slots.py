@@ -16,6 +16,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 from fathom.models import hf_versions
 from fathom.models.slots import CHANNEL, RaggedSlotLayer, SlotLayer, interleave
 from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, KeyBias, RangeBias
+from fathom.ops.visibility import Visibility
 from tiny import assert_close, tiny_model, tokens
 
 PAUSE = {"name": "pause", "pauses": 2}
@@ -243,7 +244,7 @@ def test_backends_add_the_key_bias(backend, padded):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnStage:
+class OwnStage(Visibility):
     stages: int
 
     def __call__(self, query, key):
@@ -257,7 +258,7 @@ def test_a_visibility_by_slot_indices(backend):
     model, stack, layout, _ = biased_layout()
     model.set_attn_implementation(backend)
     slots = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(1))
-    layout = dataclasses.replace(layout, key_bias=None, sees=OwnStage(3))
+    layout = dataclasses.replace(layout, key_bias=None, visibility=OwnStage(3))
     actual = stack.bind(slots, layout)(slots)
     model.set_attn_implementation("eager")
     for stage in range(3):
@@ -288,7 +289,7 @@ def test_flash_serves_what_it_can_express_and_says_who_serves_the_rest():
         warnings.simplefilter("error")
         mask = layout.mask(config, slots, None, packed=False)
     assert isinstance(mask, ChannelBias) and mask.bias[0, :6].eq(MASKED).all()  # padding hidden by it
-    own = dataclasses.replace(layout, sees=OwnStage(3))
+    own = dataclasses.replace(layout, visibility=OwnStage(3))
     with pytest.warns(UserWarning, match="flash_attention_2 has no kernel .* FlexAttention serves"):
         assert isinstance(own.mask(config, slots, None, packed=False), FlexBias)
 
@@ -302,7 +303,9 @@ def test_ranges_where_they_are_chosen(monkeypatch):
     mask = layout.mask(model.config, slots, None, packed=False)
     assert isinstance(mask, RangeBias) and mask.bias[:, :3].eq(MASKED).all() and mask.bias[:, 3:].eq(0).all()
     assert mask.ranges.start.tolist() == [[0] * 180 + [180] * 180] and mask.ranges.stop.tolist() == [[*range(1, 361)]]
-    assert isinstance(dataclasses.replace(layout, sees=OwnStage(3)).mask(model.config, slots, None, False), FlexBias)
+    assert isinstance(
+        dataclasses.replace(layout, visibility=OwnStage(3)).mask(model.config, slots, None, False), FlexBias
+    )
     assert isinstance(dataclasses.replace(layout, valid=None).mask(model.config, slots, None, packed=True), FlexBias)
     model, few = layout_of(40, 3)
     few = dataclasses.replace(few, key_bias=bias[:, :120])

@@ -51,7 +51,7 @@ def test_who_moves_whose_output(visibility, attention):
     assert torch.equal(seen, written_out(visibility, length).expand(2, -1, -1))
 
 
-@by_kind
+@pytest.mark.parametrize("visibility", [Blocks(3), Prefix(4)], ids=str)  # of the others the masks are transformers'
 def test_flex_attention_sees_the_same(visibility):
     model, ids = tiny_model().eval(), tokens(2, 10)
     with torch.no_grad():

@@ -90,7 +90,13 @@ def test_flex_attention_equals_a_dense_mask(case):
 
 
 @pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
+    "compiled",
+    [
+        False,
+        pytest.param(
+            True, marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+        ),
+    ],
 )
 def test_ranges_and_blocks_of_some_tokens(compiled):
     """Of rows of which some, one or none of the tokens run, and of entries behind them: compiled, one graph for all

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from fathom.data import prepare
+from fathom.data import PreparedData, prepare
 from fathom.inspect import DepthMap
 from fathom.report import compare as engine
 from fathom.report import measure
@@ -62,8 +62,8 @@ def finished(tmp_path_factory):
 def recipe_and_plan(finished):
     folder, path, _, _ = finished
     recipe = load_recipe(path)
-    tokenizer = prepare(recipe.data, folder / ".data").tokenizer
-    return recipe, tokenizer, plan(recipe, tokenizer)
+    data = prepare(recipe.data, folder / ".data")
+    return recipe, data, plan(recipe, data)
 
 
 def test_every_method_and_seed_under_every_budget(finished):
@@ -80,7 +80,7 @@ def test_every_method_and_seed_under_every_budget(finished):
 
 def test_runs_hold_what_was_measured(finished):
     for run in finished[2].runs:
-        assert 0 < run.bits_per_byte < 8
+        assert 0 < run.scores["bits_per_byte"] < 8 and run.answer_flops == run.inference_flops_per_token
         assert run.train_flops > 0 and run.tokens_per_second > 0 and run.interruptions == 0
         low, high = run.tokens_per_second_interval or (0.0, 1e9)
         assert low <= run.tokens_per_second <= high and (run.tokens_per_second_interval is None) == (
@@ -153,7 +153,7 @@ def test_budgets_of_the_same_steps_share_a_run(tmp_path):
         tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(8192)}, unk_token="0"))
     )
     tokens = {}
-    for run in plan(recipe, tokenizer):
+    for run in plan(recipe, PreparedData(None, None, tokenizer, 0, 0)):
         tokens.setdefault(run.method.name, []).append(run.tokens)
     assert tokens["ponderlm2"] == tokens["ponderlm3-1"] == [40960000, 40960000]
     assert all(n % (64 * 512) == 0 for both in tokens.values() for n in both)
@@ -168,10 +168,12 @@ def test_train_flops_are_equal_to_a_step(finished):
 
 
 def test_inference_flops_are_matched_by_whole_layers(finished):
-    recipe, tokenizer, planned = recipe_and_plan(finished)
+    recipe, data, planned = recipe_and_plan(finished)
     matched = {p.method.name: p for p in planned if p.budget == "inference_flops"}
     assert (matched["vanilla"].layers, matched["loop"].layers) == (4, 2)
-    costs = {n: inference_flops(model_config(recipe, p.method, tokenizer), recipe) for n, p in matched.items()}
+    costs = {
+        n: inference_flops(model_config(recipe, p.method, data.tokenizer), recipe, data) for n, p in matched.items()
+    }
     assert matched["loop"].residual_percent == 0
     assert matched["vanilla"].residual_percent == pytest.approx(100 * (costs["vanilla"] / costs["loop"] - 1))
     assert abs(matched["vanilla"].residual_percent) <= 3
@@ -240,6 +242,7 @@ def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--jobs 0: must be at least 1"):
         compare(finished[1], tmp_path, jobs=0)
     monkeypatch.setattr(engine.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert engine._devices(3) == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert engine._devices(3) == ["4", "6", "4"]
@@ -250,7 +253,7 @@ def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
 
 def test_layers_of_a_checkpoint_cannot_be_matched(finished):
     folder, path, results, _ = finished
-    _, tokenizer, _ = recipe_and_plan(finished)
+    _, data, _ = recipe_and_plan(finished)
     model = folder / "tiny" / results.runs[0].folder / "model"
     fixed = path.with_name("fixed.yaml")
     text = RECIPE.replace(
@@ -258,7 +261,7 @@ def test_layers_of_a_checkpoint_cannot_be_matched(finished):
     )
     fixed.write_text(text.replace("tokenizer: {bpe: 300}, ", ""))
     with pytest.raises(ValueError, match=r"inference_flops adds layers .* model\.checkpoint fixes them"):
-        plan(load_recipe(fixed), tokenizer)
+        plan(load_recipe(fixed), data)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +279,6 @@ def test_a_budget_of_less_than_a_step_is_refused(finished, changes, message):
     """The last: twice the FLOPs a token leave half the tokens."""
     path = finished[1].with_name("short.yaml")
     path.write_text(finished[1].read_text().replace(*changes).replace("lr: [1.0e-3, 1.0e-2]", "lr: 1.0e-2"))
-    _, tokenizer, _ = recipe_and_plan(finished)
+    _, data, _ = recipe_and_plan(finished)
     with pytest.raises(ValueError, match=message):
-        plan(load_recipe(path), tokenizer)
+        plan(load_recipe(path), data)

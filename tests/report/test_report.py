@@ -46,7 +46,7 @@ def test_difference_is_paired_over_seeds():
     gains = {"vanilla": (0.0, 0.02, 0.04), "pondering": (-0.1, -0.08, -0.06)}  # seeds move both alike
     (table,) = tables(results([run(m, seed=s, gain=g) for m, gs in gains.items() for s, g in enumerate(gs)]))
     gap = table.rows[1].minus(table.rows[0])
-    assert gap.bits == pytest.approx(-0.05)
+    assert gap.value == pytest.approx(-0.05)
     assert gap.margin == pytest.approx(0.0, abs=1e-9)
     assert gap.clear
     assert table.rows[0].spread("bits_per_byte") > 0
@@ -58,7 +58,7 @@ def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
     assert said.headline.startswith("At equal tokens, pondering is best: 2.005 bits per byte, 2.2 % below vanilla")
     assert "2.4× its training FLOPs" in said.headline
     assert any(text.startswith("One seed: the seed noise is unknown") for text in said.details)
-    assert "needs the budgets train_flops and inference_flops" in overall([table], unigram=3.0).details[-1]
+    assert "needs the budgets train_flops and inference_flops" in overall([table], reference=3.0).details[-1]
 
 
 def test_the_baselines_compute_is_read_off_all_dearer_curves_in_one_sentence():
@@ -70,7 +70,7 @@ def test_the_baselines_compute_is_read_off_all_dearer_curves_in_one_sentence():
     expected = {"loop": 3.55 + 3.2 * math.exp(-150 / 40), "pondering": 3.51 + 3.2 * math.exp(-125 / 40)}
     assert found == pytest.approx(expected, abs=0.06)  # the example's ripple
     assert "vanilla ended at 3.60" in hint
-    dearer = replace(run("loop", seed=1), inference_flops_per_token=3 * run("loop").inference_flops_per_token)
+    dearer = replace(run("loop", seed=1), answer_flops=3 * run("loop").answer_flops)
     (table,) = tables(results([run("vanilla"), run("vanilla", seed=1), run("loop"), dearer]))
     assert any("4× the FLOPs" in text for text in verdict(table).details)
 
@@ -236,14 +236,14 @@ def test_seed_noise_is_said_where_only_some_methods_have_seeds():
 def test_a_negative_result_is_the_headline_at_equal_training_flops():
     runs = [run(m, "train_flops", seed, gain=g) for m, g in (("vanilla", 0.0), ("loop", 0.1)) for seed in range(3)]
     found = tables(results([*results().runs, *runs]))
-    said = overall(found, unigram=3.0)
+    said = overall(found, reference=3.0)
     assert said.headline.startswith("At equal training FLOPs, nothing beats vanilla")
     assert "loop is 2.4 % above" in said.headline  # 0.05 bits more than 2.052, relative to vanilla
     assert said.details[0].startswith("At equal tokens, pondering is best")
 
 
 def test_methods_that_all_lose_to_the_unigram_model_are_not_compared():
-    said = overall(tables(results()), unigram=1.5)
+    said = overall(tables(results()), reference=1.5)
     assert said.headline == "No method beats the unigram model (1.500 bits per byte): this comparison says nothing yet."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ ADAPTIVE = {
     [({"name": "vanilla"}, 2, True), (ADAPTIVE, 1, False)],
     ids=["vanilla", "adaptive_latent_cot"],
 )
-def test_one_recipe_learns_the_same(text, tmp_path: Path, depth, accumulation, streaming) -> None:
+def test_one_recipe_learns_the_same(text, tmp_path: Path, monkeypatch, depth, accumulation, streaming) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # both: NCCL takes no two processes on one GPU
+    no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # else the second process asks for a second GPU's random state
     path = tmp_path / "recipe.yaml"
     recipe = {
         "name": "shared",
@@ -44,7 +47,7 @@ def test_one_recipe_learns_the_same(text, tmp_path: Path, depth, accumulation, s
         if processes == 2:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
             command += ["-m", "fathom", "train", str(path), "--output", str(tmp_path / "2")]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=no_gpu)
             assert done.returncode == 0, done.stderr
             assert done.stdout.count("Model: ") == 1  # only rank 0 speaks
             result = TrainResult.load(folder)

@@ -32,7 +32,7 @@ class Weights(TrainerCallback):
         self.after, self.progress, self.norms = [], [], []
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        self.after.append({name: p.detach().cpu().clone() for name, p in model.named_parameters()})
         self.progress.append(model.depth.progress)
 
 

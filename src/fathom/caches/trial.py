@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
@@ -138,6 +139,10 @@ def _as_in_evaluation(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
+# PyTorch 2.11 cannot trace a subclass of str: there, a copy of the config keeps the lent name.
+TRACED = Version(torch.__version__) >= Version("2.13")
+
+
 class Lent(str):
     """The name of an attention that a config has for a while. A copy of the config has the one that it replaced."""
 
@@ -162,7 +167,7 @@ def lent_attention(model: PreTrainedModel, name: str, function: Callable[..., An
             if config._attn_implementation == name:
                 lent = Lent(name)
                 lent.replaced = before
-                config._attn_implementation_internal = lent
+                config._attn_implementation_internal = lent if TRACED else name
         yield
     finally:
         for config, before in replaced:

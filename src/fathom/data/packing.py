@@ -38,6 +38,8 @@ from fathom.data.tokenizer import is_byte_level
 
 IGNORED = -100  # the label that transformers' losses skip
 _PIECE_CHARACTERS = 1_000_000
+_OPEN_BLOCKS = 32  # that further examples may fit in
+_WRITE_BLOCKS = 256  # held in memory at once
 _WRITE_CHARACTERS = 16_000_000  # text held in memory at once while it is written to disk
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
@@ -99,6 +101,40 @@ def pack(spans: Iterable[Span], config: DataConfig, eos_token_id: int) -> Iterat
         )
         columns["labels"][:, len(tokens) :] = IGNORED
         yield columns
+
+
+class Example(NamedTuple):
+    """A row of training data by itself: ids [n], and labels [n], which are the ids or `IGNORED`."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+def pack_examples(
+    examples: Iterable[Example], block_size: int, eos_token_id: int, together: bool
+) -> Iterator[dict[str, np.ndarray]]:
+    """Columns [n, T] of blocks that hold whole examples, each of at most `block_size` tokens.
+
+    `together`: as many in a block as there is room for, each a document of its own by its position ids, as is the
+    padding at the end; an example goes to the first open block that it fits in. Otherwise one in a block, padded at its
+    end, where a causal model's tokens do not see the padding.
+    """
+    closed: list[list[Example]] = []
+    opened: list[list[Example]] = []
+    for example in examples:
+        fits = (block for block in opened if sum(len(e.tokens) for e in block) + len(example.tokens) <= block_size)
+        block = next(fits, None) if together else None
+        if block is None:
+            opened.append([example])
+        else:
+            block.append(example)
+        if len(opened) > _OPEN_BLOCKS:
+            closed.append(opened.pop(0))
+        if len(closed) == _WRITE_BLOCKS:
+            yield _example_columns(closed, block_size, eos_token_id, together)
+            closed = []
+    if closed or opened:
+        yield _example_columns(closed + opened, block_size, eos_token_id, together)
 
 
 def write_blocks(columns: Iterable[dict[str, np.ndarray]], path: Path, max_blocks: int | None = None) -> int:
@@ -212,6 +248,23 @@ def _columns(tokens: np.ndarray, starts: np.ndarray, config: DataConfig) -> dict
         columns["position_ids"] = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
     if config.keep_remainder:
         columns["labels"] = columns["input_ids"].copy()
+    return columns
+
+
+def _example_columns(
+    blocks: list[list[Example]], block_size: int, eos_token_id: int, together: bool
+) -> dict[str, np.ndarray]:
+    shape = (len(blocks), block_size)
+    columns = {"input_ids": np.full(shape, eos_token_id, np.int32), "labels": np.full(shape, IGNORED, np.int32)}
+    if together:
+        columns["position_ids"] = np.zeros(shape, np.int32)
+    for row, block in enumerate(blocks):
+        lengths = [len(example.tokens) for example in block]
+        used = sum(lengths)
+        columns["input_ids"][row, :used] = np.concatenate([example.tokens for example in block])
+        columns["labels"][row, :used] = np.concatenate([example.labels for example in block])
+        if together:
+            columns["position_ids"][row] = np.concatenate([np.arange(n) for n in (*lengths, block_size - used)])
     return columns
 
 

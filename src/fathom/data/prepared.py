@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerFast
     validation_targets: int
     validation_bytes: int
+    examples_per_sequence: float = 1.0  # of the task, in a training block on average
+    notes: tuple[str, ...] = ()  # what was done to the data that a reader of the results should know
 
 
 def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
@@ -51,8 +53,8 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     validation_source = None
     if config.validation is not None:
         validation_source = Source(config.validation, config.validation_split, config.text_field, "data.validation")
-        _require_disjoint(train_source, validation_source)
-    tokenizer = _tokenizer(config, train_source, cache)
+        require_disjoint(train_source, validation_source)
+    tokenizer = make_tokenizer(config, train_source.documents, train_source.content_hash, cache)
 
     train: datasets.Dataset | StreamingBlocks
     if config.streaming:
@@ -66,12 +68,15 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     return PreparedData(train, validation, tokenizer, targets, size)
 
 
-def _tokenizer(config: DataConfig, source: Source, cache: Path) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    config: DataConfig, documents: Callable[[], Iterable[str]], content_hash: Callable[[], str], cache: Path
+) -> PreTrainedTokenizerFast:
+    """The config's tokenizer; a BPE of its own learns from `documents`, of which `content_hash` is the digest."""
     if isinstance(config.tokenizer, str):
         return load_tokenizer(config.tokenizer)
     vocab_size = config.tokenizer["bpe"]
-    folder = cache / f"tokenizer-{_key('bpe', vocab_size, source.content_hash())}"
-    _build_once(folder, lambda work: train_bpe(source.documents(), vocab_size).save_pretrained(work))
+    folder = cache / f"tokenizer-{cache_key('bpe', vocab_size, content_hash())}"
+    build_once(folder, lambda work: train_bpe(documents(), vocab_size).save_pretrained(work))
     return load_tokenizer(str(folder))
 
 
@@ -79,7 +84,7 @@ def _blocks(
     source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig, max_tokens: int | None, cache: Path
 ) -> datasets.Dataset:
     options = [config.block_size, config.document_mask, config.keep_remainder, max_tokens]
-    folder = cache / f"blocks-{_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
+    folder = cache / f"blocks-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
 
     def build(work: Path) -> None:
         scratch = work / "scratch"
@@ -89,11 +94,11 @@ def _blocks(
             raise too_short(source, config.block_size)
         shutil.rmtree(scratch, ignore_errors=True)  # a network file system keeps files that are still mapped
 
-    _build_once(folder, build)
+    build_once(folder, build)
     return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
 
 
-def _build_once(folder: Path, build: Callable[[Path], object]) -> None:
+def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     """Have `build` fill a folder beside `folder`, then give it that name; nothing to do if it is there."""
     with FileLock(f"{folder}.lock"):
         if folder.exists():
@@ -110,7 +115,7 @@ def _build_once(folder: Path, build: Callable[[Path], object]) -> None:
         os.replace(work, folder)
 
 
-def _require_disjoint(train: Source, validation: Source) -> None:
+def require_disjoint(train: Source, validation: Source) -> None:
     if train.name == validation.name == EMBEDDED:
         return
     shared = {file.resolve() for file in train.files()} & {file.resolve() for file in validation.files()}
@@ -121,5 +126,5 @@ def _require_disjoint(train: Source, validation: Source) -> None:
         )
 
 
-def _key(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
     return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:32]

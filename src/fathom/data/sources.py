@@ -62,9 +62,21 @@ class Source:
 
     def documents(self) -> Iterator[str]:
         """The documents that hold any text, in the order of the files and of the rows in them."""
-        files = self.files()
-        texts = (text for file in files for text in self._read(file)) if files else self._read_hub()
+        texts = (self._text(row, where) for row, where in self._all([self.text_field]))
         return islice((text for text in texts if text.strip()), self.max_documents)
+
+    def rows(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Every row with all its fields, and where it stands, for messages.
+
+        Raises ValueError for a plain text file, which has none, and for what is no row.
+        """
+        plain = [file for file in self.files() if not is_table(file)]
+        if plain:
+            raise ValueError(f"{self.argument}={self.name!r}: {plain[0].name} has no rows; give JSONL or Parquet")
+        for row, where in islice(self._all(None), self.max_documents):
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: a row must have named fields, got {type(row).__name__}")
+            yield row, where
 
     def content_hash(self) -> str:
         """Hex digest of what decides the documents: the bytes of files, the name and split of a hub data set."""
@@ -79,17 +91,22 @@ class Source:
             key = [self.name, self.split, self.text_field, self.max_documents]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
-    def _read(self, file: Path) -> Iterator[str]:
+    def _all(self, fields: list[str] | None) -> Iterator[tuple[Any, str]]:
+        """Every row, with `fields` (None: all) at least, and where it stands."""
+        files = self.files()
+        return (found for file in files for found in self._read(file, fields)) if files else self._read_hub()
+
+    def _read(self, file: Path, fields: list[str] | None) -> Iterator[tuple[Any, str]]:
         kind = _format(file)
         with _opened(file, self) as stream:
             if kind == ".parquet":
-                yield from self._read_parquet(file, stream)
+                yield from self._read_parquet(file, stream, fields)
             elif kind.startswith(".jsonl"):
                 yield from self._read_jsonl(file, stream)
             else:
-                yield decode(stream.read(), file)
+                yield {self.text_field: decode(stream.read(), file)}, str(file)
 
-    def _read_jsonl(self, file: Path, stream: BufferedReader) -> Iterator[str]:
+    def _read_jsonl(self, file: Path, stream: BufferedReader) -> Iterator[tuple[Any, str]]:
         decompress: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower())
         lines = decompress(stream) if decompress else stream
         offset = 0
@@ -100,23 +117,25 @@ class Source:
                         row = json.loads(decode(line, file, offset, number))
                     except json.JSONDecodeError as error:
                         raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
-                    yield self._text(row, f"{file}, line {number}")
+                    yield row, f"{file}, line {number}"
                 offset += len(line)
         except (gzip.BadGzipFile, lzma.LZMAError, EOFError) as error:
             raise ValueError(f"{file}: damaged or truncated {file.suffix} file ({error})") from None
 
-    def _read_parquet(self, file: Path, stream: BufferedReader) -> Iterator[str]:
+    def _read_parquet(
+        self, file: Path, stream: BufferedReader, fields: list[str] | None
+    ) -> Iterator[tuple[dict[str, Any], str]]:
         try:
             table = pyarrow.parquet.ParquetFile(stream)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{file}: damaged or truncated Parquet file ({error})") from None
-        if self.text_field not in table.schema_arrow.names:
+        if fields is not None and not set(fields) <= set(table.schema_arrow.names):
             raise ValueError(self._no_field(str(file), table.schema_arrow.names))
-        batches = table.iter_batches(columns=[self.text_field])
+        batches = table.iter_batches(columns=fields)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield self._text(row, f"{file}, row {number}")
+            yield row, f"{file}, row {number}"
 
-    def _read_hub(self) -> Iterator[str]:
+    def _read_hub(self) -> Iterator[tuple[Any, str]]:
         parts = _HUB_NAME.fullmatch(self.name)
         assert parts is not None  # files() has refused anything else
         try:
@@ -129,7 +148,7 @@ class Source:
                 f"under this name with split {self.split!r} ({type(error).__name__}: {error})"
             ) from error
         for number, row in enumerate(rows, start=1):
-            yield self._text(row, f"{self.name}, row {number}")
+            yield row, f"{self.name}, row {number}"
 
     def _text(self, row: Any, where: str) -> str:
         if not isinstance(row, dict) or self.text_field not in row:

@@ -12,7 +12,9 @@ the fixed point of one causal forward over these slots, strictly triangular in s
     J times:           y = F(interleave(st));   st = [E, y_0, …, y_{K−1}]          (sweeps)
     y = F(interleave(st));   logits = W_out y_K                                    (y_i: outputs of stage i, [B, T, d])
 
-which is exact after J = K·(T−1) sweeps; no more are run. Gradients flow through every pass. No parameters are added.
+which is exact after J = K·(T−1) sweeps; no more are run. Training runs a few; a prefill, unless told otherwise, sweeps
+until no thought changes any more, so that scoring equals decoding. Gradients flow through every pass. No parameters are
+added.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,9 +34,13 @@ from transformers import initialization as init
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_range, draw_for_all_ranks
 from fathom.models.registry import register
 from fathom.models.slots import SlotView, interleave
+from fathom.ops.autocast import product_spacing
 
 if TYPE_CHECKING:
     from fathom.models.decoder import Stack
+
+# Where the options do not say it: the most sweeps of a training forward, and the change at which a prefill has settled.
+SWEEPS, SETTLED = 3, 1e-4
 
 
 @register("depth", "ponderlm2")
@@ -59,11 +66,13 @@ class PonderLM2(DepthMethod):
         """Options of PonderLM-2; the defaults are the paper's main setting.
 
         thoughts: K, latent thoughts after every token; 0 is the ordinary decoder.
-        sweeps: J, Jacobi sweeps in training and jacobi prefill.
+        sweeps: J, Jacobi sweeps in training, and of a jacobi prefill as in the papers. None: 3 in training, and in a
+            prefill until all thoughts have settled, at most the K·(T−1) after which they are exact.
         random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks.
         prefill: several new tokens at inference run by "jacobi" sweeps, or "sequential" (exact, slot by slot).
-        tolerance: jacobi prefill stops once no thought changes by more than this, relative to its norm, and warns if
-            `sweeps` are not enough; None always runs them all.
+        tolerance: thoughts have settled once none changes by more than this, relative to its norm. Without `sweeps`
+            None is 1e-4, and at least four times what matrix products resolve counts (0.03 in bf16); with them None
+            looks at no change, and a prefill that runs out of sweeps warns.
         interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
         learned_scale: thoughts are multiplied by a learned a: for training a checkpoint on, where it starts at
@@ -76,7 +85,7 @@ class PonderLM2(DepthMethod):
         """
 
         thoughts: int = 1
-        sweeps: int = 3
+        sweeps: int | None = None
         random_sweeps: bool = True
         prefill: str = "jacobi"
         tolerance: float | None = None
@@ -134,7 +143,7 @@ class PonderLM2(DepthMethod):
             return DepthOutput(stack(embeddings))
         if not self.training and (embeddings.shape[1] == 1 or self.options.prefill == "sequential"):
             return DepthOutput(self.sequential(stack, embeddings, vocabulary))
-        return DepthOutput(self.jacobi(stack, embeddings, vocabulary))
+        return self.jacobi(stack, embeddings, vocabulary)
 
     def thought(self, hidden_states, vocabulary):
         thought = vocabulary.mixture(hidden_states) if self.options.interpolation else hidden_states
@@ -151,37 +160,29 @@ class PonderLM2(DepthMethod):
             outputs.append(hidden_states)
         return torch.cat(outputs, dim=1)
 
-    def jacobi(self, stack, embeddings, vocabulary):
+    def jacobi(self, stack, embeddings, vocabulary) -> DepthOutput:
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
-        thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
-        exact = thoughts * (length - 1)
-        sweeps = min(draw_sweeps(self, embeddings.device), exact)
-        first = first_with_gradient(self, thoughts + sweeps + 1)
-        states = [embeddings]
+        thoughts, n = self.options.thoughts, self.slots
+        plan = Sweeps.of(self, embeddings)
+        found: list[Tensor] = []  # the thoughts of stages 0, 1, …
         for m in range(1, n):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and m > first):
-                slots = interleave(states)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and m > plan.first):
+                slots = interleave([embeddings, *found])
                 y = run_pass(self, stack.bind(slots, stack.layout(m), keep=False), slots)
-                states = [embeddings, *(self.thought(y[:, i::m], vocabulary) for i in range(m))]
+                found = [self.thought(y[:, i::m], vocabulary) for i in range(m)]
 
-        tolerance = None if self.training else self.options.tolerance
-        change = float("inf")
-        slots, layout = interleave(states), stack.layout(n)
+        slots, layout = interleave([embeddings, *found]), stack.layout(n)
         bound = stack.bind(slots, layout, keep=False)
-        for sweep in range(sweeps):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and thoughts + sweep >= first):
-                y = run_pass(self, bound, slots)
-                before, states = states, [embeddings, *(self.thought(y[:, i::n], vocabulary) for i in range(thoughts))]
-            slots = interleave(states)
-            if tolerance is not None:
-                change = stack.largest_change(before[1:], states[1:])
-                if change <= tolerance:
-                    break
-        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
-            warn_of_change(self, sweeps, change)
+
+        def sweep(found: list[Tensor]) -> list[Tensor]:
+            y = run_pass(self, bound, interleave([embeddings, *found]))
+            return [self.thought(y[:, i::n], vocabulary) for i in range(thoughts)]
+
+        found, ran = plan.run(sweep, stack.largest_change, found)
+        slots = interleave([embeddings, *found])
         if stack.cache is not None:
             bound = stack.bind(slots, layout)
-        return run_pass(self, bound, slots)[:, thoughts::n]
+        return DepthOutput(run_pass(self, bound, slots)[:, thoughts::n], trace=plan.trace(ran))
 
     @classmethod
     def counts(cls, config, options) -> Counts:
@@ -219,29 +220,95 @@ class PonderLM2(DepthMethod):
 def check_thoughts(method: str, options: Any) -> None:
     """Refuse what the options of thoughts and sweeps cannot be."""
     check_range(method, "thoughts", options.thoughts, 0)
-    check_range(method, "sweeps", options.sweeps, 0)
+    if options.sweeps is not None:
+        check_range(method, "sweeps", options.sweeps, 0)
     check_choice(method, "prefill", options.prefill, ("jacobi", "sequential"))
     if options.gradient_passes is not None:
         check_range(method, "gradient_passes", options.gradient_passes, 1)
     if options.tolerance is not None:
         if not 0 < options.tolerance < float("inf"):
             raise ValueError(f"{method} option tolerance={options.tolerance!r}: must be positive and finite, or None")
-        if not options.sweeps:
+        if options.sweeps == 0:
             raise ValueError(f"{method} option tolerance={options.tolerance!r}: sweeps=0 measures none; allow more")
 
 
+def most_sweeps(options: Any) -> int:
+    """The most Jacobi sweeps of a training forward."""
+    return SWEEPS if options.sweeps is None else options.sweeps
+
+
 def draw_sweeps(method: DepthMethod, device: torch.device) -> int:
-    """J of this forward: uniform on 2 … sweeps in training with random_sweeps, else `sweeps`."""
-    sweeps: int = method.options.sweeps
-    if not method.training or not method.options.random_sweeps:
-        return sweeps
-    return draw_for_all_ranks(min(2, sweeps), sweeps, device)
+    """J of a training forward: uniform on 2 … sweeps with random_sweeps, else `sweeps`."""
+    sweeps = most_sweeps(method.options)
+    return draw_for_all_ranks(min(2, sweeps), sweeps, device) if method.options.random_sweeps else sweeps
 
 
-def first_with_gradient(method: DepthMethod, forwards: int) -> int:
-    """The first of this many forwards that has a backward pass."""
-    wanted = method.options.gradient_passes if method.training else None
-    return 0 if wanted is None else max(forwards - wanted, 0)
+@dataclasses.dataclass(frozen=True)
+class Sweeps:
+    """The sweeps of one forward.
+
+    Attributes:
+        method, embeddings: whose, and of which tokens.
+        exact: how many make all thoughts exact.
+        most: how many run.
+        tolerance: the largest change of a thought at which fewer are enough; None: it is not looked at.
+        first: the first forward, growing passes among them, that has a backward pass.
+    """
+
+    method: DepthMethod
+    embeddings: Float[Tensor, "B T d"]
+    exact: int
+    most: int
+    tolerance: float | None
+    first: int
+
+    @classmethod
+    def of(cls, method: DepthMethod, embeddings: Float[Tensor, "B T d"]) -> Sweeps:
+        options, thoughts = method.options, method.options.thoughts
+        exact = thoughts * (embeddings.shape[1] - 1)
+        tolerance, first = options.tolerance, 0
+        if method.training:
+            most, tolerance = min(draw_sweeps(method, embeddings.device), exact), None
+            if options.gradient_passes is not None:
+                first = max(thoughts + most + 1 - options.gradient_passes, 0)
+        elif options.sweeps is None:
+            most, tolerance = exact, tolerance or SETTLED
+        else:
+            most = min(options.sweeps, exact)
+        return cls(method, embeddings, exact, most, tolerance, first)
+
+    def run(self, sweep: Callable[[Any], Any], change: Callable[[Any, Any], Tensor], found: Any) -> tuple[Any, int]:
+        """What all sweeps find, or as many as it takes until it has settled; and how many ran. `change` says how much
+        lies between one sweep's and the next one's."""
+        if self.tolerance is not None:
+            return self.until_settled(sweep, change, found, self.tolerance)
+        for number in range(self.most):
+            backward = self.method.options.thoughts + number >= self.first
+            with torch.set_grad_enabled(torch.is_grad_enabled() and backward):
+                found = sweep(found)
+        return found, self.most
+
+    @torch.compiler.disable(recursive=False)  # how many sweeps run is known when they have run
+    def until_settled(self, sweep: Any, change: Any, found: Any, tolerance: float) -> tuple[Any, int]:
+        """Waits for the device once a sweep. Where nothing else would end them, no finer than rounding allows: that of
+        bf16 changes thoughts by about its spacing in every sweep, for ever."""
+        if self.method.options.sweeps is None:
+            tolerance = max(tolerance, 4 * product_spacing(self.embeddings))
+        ran, last = 0, math.inf
+        while ran < self.most and last > tolerance:  # a NaN never settles
+            before, found = found, sweep(found)
+            ran, last = ran + 1, change(before, found).item()
+        if not last <= tolerance and self.most < self.exact:
+            warnings.warn(
+                f"{self.method.name}: after sweeps={ran} a thought still changes by {last:.2g} of its norm, above "
+                f'tolerance={tolerance:g}; allow more sweeps, or use prefill="sequential"',
+                stacklevel=3,
+            )
+        return found, ran
+
+    def trace(self, ran: int) -> dict[str, Tensor]:
+        """Of every token, that its forward ran so many."""
+        return {"sweeps": torch.full(self.embeddings.shape[:2], ran, device=self.embeddings.device)}
 
 
 def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -> Float[Tensor, "B S d"]:
@@ -253,21 +320,13 @@ def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -
     return stack(slots)
 
 
-def warn_of_change(method: DepthMethod, sweeps: int, change: float) -> None:
-    """A jacobi prefill that ran out of sweeps."""
-    warnings.warn(
-        f"{method.name}: after sweeps={sweeps} a thought still changes by {change:.2g} of its norm, above "
-        f'tolerance={method.options.tolerance:g}; allow more sweeps, or use prefill="sequential"',
-        stacklevel=3,
-    )
-
-
 def jacobi_forwards(options: Any, without_gradient: bool = False) -> dict[float, float]:
-    """Forwards of the stack by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1; or those of them that
-    have no backward pass. Means over the draw of J."""
+    """Forwards of the stack in training by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1; or those
+    of them that have no backward pass. Means over the draw of J."""
     k = options.thoughts
     out: dict[float, float] = {}
-    draws = range(min(2, options.sweeps), options.sweeps + 1) if options.random_sweeps else (options.sweeps,)
+    most = most_sweeps(options)
+    draws = range(min(2, most), most + 1) if options.random_sweeps else (most,)
     for j in draws:
         forwards = [*range(1, k + 1), *[k + 1] * (j + 1)]
         if without_gradient:

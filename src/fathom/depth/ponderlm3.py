@@ -36,14 +36,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from fathom.depth.base import Counts, DepthMethod, DepthOutput, check_choice, check_number
-from fathom.depth.ponderlm2 import (
-    check_thoughts,
-    draw_sweeps,
-    first_with_gradient,
-    jacobi_forwards,
-    run_pass,
-    warn_of_change,
-)
+from fathom.depth.ponderlm2 import Sweeps, check_thoughts, jacobi_forwards, run_pass
 from fathom.models.registry import register
 from fathom.models.slots import interleave
 from fathom.ops.biased_attention import MASKED
@@ -126,7 +119,7 @@ class PonderLM3(DepthMethod):
         penalty_weight: float = 0.01
         target: float = 1.0
         prior: tuple[float, ...] | None = None
-        sweeps: int = 3
+        sweeps: int | None = None
         random_sweeps: bool = True
         prefill: str = "jacobi"
         tolerance: float | None = None
@@ -220,35 +213,29 @@ class PonderLM3(DepthMethod):
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
         thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
         real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
-        exact = thoughts * (length - 1)
-        sweeps = min(draw_sweeps(self, embeddings.device), exact)
-        first = first_with_gradient(self, thoughts + sweeps + 1)
-        states, key_bias = [embeddings], None
+        plan = Sweeps.of(self, embeddings)
+        found: list[Tensor] = []  # the thoughts of stages 0, 1, …
+        key_bias = None
         for m in range(1, n):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and m > first):
-                slots = interleave(states)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and m > plan.first):
+                slots = interleave([embeddings, *found])
                 y = run_pass(self, stack.bind(slots, stack.layout(m, key_bias=key_bias), keep=False), slots)
                 s, bias, run = self.shares(y[:, ::m], real)
-                states, key_bias = [embeddings, *(y[:, i::m] for i in range(m))], bias[..., : m + 1].flatten(1)
+                found, key_bias = [y[:, i::m] for i in range(m)], bias[..., : m + 1].flatten(1)
 
-        tolerance = None if self.training else self.options.tolerance
-        change = float("inf")
-        for sweep in range(sweeps):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and thoughts + sweep >= first):
-                slots = interleave(states)
-                y = run_pass(self, stack.bind(slots, stack.layout(n, key_bias=key_bias), keep=False), slots)
-                before, states, last = states, [embeddings, *(y[:, i::n] for i in range(thoughts))], s
-                s, bias, run = self.shares(y[:, ::n], real)
-                key_bias = bias.flatten(1)
-            if tolerance is not None:
-                of_thoughts = stack.largest_change(before[1:], states[1:], run[..., 1:])
-                change = max(of_thoughts, (s - last).abs().max().item())
-                if change <= tolerance:
-                    break
-        if tolerance is not None and not change <= tolerance and sweeps < exact:  # NaN is no convergence
-            warn_of_change(self, sweeps, change)
+        def sweep(before: tuple) -> tuple:
+            found, _, bias, _ = before
+            slots = interleave([embeddings, *found])
+            y = run_pass(self, stack.bind(slots, stack.layout(n, key_bias=bias.flatten(1)), keep=False), slots)
+            return [y[:, i::n] for i in range(thoughts)], *self.shares(y[:, ::n], real)
 
-        slots, layout = interleave(states), stack.layout(n, key_bias=key_bias)
+        def change(before: tuple, after: tuple) -> Tensor:
+            """Of the thoughts that run and of the shares."""
+            (old, last, *_), (new, s, _, run) = before, after
+            return torch.maximum(stack.largest_change(old, new, run[..., 1:]), (s - last).abs().max())
+
+        (found, s, bias, run), ran = plan.run(sweep, change, (found, s, bias, run))
+        slots, layout = interleave([embeddings, *found]), stack.layout(n, key_bias=bias.flatten(1))
         if not self.training and not torch.compiler.is_compiling():  # slots that no row runs are left out
             chosen = run.flatten(1).any(0).nonzero().flatten()
             slots, layout = slots[:, chosen], layout.take(chosen)
@@ -259,6 +246,7 @@ class PonderLM3(DepthMethod):
         s, _, _ = self.shares(y[:, ::n], real)  # the fusion's; which slots ran was known before
         mixed = (torch.where(run, s, 0.0)[..., None] * y.unflatten(1, (length, n))).sum(2).to(y.dtype)
         out = self.output(mixed, s, run)
+        out.trace.update(plan.trace(ran))
         if self.training and self.options.penalty_weight and stack.targets is not None:
             out.losses["penalty"] = self.options.penalty_weight * self.penalty(s, stack.targets)
         return out

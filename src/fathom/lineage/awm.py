@@ -7,12 +7,21 @@ hardened form.
 
 Paper mode reads weights as stored and aligns by LAP. It is evaded by folding norm gains and rotating the residual
 stream.
-Hardened mode reads `canonical` weights and aligns by LAP or Procrustes, so every exact re-parameterisation scores 1.
+Hardened mode reads `canonical` weights and aligns by LAP or Procrustes: what EXACT lists (see `transforms`) scores 1.
+
+The score alone convicts the innocent: models trained on the same text share what the text puts into every layer. What
+is judged is therefore the agreement of layers beyond that,
+
+    o_l = mean of s(A_l, B_{l±1}), s(A_{l±1}, B_l), at most ½
+    agreement = median over l of (s(A_l, B_l) − o_l)/(1 − o_l)
+
+with s = ½(UCKA(W_q) + UCKA(W_k)). Where the axes were taken as they are (anchor "identity"), text has nothing to act
+on, and the median of s itself is judged.
 """
 
-import tempfile
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -26,32 +35,40 @@ from fathom.lineage.align import Alignment, TokenTable, align, fixed_frame, iden
 from fathom.lineage.cka import Samples, centred_gram, unbiased_cka
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.reader import Checkpoint
+from fathom.lineage.rows import Rows, matched_rows
 from fathom.lineage.token_rows import shared_rows
 
 Anchor = Literal["auto", "embedding", "head", "identity"]
 PARTS = ("gate", "up", "v", "o", "down")  # evidence beside q and k; o and down write the stream, the others read it
 _CLEAR = 0.5  # an anchor whose probe scores this much needs no second opinion
+_UNMOVED = 0.15  # axes as they are: strangers reach 0.07 by chance at width 64, and less at any other
+_COMMON = 0.5  # more than layers of strangers have in common; models that repeat a layer must not divide by nothing
+_SKETCH = 256  # axes by which layers are matched
+_MOVED = 0.05  # what another order of layers must add to the mean score before it is believed
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """UCKA of one matched pair of layers; parts only when asked for."""
+    """UCKA of one matched pair of layers, and how far it exceeds what neighbouring layers share; parts only when asked
+    for."""
 
     layer_a: int
     layer_b: int
     q: float
     k: float
+    agreement: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AWMResult:
-    """What a comparison saw. `score` in about [−1, 1]; coverage is the part of live layers that had q and k to
-    compare."""
+    """What a comparison saw. `score` in about [−1, 1] is AWM's own, `agreement` what a verdict is about; coverage is
+    the part of live layers that had q and k to compare."""
 
     mode: str
     score: float
+    agreement: float
     score_q: float
     score_k: float
     layers: list[LayerScore]
@@ -59,6 +76,7 @@ class AWMResult:
     anchors_tried: int
     coverage: float
     order: float  # Kendall τ of matched layers; 1 when the order is kept
+    doubts: list[str]  # why a low score may be a disguise
     notes: list[str]
 
 
@@ -134,7 +152,10 @@ def query_key_layers(model: Checkpoint, hardened: bool = True) -> tuple[list[int
     alive = canonical.live_layers(model) if hardened else list(range(model.geometry.layers))
     layers = [l for l in alive if model.has(l, "q") and model.has(l, "k")]
     if hardened:  # queries and keys of heads that write nothing are not part of the function
+        asked = layers
         layers = [l for l in layers if canonical.attends(model, l)]
+        silent = [l for l in asked if l not in layers]
+        alive = [l for l in alive if l not in silent or canonical.writes(model, l)]
     if not layers:
         raise NoEvidenceError(f"{model.source}: no live layer with query and key weights; AWM has nothing to compare")
     return layers, len(alive)
@@ -168,8 +189,9 @@ def awm(
 
     hardened:  canonical weights (see `canonical`); False = the published method on stored weights.
     alignment: "lap" (signed permutation) or "procrustes" (rotation; undoes T5, has the higher null).
-    anchor:    what axes are matched by. "auto": the embedding and, only if that does not settle it, the identity and
-               the output head, where one of them does; `anchors_tried` says how many were tried. Paper mode: embedding.
+    anchor:    what axes are matched by. "auto": the identity where layers agree on axes as they are, else the
+               embedding and, only where that settles it, the output head; `anchors_tried` says how many were tried.
+               Paper mode: embedding.
     power:     spectral power p of every matrix (1 = off).
     parts:     also score gate, up, v and the writers o and down; never part of the score.
 
@@ -179,46 +201,52 @@ def awm(
     swapped = sides[0].width < sides[1].width
     base, target = reversed(sides) if swapped else sides
     notes: list[str] = []
-    if a.vocabulary is None or b.vocabulary is None:
-        notes.append("no tokenizer beside one model: embedding rows were matched by their number")
-    found, tried, notes = _anchor(
+    found, tried, doubt, notes = _anchor(
         base, target, alignment, anchor if hardened or anchor != "auto" else "embedding", notes
     )
     frame = _Frame(base, target, found)
 
-    if len(base.layers) == len(target.layers):
-        pairs = list(zip(base.layers, target.layers))
-        scores = []
-        for done, (l, m) in enumerate(pairs, 1):
-            scores.append(frame.score(l, m, parts))
-            if progress:
-                progress(done, len(pairs))
-        tau = 1.0
-    else:
-        matched, scores = _match_depths(frame, progress)
-        if parts:
-            scores = [
-                LayerScore(s.layer_a, s.layer_b, s.q, s.k, frame.score_parts(s.layer_a, s.layer_b)) for s in scores
-            ]
-        tau = float(kendalltau(*zip(*matched)).statistic) if len(matched) > 1 else 1.0
+    matched, scores, constant = _match(frame, parts, progress)
+    tau = float(kendalltau(*zip(*matched)).statistic) if len(matched) > 1 else 1.0
+    if len(base.layers) != len(target.layers):
         notes.append(
-            f"{len(base.layers)} and {len(target.layers)} layers can be compared: they were matched by their scores"
+            f"{len(base.layers)} and {len(target.layers)} layers can be compared: they were matched by their content"
         )
+    elif matched != list(zip(base.layers, target.layers)):
+        notes.append("layers were matched by their content: by their place they agree less")
     if swapped:
-        scores = [LayerScore(s.layer_b, s.layer_a, s.q, s.k, s.parts) for s in scores]
+        scores = [replace(s, layer_a=s.layer_b, layer_b=s.layer_a) for s in scores]
     score_q = sum(s.q for s in scores) / len(scores)
     score_k = sum(s.k for s in scores) / len(scores)
+    agreement = [(s.q + s.k) / 2 if found.anchor == "identity" else s.agreement for s in scores]
     coverage = min(len(s.layers) / s.live for s in sides)
     if coverage < 1:
         notes.append(f"only {coverage:.0%} of the layers have query and key weights of their own")
-    mode = mode_name(hardened, alignment, power)
-    return AWMResult(mode, (score_q + score_k) / 2, score_q, score_k, scores, found, tried, coverage, tau, notes)
+    doubts = [doubt] if doubt else []
+    if constant:
+        doubts.append(f"{len(constant)} matrices are constant over the residual axes, as no training leaves them, and "
+                      f"say nothing: {constant[0]}")  # fmt: skip
+    mode = mode_name(hardened, alignment, power, found.anchor)
+    return AWMResult(
+        mode, (score_q + score_k) / 2, float(np.median(agreement)), score_q, score_k, scores, found, tried, coverage,
+        tau, doubts, notes,
+    )  # fmt: skip
 
 
-def mode_name(hardened: bool, alignment: str, power: float = 1.0) -> str:
-    """The name under which a null distribution is kept: `paper-lap`, `hardened-procrustes`,
-    `hardened-procrustes-p0.25` …"""
-    return f"{'hardened' if hardened else 'paper'}-{alignment}" + ("" if power == 1 else f"-p{power:g}")
+def mode_name(hardened: bool, alignment: str, power: float = 1.0, anchor: str = "embedding") -> str:
+    """The name under which a null distribution is kept: `paper-lap`, `hardened-procrustes`, `hardened-identity` (axes
+    as they are), `hardened-lap-head` (matched by the output head) …"""
+    kind = "hardened" if hardened else "paper"
+    power_of = "" if power == 1 else f"-p{power:g}"
+    if anchor == "identity":
+        return f"{kind}-identity{power_of}"
+    return f"{kind}-{alignment}" + ("-head" if anchor == "head" else "") + power_of
+
+
+def exceeds(score: float, beside: Sequence[float]) -> float:
+    """How far the score of two layers exceeds what neighbours share: 1 for equal layers, about 0 for strangers."""
+    common = min(max(sum(beside) / len(beside), 0.0), _COMMON) if beside else 0.0
+    return (score - common) / (1 - common)
 
 
 class _Frame:
@@ -227,10 +255,10 @@ class _Frame:
     def __init__(self, base: _Side, target: _Side, found: Alignment) -> None:
         self.base, self.target, self.found = base, target, found
         self._turn_a = self._turn_b = None
-        if found.mode == "procrustes":
+        if found.rotation is not None:
             like = target.model.embedding(slice(0, 1))
             self._turn_b = fixed_frame(target.width, like)
-            self._turn_a = self._turn_b if found.rotation is None else found.rotation @ self._turn_b
+            self._turn_a = found.rotation @ self._turn_b
 
     def on_base(self, weight: Tensor) -> Tensor:
         """Base reader [n, d_a] → samples [d_b, n]."""
@@ -239,12 +267,14 @@ class _Frame:
     def on_target(self, weight: Tensor) -> Tensor:
         return (weight if self._turn_b is None else weight @ self._turn_b).T
 
-    def score(self, l: int, m: int, parts: bool = False) -> LayerScore:
-        q, k = (
-            unbiased_cka(Samples.of(self.on_base(x)), Samples.of(self.on_target(y)))
-            for x, y in zip(self.base.query_key(l), self.target.query_key(m))
-        )
-        return LayerScore(l, m, q, k, self.score_parts(l, m) if parts else {})
+    def samples(self, l: int, m: int) -> tuple[list[Samples], list[Samples]]:
+        """(q and k of layer l of the base, of layer m of the target)."""
+        ours = [Samples.of(self.on_base(x)) for x in self.base.query_key(l)]
+        return ours, [Samples.of(self.on_target(y)) for y in self.target.query_key(m)]
+
+    def score(self, l: int, m: int) -> float:
+        """s(A_l, B_m) = ½(UCKA(W_q) + UCKA(W_k))."""
+        return _shared(*self.samples(l, m))
 
     def score_parts(self, l: int, m: int) -> dict[str, float]:
         ours, theirs = dict(self.base.parts(l)), dict(self.target.parts(m))
@@ -255,53 +285,64 @@ class _Frame:
         }
 
 
+def _shared(ours: Sequence[Samples], theirs: Sequence[Samples]) -> float:
+    return sum(unbiased_cka(x, y) for x, y in zip(ours, theirs)) / len(ours)
+
+
 def _anchor(
     base: _Side, target: _Side, mode: Literal["lap", "procrustes"], wanted: Anchor, notes: list[str]
-) -> tuple[Alignment, int, list[str]]:
-    """The alignment to use, the number of anchors tried, and what to tell the reader about it."""
-    rows = shared_rows(base.model.vocabulary, target.model.vocabulary, base.model.vocab_rows, target.model.vocab_rows)
+) -> tuple[Alignment, int, str, list[str]]:
+    """The alignment to use, the number of anchors tried, why it may be wrong, and what to tell the reader about it."""
     same_width = base.width == target.width
+    probes = _probe_layers(base.layers, target.layers)
+
+    def probe(found: Alignment) -> float:
+        frame = _Frame(base, target, found)
+        return float(np.median([frame.score(l, m) for l, m in probes]))
+
+    if wanted == "identity":
+        if not same_width:
+            raise NoAnchorError(
+                f"widths {base.width} and {target.width} differ and there is no anchor to match axes by"
+            )
+        return identity(mode), 1, "", notes
+    tried = 0
+    if wanted == "auto" and same_width:
+        # Axes as they are need no map: what agrees there agrees by origin (chance scatters by 1/(d√n)).
+        tried += 1
+        if probe(identity(mode)) > max(_UNMOVED, 8 / ((target.width - 2) * len(probes) ** 0.5)):
+            return identity(mode), tried, "", notes
+    rows = matched_rows(base.model, target.model) if base.hardened else _by_token(base.model, target.model)
+    if rows.how != "token":
+        notes = [*notes, f"no tokenizer fits both models: embedding rows were matched by their {rows.how}"]
+    if not rows.a:
+        if not same_width or wanted != "auto":
+            raise NoAnchorError(
+                "no shared tokens: the two vocabularies have no entry in common, so axes cannot be matched"
+            )
+        return identity(mode), tried, "no token is shared: axes that were moved cannot be found", [
+            *notes, "no shared tokens: residual axes were taken as they are"
+        ]  # fmt: skip
 
     def make(name: str) -> Alignment:
-        if name == "identity":
-            if not same_width:
-                raise NoAnchorError(
-                    f"widths {base.width} and {target.width} differ and there is no anchor to match axes by"
-                )
-            return identity(mode)
-        return align(base.anchor(name), target.anchor(name), *rows, mode, name)
+        return align(base.anchor(name), target.anchor(name), rows.a, rows.b, mode, name)
 
     if wanted != "auto":
-        return make(wanted), 1, notes
-    if not rows[0]:
-        if not same_width:
-            raise NoAnchorError("no shared tokens and different widths: the models' axes cannot be matched")
-        return make("identity"), 1, [*notes, "no shared tokens: residual axes were taken as they are"]
-    candidates = ["embedding"]
-    if same_width:
-        candidates.append("identity")
-    if not (base.model.tied and target.model.tied):
-        candidates.append("head")
-    best, tried = None, 0
-    probes = _probe_layers(base.layers, target.layers)
-    for name in candidates:
+        return make(wanted), 1, rows.doubt, notes
+    tried += 1
+    best = make("embedding")
+    if not (base.model.tied and target.model.tied) and probe(best) <= _CLEAR:
+        # The head replaces the embedding only where it settles the matter: heads of strangers agree more.
         tried += 1
-        found = make(name)
-        if name == "identity" and best is not None and not best.moved:
-            continue  # the same map again
-        frame = _Frame(base, target, found)
-        scores = [frame.score(l, m) for l, m in probes]
-        score = sum(s.q + s.k for s in scores) / (2 * len(scores))
-        # Another anchor replaces the embedding only where it settles the matter: unrelated heads agree more than
-        # unrelated embeddings do (0.21 against 0.03 for small trained models), and the null is that of the embedding.
-        if best is None or score > _CLEAR:
-            best = found
-        if score > _CLEAR:
-            break
-    assert best is not None
-    if best.anchor != "embedding":
-        notes = [*notes, f"embeddings did not match the axes; they were matched by: {best.anchor}"]
-    return best, tried, notes
+        if probe(head := make("head")) > _CLEAR:
+            best, notes = head, [*notes, "embeddings did not match the axes; they were matched by the output head"]
+    return best, tried, rows.doubt, notes
+
+
+def _by_token(a: Checkpoint, b: Checkpoint) -> Rows:
+    """As published: rows of the same token, or of the same number."""
+    how = "number" if a.vocabulary is None or b.vocabulary is None else "token"
+    return Rows(*shared_rows(a.vocabulary, b.vocabulary, a.vocab_rows, b.vocab_rows), how)
 
 
 def _probe_layers(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
@@ -311,49 +352,71 @@ def _probe_layers(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-def _match_depths(frame: _Frame, progress: Progress | None) -> tuple[list[tuple[int, int]], list[LayerScore]]:
-    """All pairs of layers from cached centred Grams, then the assignment with the largest total ½(UCKA_q + UCKA_k).
+def _match(
+    frame: _Frame, parts: bool, progress: Progress | None
+) -> tuple[list[tuple[int, int]], list[LayerScore], list[str]]:
+    """Matched layers, their scores and the constant matrices among them.
 
-    A unit-norm Gram has entries near 1/d, so it is stored times d in float16 on disk, and its norm after rounding
-    is divided
-    out again: equal layers score exactly 1.
+    Equal depth: by place, unless the contents of the layers fit another order better. Contents are compared on up to
+    256 residual axes, which is enough to tell layers apart and cheap.
     """
-    width = frame.target.width
     ours, theirs = frame.base.layers, frame.target.layers
-    table = {}
-    total, done = 2 * (len(ours) + len(theirs)), 0
-    with tempfile.TemporaryDirectory(prefix="fathom-grams-") as folder:
-        for index, role in enumerate("qk"):
-            stacks: list[np.memmap] = []
-            for side, layers, turn in ((frame.base, ours, frame.on_base), (frame.target, theirs, frame.on_target)):
-                path = f"{folder}/{role}{len(stacks)}"
-                stack = np.memmap(path, dtype=np.float16, mode="w+", shape=(len(layers), width * width))
-                for i, layer in enumerate(layers):
-                    gram = centred_gram(turn(side.query_key(layer)[index])) * width
-                    stack[i] = gram.flatten().half().cpu().numpy()
-                    done += 1
-                    if progress:
-                        progress(done, total)
-                stacks.append(stack)
-            table[role] = _cosines(stacks[0], stacks[1], frame.base.model.device)
-            del stacks
-    rows, columns = linear_sum_assignment(-(table["q"] + table["k"]))
-    matched = [(ours[i], theirs[j]) for i, j in zip(rows, columns)]
-    scores = [
-        LayerScore(ours[i], theirs[j], float(table["q"][i, j]), float(table["k"][i, j])) for i, j in zip(rows, columns)
-    ]
-    return matched, scores
+    axes = torch.linspace(0, frame.target.width - 1, min(_SKETCH, frame.target.width)).round().long()
+    if len(ours) == len(theirs):
+        pairs = list(zip(ours, theirs))
+        scores, constant, sketches = _walk(frame, pairs, axes, progress)
+        table = sketches[0] @ sketches[1].T
+        rows, columns = linear_sum_assignment(-table)
+        if table[rows, columns].mean() > table.diagonal().mean() + _MOVED:
+            pairs = [(ours[i], theirs[j]) for i, j in zip(rows, columns)]
+            scores, constant, _ = _walk(frame, pairs, axes, progress)
+    else:
+        table = (
+            _sketches(frame.base, ours, frame.on_base, axes) @ _sketches(frame.target, theirs, frame.on_target, axes).T
+        )
+        pairs = [(ours[i], theirs[j]) for i, j in zip(*linear_sum_assignment(-table))]
+        scores, constant, _ = _walk(frame, pairs, axes, progress)
+    if parts:
+        scores = [replace(s, parts=frame.score_parts(s.layer_a, s.layer_b)) for s in scores]
+    return pairs, scores, constant
 
 
-def _cosines(a: np.ndarray, b: np.ndarray, device: torch.device, chunk: int = 1 << 20) -> np.ndarray:
-    """Cosine of every row of a with every row of b, streamed over columns (float16 in, float32 products, float64
-    sums)."""
-    cross = torch.zeros(len(a), len(b), dtype=torch.float64)
-    norm_a, norm_b = torch.zeros(len(a), dtype=torch.float64), torch.zeros(len(b), dtype=torch.float64)
-    for start in range(0, a.shape[1], chunk):
-        part_a = torch.from_numpy(a[:, start : start + chunk].astype(np.float32)).to(device)
-        part_b = torch.from_numpy(b[:, start : start + chunk].astype(np.float32)).to(device)
-        cross += (part_a @ part_b.T).double().cpu()
-        norm_a += part_a.square().sum(1, dtype=torch.float64).cpu()
-        norm_b += part_b.square().sum(1, dtype=torch.float64).cpu()
-    return (cross / (norm_a[:, None] * norm_b).sqrt().clamp_min(1e-30)).numpy()
+def _walk(
+    frame: _Frame, pairs: Sequence[tuple[int, int]], axes: Tensor, progress: Progress | None
+) -> tuple[list[LayerScore], list[str], list[np.ndarray]]:
+    """Scores of matched layers in their order, constant matrices, and sketches of both sides' layers."""
+    found: list[tuple[float, float]] = []
+    beside: list[list[float]] = [[] for _ in pairs]
+    sketches: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    constant: list[str] = []
+    before: tuple[list[Samples], list[Samples]] | None = None
+    for at, (l, m) in enumerate(pairs):
+        here = frame.samples(l, m)
+        q, k = (unbiased_cka(x, y) for x, y in zip(*here))
+        found.append((q, k))
+        for side, layer, samples, sketch in zip((frame.base, frame.target), (l, m), here, sketches):
+            sketch.append(_sketch([s.x[axes.to(s.x.device)] for s in samples]))
+            constant += [
+                f"W_{role} of layer {layer} of {side.model.source}"
+                for role, s in zip("qk", samples)
+                if s.self_hsic == 0
+            ]
+        if before is not None:
+            across = [_shared(before[0], here[1]), _shared(here[0], before[1])]
+            beside[at - 1] += across
+            beside[at] += across
+        before = here
+        if progress:
+            progress(at + 1, len(pairs))
+    scores = [LayerScore(l, m, q, k, exceeds((q + k) / 2, near)) for (l, m), (q, k), near in zip(pairs, found, beside)]
+    return scores, constant, [np.stack(s) for s in sketches]
+
+
+def _sketches(side: _Side, layers: Sequence[int], turn: Callable[[Tensor], Tensor], axes: Tensor) -> np.ndarray:
+    return np.stack([_sketch([turn(x)[axes.to(x.device)] for x in side.query_key(layer)]) for layer in layers])
+
+
+def _sketch(samples: Sequence[Tensor]) -> np.ndarray:
+    """q and k of a layer on a few axes: the inner product of two sketches is their mean UCKA there."""
+    grams = [centred_gram(x).flatten() / math.sqrt(len(samples)) for x in samples]
+    return torch.cat(grams).float().cpu().numpy()

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +21,26 @@ def pcs(a: Checkpoint, b: Checkpoint) -> float:
     0 when no weight of the two has the same shape.
     """
     dot = energy_a = energy_b = 0.0
+    for x, y in _same_roles(a, b):
+        if x.shape == y.shape:
+            dot += (x * y).sum(dtype=torch.float64).item()
+            energy_a += x.square().sum(dtype=torch.float64).item()
+            energy_b += y.square().sum(dtype=torch.float64).item()
+    return dot / math.sqrt(energy_a * energy_b) if energy_a and energy_b else 0.0
+
+
+def _same_roles(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every weight that both models store, by role: embedding, head where both are untied, norms, biases, layers."""
+    yield a.embedding(), b.embedding()
+    if not a.tied and not b.tied:
+        yield a.head(), b.head()
+    for role in set(a.outer_roles()) & set(b.outer_roles()):
+        x, y = a.outer(role), b.outer(role)
+        if x is not None and y is not None:
+            yield x, y
     for layer in range(min(a.geometry.layers, b.geometry.layers)):
         for role in set(a.unfused_roles(layer)) & set(b.unfused_roles(layer)):
-            x, y = a.read(layer, role), b.read(layer, role)
-            if x.shape == y.shape:
-                dot += (x * y).sum(dtype=torch.float64).item()
-                energy_a += x.square().sum(dtype=torch.float64).item()
-                energy_b += y.square().sum(dtype=torch.float64).item()
-    x, y = a.embedding(), b.embedding()
-    if x.shape == y.shape:
-        dot += (x * y).sum(dtype=torch.float64).item()
-        energy_a += x.square().sum(dtype=torch.float64).item()
-        energy_b += y.square().sum(dtype=torch.float64).item()
-    return dot / math.sqrt(energy_a * energy_b) if energy_a and energy_b else 0.0
+            yield a.read(layer, role), b.read(layer, role)
 
 
 def sigma_profile(a: Checkpoint, b: Checkpoint) -> float:

@@ -197,6 +197,13 @@ def _pattern_leaders(model: Checkpoint, layer: int, q: Tensor, k: Tensor, normed
     return (apart <= _ALIKE * pattern.norm(dim=1)).int().argmax(1)
 
 
+def writes(model: Checkpoint, layer: int) -> bool:
+    """Whether anything the layer computes reaches the stream: a head, or a neuron whose three rows are not zero."""
+    if all(model.has(layer, role) for role in "qkvo") and attends(model, layer):
+        return True
+    return any(len(feed_forward(model, layer, prefix)[1]) for prefix in model.feed_forwards(layer))
+
+
 def attends(model: Checkpoint, layer: int) -> bool:
     """Whether any head of the layer writes something."""
     return bool((attention_heads(model, layer).weight > 0).any())

@@ -22,6 +22,7 @@ from fathom.lineage.short_products import gram, is_short, near_one, precision
 # A self-term this small against ‖K‖²_F is rounding, not structure. Relative: scaling a matrix must not change the
 # verdict.
 _FLOOR = 1e-6
+_ROUNDING = 1e-5  # what is left of a constant matrix when its mean is taken out
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ def _steady(x: Tensor) -> Tensor:
     scale nor a constant added to all samples, but float32 sums would lose the rest beside them."""
     scale = near_one(x)
     x = x if scale == 1 else x * scale
-    mean = x.mean(0)
-    return x - mean if mean.norm() * math.sqrt(2 * x.shape[0]) > torch.linalg.vector_norm(x) else x
+    mean, size = x.mean(0), torch.linalg.vector_norm(x)
+    if mean.norm() * math.sqrt(2 * x.shape[0]) <= size:
+        return x
+    rest = x - mean
+    return rest if torch.linalg.vector_norm(rest) > _ROUNDING * size else torch.zeros_like(x)
 
 
 def _energy(x: Tensor) -> float:

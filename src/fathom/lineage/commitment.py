@@ -132,8 +132,21 @@ def statement(model: Checkpoint, mark: Fingerprint, secret: bytes, version: str)
         "tokens_sha256": mark.token_digest,
         "rows": mark.rows,  # which row of the embedding each token is: fixed before anything is opened
         "layers": mark.layers,
+        "opened": _opened_names(
+            model, mark.layers
+        ),  # what an opening must show: a norm left out would change the terms
         "config": _public_config(model),
     }
+
+
+def _opened_names(model: Checkpoint, layers: list[int]) -> list[str]:
+    """Every weight that the vector is made of, beside the embedding."""
+    return sorted(
+        f"layers.{layer:05d}.{role}"
+        for layer in set(layers)
+        for role in model.unfused_roles(layer)
+        if role.split(".")[-1] in _OPENED
+    )
 
 
 def _public_config(model: Checkpoint) -> dict[str, Any]:
@@ -156,7 +169,7 @@ def check_signature(record: dict[str, Any], signature: dict[str, str], trusted: 
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["public_key"]))
         key.verify(bytes.fromhex(signature["signature"]), _canonical(record))
-    except (InvalidSignature, KeyError, ValueError) as error:
+    except (InvalidSignature, KeyError, ValueError, TypeError) as error:
         raise CommitmentError("signature: it does not fit the statement; one of the two was changed") from error
     if trusted is not None and trusted.public_bytes_raw() != key.public_bytes_raw():
         raise CommitmentError("signature: it is valid, but not by the key that you trust")
@@ -165,7 +178,10 @@ def check_signature(record: dict[str, Any], signature: dict[str, str], trusted: 
 
 def load_key(path: Path) -> Ed25519PrivateKey:
     """An Ed25519 private key from a PEM file (`openssl genpkey -algorithm ed25519`)."""
-    key = load_pem_private_key(path.read_bytes(), None)
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError) as error:  # TypeError: it is encrypted
+        raise ValueError(f"{path}: not a private key in PEM without a password ({error})") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError(
             f"{path}: not an Ed25519 key; make one with: openssl genpkey -algorithm ed25519 -out {path.name}"
@@ -175,7 +191,10 @@ def load_key(path: Path) -> Ed25519PrivateKey:
 
 def load_public_key(path: Path) -> Ed25519PublicKey:
     """An Ed25519 public key from a PEM file."""
-    key = load_pem_public_key(path.read_bytes())
+    try:
+        key = load_pem_public_key(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not a public key in PEM ({error})") from error
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError(f"{path}: not an Ed25519 public key")
     return key
@@ -209,13 +228,15 @@ def _check_vector(record: dict[str, Any], model: Checkpoint, options: HuRefOptio
     try:
         tokens = [base64.b64decode(t) for t in record["tokens"]]
         want = torch.tensor(record["vector"], dtype=torch.float64)
-        if want.shape != (VECTOR,):
-            raise ValueError(f"a vector of shape {tuple(want.shape)}")
+        if want.shape != (VECTOR,) or not torch.isfinite(want).all():
+            raise ValueError(
+                f"a vector of {tuple(want.shape)} numbers, {int(torch.isfinite(want).sum())} of them finite"
+            )
     except (KeyError, TypeError, ValueError) as error:
         raise CommitmentError(f"statement: it is incomplete or malformed ({error!r})") from error
     mark = fingerprint(model, options, tokens or None)
     cosine = torch.cosine_similarity(mark.vector.double(), want, dim=0).item()
-    if cosine < 0.9999:
+    if not cosine >= 0.9999:  # also where it is no number
         raise CommitmentError(
             f"vector: these weights give another fingerprint (cosine {cosine:.4f} to the published one)"
         )
@@ -254,13 +275,11 @@ def open_selected(model: Checkpoint, record: dict[str, Any], secret: bytes) -> O
     opened = {"embed": table[torch.tensor(rows, device=table.device)].cpu()}
     indices = [where["embed", row * width] for row in rows]
     shapes = {"embed": list(table.shape)}
-    for layer in record["layers"]:
-        for role in model.unfused_roles(layer):
-            if role.split(".")[-1] in _OPENED:
-                name = f"layers.{layer:05d}.{role}"
-                opened[name] = model.read(layer, role).cpu().contiguous()
-                shapes[name] = list(opened[name].shape)
-                indices += [where[name, offset] for offset, _ in _pieces(name, opened[name])]
+    for name in _opened_names(model, record["layers"]):
+        _, layer, role = name.split(".", 2)
+        opened[name] = model.read(int(layer), role).cpu().contiguous()
+        shapes[name] = list(opened[name].shape)
+        indices += [where[name, offset] for offset, _ in _pieces(name, opened[name])]
     salts = {f"{places[i][0]}@{places[i][1]}": _salt(secret, *places[i]).hex() for i in indices}
     proof = {"shapes": shapes, "salts": salts, "leaves": len(leaves), "nodes": _multiproof(levels,
     indices),
@@ -304,8 +323,14 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
     known: dict[int, bytes] = {}
     try:
         tensors = load(opening.tensors)
-        if (shown := {int(n.split(".")[1]) for n in tensors if n != "embed"}) != set(record["layers"]):
-            raise ValueError(f"layers {sorted(shown)} are opened, the statement names {record['layers']}")
+        if "opened" not in record:
+            raise ValueError("the statement does not list what must be opened; make the fingerprint again")
+        if differ := set(tensors) ^ {"embed", *record["opened"]}:
+            raise ValueError(f"{min(differ)} is shown or stated, not both")
+        if {int(n.split(".")[1]) for n in record["opened"]} != set(record["layers"]):
+            raise ValueError("the statement names other layers than it opens")
+        if bad := next((n for n, t in tensors.items() if not torch.isfinite(t).all()), None):
+            raise ValueError(f"{bad} has NaN or infinite numbers")
         for name, tensor in tensors.items():
             shape = tuple(proof["shapes"][name])
             pieces = _pieces(name, tensor)
@@ -323,7 +348,10 @@ def check_opening(record: dict[str, Any], opening: Opening) -> float:
         raise CommitmentError(f"proof: it is incomplete or malformed ({error!r})") from error
     if root != record["root"]:
         raise CommitmentError("root: the opened values do not belong to the committed model")
-    return _check_vector(record, _opened_model(record, tensors))
+    try:
+        return _check_vector(record, _opened_model(record, tensors))
+    except CheckpointError as error:
+        raise CommitmentError(f"opening: no vector follows from it ({error})") from error
 
 
 def _opened_model(record: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:

@@ -149,7 +149,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return Family(
             norm="layer" if config.get("norm") == "layernorm" else "rms",
             positions="embed_positions",
-            rotary=0.0 if config.get("positions") == "learned" else 1.0,
+            rotary=0.0 if config.get("positions") in ("learned", {"name": "learned"}) else 1.0,
         )
     family = FAMILIES.get(config.get("model_type", ""), Family())
     two_norms = config.get("new_decoder_architecture") and config.get("num_ln_in_parallel_attn") != 1

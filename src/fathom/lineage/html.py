@@ -12,8 +12,17 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
 td,th{padding:.2rem
 .6rem;text-align:right;font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}
-.word{font-size:1.6rem;font-weight:600}.map td{min-width:3.2rem;color:#111}small{color:#555}
+.word{font-size:1.6rem;font-weight:600}.map td{min-width:3.2rem;color:#111}td{white-space:nowrap}small{color:#555}
 """
+
+
+_MEANING = {
+    "related": "Models that start from the same random weights count as related, whatever they were trained on.",
+    "shares parts": "The models as wholes do not look alike; the parts listed below are the same in both.",
+    "inconclusive": "The numbers fit a common origin and they fit its absence; neither may be concluded from them.",
+    "unrelated": "No trace was found. That does not exclude a disguise, distillation or shared data: distillation "
+    "raises some scores a little, the others not at all.",
+}
 
 
 def page(c: Comparison) -> str:
@@ -26,14 +35,12 @@ def page(c: Comparison) -> str:
 <h1>Do these weights share an origin?</h1>
 <p><b>A</b> {html.escape(c.a)}<br><b>B</b> {html.escape(c.b)}</p>
 <p class="word">{word}</p><ul>{reasons}</ul>
-<p><small>Statistical evidence about weights, not a statement about anyone's conduct. Distillation and shared
-training data
-leave no trace that these methods see; models that start from the same random initialisation count as
-related.</small></p>
-<h2>Scores against independent models</h2>
-<table><tr><th>method</th><th>score</th><th>z</th><th>p</th><th>independent pairs: mean ± sd
-(n)</th><th>verdict</th></tr>
+<p><small>Statistical evidence about weights, not a statement about anyone's conduct. {_MEANING[c.verdict]}</small></p>
+<h2>Measured against independent models</h2>
+<table><tr><th>method</th><th>score</th><th>agreement</th><th>p</th><th>independent pairs: median, highest
+(pairs)</th><th>verdict</th></tr>
 {methods}</table>{_null_source(c)}
+{_parts("Parts that both hold", c.shared)}{_parts("Alike, but without effect in one of them: no evidence", c.inert)}
 <h2>Layers</h2>{_heat_map(c)}
 <h2>Files</h2>{_files(c)}
 </body></html>"""
@@ -53,33 +60,50 @@ def _number(value: float | None, digits: str = ".4f") -> str:
     return "–" if value is None or not math.isfinite(value) else format(value, digits)
 
 
+def p_words(record: dict) -> str:
+    """The corrected p, "< x" where no null score was as high."""
+    if record["p_corrected"] is None:
+        return "–"
+    return ("< " if record["p_is_bound"] else "") + f"{record['p_corrected']:.2g}"
+
+
 def _method_row(name: str, record: dict) -> str:
     null = record["null"]
-    about = "not measured" if null is None else f"{null['mean']:.4f} ± {null['std']:.4f} ({null['n']})"
-    cells = (
-        name,
-        _number(record["score"]),
-        _number(record["z"], ".1f"),
-        _number(record["p"], ".1e"),
-        about,
-        record["verdict"],
-    )
+    about = "not measured" if null is None else f"{null['median']:.3f}, {null['max']:.3f} ({null['pairs']})"
+    cells = (name, _number(record["score"]), _number(record["judged"], ".3f"), p_words(record), about,
+             record["verdict"])  # fmt: skip
     return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
+def _parts(title: str, parts: list[dict]) -> str:
+    if not parts:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(p['a'])}</td><td>{html.escape(p['b'])}</td>"
+        f"<td>{'every number equal' if p['equal'] else _number(p['cosine'], '.4f')}</td></tr>"
+        for p in parts
+    )
+    return f"<h2>{title}</h2><table><tr><th>in A</th><th>in B</th><th>alike</th></tr>{rows}</table>"
+
+
 def _null_source(c: Comparison) -> str:
-    sources = {r["null"]["source"] for r in c.details.values() if r["null"]}
-    return "".join(f"<p><small>Null: {html.escape(s)}</small></p>" for s in sorted(sources))
+    lines = [
+        "Agreement is what is judged: how far layers agree beyond what neighbouring layers share (AWM), or the middle "
+        "of six terms (HuRef). p is the share of independent pairs that agree as much, corrected for the number of "
+        "methods (Holm) and never below what their number supports."
+    ]
+    lines += sorted({f"Independent pairs: {r['null']['source']}" for r in c.details.values() if r["null"]})
+    return "".join(f"<p><small>{html.escape(line)}</small></p>" for line in lines)
 
 
 def _heat_map(c: Comparison) -> str:
     if not c.layers:
         return "<p>No layer by layer evidence for this method.</p>"
-    columns = ["q", "k", *c.layers[0].get("parts", {})]
+    columns = ["q", "k", "agreement", *c.layers[0].get("parts", {})]
     head = "".join(f"<th>{name}</th>" for name in columns)
     rows = []
     for layer in c.layers:
-        values = [layer["q"], layer["k"], *layer.get("parts", {}).values()]
+        values = [layer["q"], layer["k"], layer["agreement"], *layer.get("parts", {}).values()]
         cells = "".join(f'<td style="background:{_shade(v)}">{v:.3f}</td>' for v in values)
         rows.append(f"<tr><td>{layer['layer_a']} – {layer['layer_b']}</td>{cells}</tr>")
     return f'<table class="map"><tr><th>layer A – B</th>{head}</tr>{"".join(rows)}</table>'

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from fathom.lineage import canonical
 from fathom.lineage.align import LOUD, quiet
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.reader import Checkpoint
+from fathom.lineage.rows import matched_rows
 from fathom.lineage.short_products import length, near_one
 from fathom.lineage.token_rows import shared_rows
 
@@ -89,33 +91,42 @@ class Term:
         return (self.left @ self.right.sum(0)).double()
 
     def dense(self) -> Tensor:
-        """The K×K matrix itself, standardised: what the CNN encoder reads."""
+        """The K×K matrix itself, standardised: what pooling takes the means of."""
         full = self.left @ self.right.T
         return (full - full.mean()) / full.std().clamp_min(torch.finfo(full.dtype).tiny)
 
 
 @dataclass(frozen=True)
 class ICSResult:
-    """score: ICS in [−100, 100]; terms: correlation of each term by layer from the end, e.g. {"M_a[-1]": 0.98};
-    coverage: part of live layers that have q, k, v and o, from which the two compared layers are taken."""
+    """score: ICS in [−100, 100]; agreement: the median of the terms, which is judged; terms: correlation of each term
+    by layer from the end, e.g. {"M_a[-1]": 0.98}; coverage: part of live layers that have q, k, v and o, from which the
+    two compared layers are taken; doubts: why a low score may be a disguise."""
 
     score: float
+    agreement: float
     terms: dict[str, float]
     tokens: int
     coverage: float
+    doubts: list[str]
     notes: list[str]
 
 
 def select_tokens(
-    a: Checkpoint, b: Checkpoint | None, options: HuRefOptions, seed: int = 0
+    a: Checkpoint,
+    b: Checkpoint | None,
+    options: HuRefOptions,
+    seed: int = 0,
+    rows: tuple[list[int], list[int]] | None = None,
 ) -> tuple[list[int], list[int], list[bytes]]:
     """Rows of the K tokens in a, the same tokens in b, and their bytes (empty without tokenizers).
+
+    rows: what corresponds, where it is known otherwise; default: rows of the same token.
 
     Raises NoAnchorError when fewer than 256 tokens are shared (or K, if that is less): the correlation of two unrelated
     terms varies by about 1/K, for a handful of tokens far beyond the null.
     """
     other = a if b is None else b
-    rows_a, rows_b = shared_rows(a.vocabulary, other.vocabulary, a.vocab_rows, other.vocab_rows)
+    rows_a, rows_b = rows or shared_rows(a.vocabulary, other.vocabulary, a.vocab_rows, other.vocab_rows)
     spelled = {i: t for t, i in a.vocabulary.items()} if a.vocabulary is not None else {}
     special = {i for i, t in spelled.items() if t[:1] in b"<[" and t[-1:] in b">]" and len(t) > 2}
     pairs = sorted((i, j) for i, j in zip(rows_a, rows_b) if i not in special)
@@ -133,8 +144,12 @@ def select_tokens(
 
 
 def last_layers(model: Checkpoint, count: int = 2) -> list[int]:
-    """The last layers that write anything (growth appends dead ones) and have attention weights."""
-    return _attention_layers(model)[0][-count:]
+    """The last layers whose attention writes anything; growth appends dead ones, a disguise filled ones."""
+    found: list[int] = []
+    for layer in reversed(layers := _attention_layers(model)[0]):
+        if len(found) < count and canonical.attends(model, layer):
+            found.insert(0, layer)
+    return found or layers[-count:]
 
 
 def _attention_layers(model: Checkpoint) -> tuple[list[int], float]:
@@ -219,12 +234,14 @@ def ics(a: Checkpoint, b: Checkpoint, options: HuRefOptions = DEFAULT) -> ICSRes
     Widths and depths may differ: terms are K×K and come from the last two live layers of each.
     Raises NoAnchorError without shared tokens.
     """
-    rows_a, rows_b, spelled = select_tokens(a, b, options)
+    matched = matched_rows(a, b) if options.fold_norms else None
+    rows_a, rows_b, spelled = select_tokens(a, b, options, rows=None if matched is None else (matched.a, matched.b))
     ours, theirs = invariant_terms(a, rows_a, options), invariant_terms(b, rows_b, options)
     count = min(len(ours), len(theirs))
     ours, theirs = ours[-count:], theirs[-count:]
     coverage = min(_attention_layers(m)[1] for m in (a, b))
     scores, notes = {}, [] if spelled else ["no tokenizer: tokens were matched by their number"]
+    doubts = [matched.doubt] if matched is not None and matched.doubt else []
     if coverage < 1:
         notes.append(f"only {coverage:.0%} of the layers have query and key weights of their own")
     for i, (m, n) in enumerate(zip(ours, theirs)):
@@ -232,8 +249,9 @@ def ics(a: Checkpoint, b: Checkpoint, options: HuRefOptions = DEFAULT) -> ICSRes
         energy = m.covariance(m) * n.covariance(n)
         scores[name] = m.covariance(n) / math.sqrt(energy) if energy > 0 else 0.0
         if energy <= 0:
-            notes.append(f"{name} is constant in one model and counts as 0")
-    return ICSResult(100 * sum(scores.values()) / count, scores, len(rows_a), coverage, notes)
+            doubts.append(f"{name} is constant in one model, as no training leaves it, and counts as 0")
+    middle = float(np.median(list(scores.values())))
+    return ICSResult(100 * sum(scores.values()) / count, middle, scores, len(rows_a), coverage, doubts, notes)
 
 
 def pooled_vector(terms: Sequence[Term], options: HuRefOptions = DEFAULT) -> Tensor:

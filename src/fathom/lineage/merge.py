@@ -66,7 +66,7 @@ def merge_weights(
             if not all(model.has(layer, role) for model in (suspect, *parents)):
                 continue
             target = canonical.fold(suspect, layer, suspect.read(layer, role), norm, None)
-            energy = target.square().sum(dtype=torch.float64)
+            energy = _dot(target, target)
             if energy == 0:  # a dead matrix says nothing about proportions
                 continue
             scale = 1 / energy

@@ -13,16 +13,21 @@ from fathom.lineage.awm import Anchor, AWMResult, Progress, awm, query_key_layer
 from fathom.lineage.errors import NoAnchorError, NoEvidenceError
 from fathom.lineage.huref import ics
 from fathom.lineage.reader import Checkpoint
-from fathom.lineage.verdict import EXIT_CODES, Verdict, Word, combine, judge
+from fathom.lineage.rows import ties
+from fathom.lineage.shared_parts import SharedParts, sentence, shared_parts
+from fathom.lineage.verdict import EXIT_CODES, Verdict, Word, combine, holm, judge
 
+_COPIED = 0.9  # what a layer must score to be called copied: single layers of strangers stay below 0.6
 Method = Literal["awm", "huref", "all"]
 Alignment = Literal["auto", "lap", "procrustes"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome for a pair. `score`, `z` and `method` are those of the deciding method; `details` holds all.
+    """The outcome for a pair. `score`, `p` and `method` are those of the deciding method; `details` holds all. p is
+    corrected for the number of methods (Holm).
 
+    shared: parts that both models hold alike (see `parts`); inert: alike too, but no part of what the models compute.
     not_compared: by model, parameters that no method reads (a Fathom method's own ones): how many, names, share of all.
     files: by model, names of the files read, and of weight files beside them that transformers would not load either.
     """
@@ -31,13 +36,14 @@ class Comparison:
     b: str
     verdict: Word
     score: float
-    z: float | None
     p: float | None
     method: str
     coverage: float
     reasons: list[str]
     details: dict[str, dict[str, Any]]
     layers: list[dict[str, Any]] = field(default_factory=list)
+    shared: list[dict[str, Any]] = field(default_factory=list)
+    inert: list[dict[str, Any]] = field(default_factory=list)
     not_compared: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
@@ -51,7 +57,7 @@ class Comparison:
 
 def abstain(a: str, b: str, reason: str) -> Comparison:
     """The comparison could not be made: inconclusive, with the reason."""
-    return Comparison(a, b, "inconclusive", float("nan"), None, None, "none", 0.0, [reason], {})
+    return Comparison(a, b, "inconclusive", float("nan"), None, "none", 0.0, [reason], {})
 
 
 def compare(
@@ -77,7 +83,7 @@ def compare(
     """
     if paper and alignment == "procrustes":
         raise ValueError("alignment: 'procrustes' is not in the published AWM (paper), which aligns by LAP; drop one")
-    width = min(a.geometry.hidden, b.geometry.hidden)
+    width, tied = min(a.geometry.hidden, b.geometry.hidden), ties(a) and ties(b)
     details: dict[str, dict[str, Any]] = {}
     judged: list[tuple[str, Verdict, float]] = []
     layers: list[dict[str, Any]] = []
@@ -94,8 +100,11 @@ def compare(
             except NoEvidenceError as error:
                 failures.append(str(error))
                 break
-            tokens, count = result.alignment.tokens, len(result.layers)
-            verdict = judge(result.mode, width, result.score, result.coverage, result.anchors_tried, tokens, count)
+            verdict = judge(
+                result.mode, width, result.agreement, tied=tied, coverage=result.coverage, tries=result.anchors_tried,
+                tokens=None if result.alignment.anchor == "identity" else result.alignment.tokens,
+                layers=len(result.layers), suspicions=result.doubts,
+            )  # fmt: skip
             judged.append((f"awm {result.mode}", verdict, result.coverage))
             details[f"awm {result.mode}"] = _awm_record(result, verdict)
             if not layers or verdict.verdict == "related":
@@ -108,17 +117,33 @@ def compare(
         except NoEvidenceError as error:
             failures.append(str(error))
         else:
-            verdict = judge("huref-ics", width, outcome.score, outcome.coverage)
+            verdict = judge(
+                "huref-ics", width, outcome.agreement, tied=tied, coverage=outcome.coverage, suspicions=outcome.doubts
+            )
             judged.append(("huref", verdict, outcome.coverage))
             details["huref"] = {**asdict(outcome), **verdict.as_dict(), "notes": outcome.notes}
     if not judged:
         raise NoEvidenceError("; ".join(dict.fromkeys(failures)))
     word = combine([v for _, v, _ in judged])
-    # AWM decides where it agrees with the outcome: z of different methods are no common scale.
+    family = (1 if method == "huref" else 2 if alignment == "auto" and not paper else 1) + (method == "all")
+    corrected = holm([v.p for _, v, _ in judged], family)
+    for (name, _, _), p in zip(judged, corrected):
+        details[name] |= {"p_corrected": p, "tests": family}
+    # AWM decides where it agrees with the outcome; of its alignments the one that stands further from its null.
     agreeing = [j for j in judged if j[1].verdict == word] or judged
     agreeing = [j for j in agreeing if j[0].startswith("awm")] or agreeing
-    name, best, coverage = max(agreeing, key=lambda j: -1e9 if j[1].z is None else j[1].z)
-    reasons = [*best.reasons, *failures]
+    name, best, coverage = min(agreeing, key=lambda j: 1.0 if j[1].p is None else j[1].p)
+    parts_of = SharedParts() if word == "related" else shared_parts(a, b)
+    shared = [asdict(p) for p in parts_of.alike]
+    said = [f"parts are the same in both models: {sentence(parts_of.alike)}"] if parts_of.alike else []
+    if word != "related" and (agreeing_layers := _agreeing(layers)):
+        shared += agreeing_layers
+        said.append(f"{len(agreeing_layers)} of {len(layers)} layers agree once axes are matched")
+    if shared:
+        word = "shares parts"
+    if parts_of.inert:
+        said.append(f"alike but without effect in one of them, and no evidence: {sentence(parts_of.inert)}")
+    reasons = [*said, *(f"the models as wholes: {r}" if shared else r for r in best.reasons), *failures]
     for record in details.values():
         reasons += [note for note in record.get("notes", ()) if note not in reasons]
     left_out = {side: found for side, model in (("a", a), ("b", b)) if (found := _not_compared(model))}
@@ -128,9 +153,19 @@ def compare(
             f"e.g. {found['names'][0]}"
         )
     return Comparison(
-        a.source, b.source, word, best.score, best.z, best.p, name, coverage, reasons, details, layers, left_out,
+        a.source, b.source, word, details[name]["score"], details[name]["p_corrected"], name, coverage, reasons,
+        details, layers, shared, [asdict(p) for p in parts_of.inert], left_out,
         {"a": _files(a), "b": _files(b)},
     )  # fmt: skip
+
+
+def _agreeing(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Layers that agree as only copies do, whatever the rest says."""
+    return [
+        {"a": f"layer {l['layer_a']}", "b": f"layer {l['layer_b']}", "cosine": l["agreement"], "equal": False}
+        for l in layers
+        if l["agreement"] > _COPIED
+    ]
 
 
 def _files(model: Checkpoint) -> dict[str, list[str]]:
@@ -150,6 +185,8 @@ def _awm_record(result: AWMResult, verdict: Verdict) -> dict[str, Any]:
     found = result.alignment
     return {
         **verdict.as_dict(),
+        "score": result.score,
+        "agreement": result.agreement,
         "score_q": result.score_q,
         "score_k": result.score_k,
         "coverage": result.coverage,

@@ -70,17 +70,34 @@ def open_checkpoint(
     if (path / "config.json").is_file() and model_file(path) is not None:
         model = _open_whole(path, str(source), device, dtype)
     else:
-        base = base or json_object(path / "adapter_config.json").get("base_model_name_or_path")
-        if not base:
-            raise CheckpointError(
-                f"{path}: a LoRA adapter without its base; name it as base_model_name_or_path in adapter_config.json"
-            )
+        base = base or _named_base(path)
+        if Path(base).is_dir() and (Path(base) / "adapter_config.json").is_file():
+            raise CheckpointError(f"{base}: the base of adapter {path} is an adapter itself; merge it with peft first")
         model = open_checkpoint(base, device=device, dtype=dtype)
     vocabulary = read_vocabulary(path) or model.vocabulary
     merged = LoRAStore(model.store, path)
     return Checkpoint(
         str(source), merged, model.config, model.family, model.geometry, vocabulary, torch.device(device), dtype
     )
+
+
+def _named_base(adapter: Path) -> str:
+    """What an adapter's configuration names as its base: a hub name, or a folder inside its own."""
+    file = adapter / "adapter_config.json"
+    named = json_object(file).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(
+            f"{adapter}: a LoRA adapter without its base; name it as base_model_name_or_path in adapter_config.json"
+        )
+    inside = (adapter / named).resolve()
+    if inside.exists() and inside.is_relative_to(adapter.resolve()) and inside != adapter.resolve():
+        return str(inside)
+    if Path(named).exists() or named.count("/") != 1 or named.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"{file}: names {named!r} as base, which is outside its folder and no hub name; name the base yourself "
+            "(--base, or base= in Python)"
+        )
+    return named
 
 
 def _open_whole(path: Path, source: str, device: str | torch.device, dtype: torch.dtype) -> "Checkpoint":
@@ -170,6 +187,11 @@ class Checkpoint:
     def extra(self) -> list[str]:
         """Names of stored tensors that have no role: what `read` cannot give and no method compares."""
         return without_role(list(self.store.names()), [*self._layer_names.values(), *self._names.values()])
+
+    @property
+    def places(self) -> dict[tuple[int, str], str]:
+        """Stored names by (layer, stored role); layer −1 for what lies outside the layers."""
+        return {(-1, role): name for role, name in self._names.items()} | self._layer_names
 
     def stored(self, name: str) -> Tensor:
         """A tensor by the name it is stored under."""

@@ -123,7 +123,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """The keys and values of a JSON file. Raises CheckpointError when it holds anything else."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise CheckpointError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(record, dict):
         raise CheckpointError(f"{file}: holds a {type(record).__name__}, not the keys of a configuration")
@@ -288,7 +288,15 @@ class GGUFStore:
                 if stop > len(self._data):
                     raise ValueError(f"tensor {name} ends at byte {stop}, the file at {len(self._data)}")
                 self._tensors[name] = (shape, GGMLQuantizationType(kind), start, row_bytes)
-        except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+            struct.error,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{path}: corrupt or truncated GGUF ({error}); download it again") from error
 
     def metadata(self, key: str, default: Any = None) -> Any:
@@ -363,6 +371,28 @@ class _GGUFHeader:
         return [self._value(inner) for _ in range(count)]
 
 
+def _patterns(config: dict[str, Any], key: str, adapter: Path) -> dict[re.Pattern[str], float]:
+    """PEFT's module patterns. Only such are compiled as cannot keep a matcher busy for ever: short, few repetitions,
+    none of a group."""
+    table, found = config.get(key) or {}, {}
+    file = adapter / "adapter_config.json"
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file}: {key} is a {type(table).__name__}, not patterns with numbers")
+    for text, value in table.items():
+        repeats = re.findall(r"[*+?{]", text.replace("(?:", ""))
+        if len(text) > 200 or len(repeats) > 3 or re.search(r"\)[*+?{]|\(\?[^:]|\\[1-9]", text):
+            raise CheckpointError(
+                f"{file}: {key} {text[:60]!r} repeats more than is read here; merge it with peft first"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise CheckpointError(f"{file}: {key} {text[:60]!r} has {value!r}, where a positive number belongs")
+        try:
+            found[re.compile(rf"(.*\.)?{text}")] = value
+        except re.error as error:
+            raise CheckpointError(f"{file}: {key} {text[:60]!r} is no pattern ({error})") from error
+    return found
+
+
 class LoRAStore:
     """A PEFT adapter merged on the fly: W + s·B·A, with s = α/r, or α/√r when `use_rslora`.
 
@@ -373,12 +403,18 @@ class LoRAStore:
         config = json_object(adapter / "adapter_config.json")
         if missing := [k for k in ("r", "lora_alpha") if config.get("peft_type") == "LORA" and not config.get(k)]:
             raise CheckpointError(f"{adapter}/adapter_config.json: no value for {missing[0]!r}; is it a PEFT adapter?")
+        for key in ("r", "lora_alpha"):
+            if config.get("peft_type") == "LORA" and not (
+                isinstance(config[key], (int, float)) and 0 < config[key] < math.inf
+            ):
+                raise CheckpointError(f"{adapter}/adapter_config.json: {key} is {config[key]!r}, not a positive number")
         if config.get("peft_type") != "LORA" or config.get("use_dora"):
             kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
             raise CheckpointError(
                 f"{adapter}: adapter type {kind} is not supported; merge it with peft and pass the result"
             )
         self._base, self._config = base, config
+        self._patterns = {key: _patterns(config, f"{key}_pattern", adapter) for key in ("rank", "alpha")}
         files = [f for f in (adapter / "adapter_model.safetensors", adapter / "adapter_model.bin") if f.is_file()]
         if not files:
             raise CheckpointError(f"{adapter}: no adapter_model.safetensors or adapter_model.bin")
@@ -421,8 +457,7 @@ class LoRAStore:
 
     def _scale(self, module: str) -> float:
         def pattern(key: str, default: float) -> float:
-            table = self._config.get(f"{key}_pattern") or {}
-            return next((v for p, v in table.items() if re.fullmatch(rf"(.*\.)?{p}", module)), default)
+            return next((v for p, v in self._patterns[key].items() if p.fullmatch(module)), default)
 
         rank = pattern("rank", self._config["r"])
         alpha = pattern("alpha", self._config["lora_alpha"])

@@ -68,7 +68,7 @@ def read_vocabulary(folder: Path) -> dict[bytes, int] | None:
     """
     try:
         return _vocabulary(folder)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder}: its tokenizer files cannot be read ({error!r}); restore them, or remove them to match tokens by"
             " their number"

@@ -1,4 +1,4 @@
-"""Attacks that leave the function of a model exactly as it was: the catalogue T1–T14, for RMSNorm and LayerNorm
+"""Attacks that leave the function of a model exactly as it was: the catalogue T1–T20, for RMSNorm and LayerNorm
 decoders.
 
 Each takes `Weights` and a seeded generator and returns changed `Weights` whose logits are equal up to rounding
@@ -488,31 +488,132 @@ def split_neurons(w: Weights, generator: Generator) -> Weights:
     return w
 
 
-def add_heads(w: Weights, generator: Generator) -> Weights:
-    """T13: more KV groups, with random queries, keys and values whose output columns are zero."""
+def _with_groups(w: Weights, name: str, fill: Callable[[int, str, Tensor], Tensor], even: bool = False) -> Weights:
+    """More KV groups: `fill(extra, role, heads)` gives those of q, k, v and of W_o's transpose, [extra, g, h, d]."""
     g = w.geometry
     per_group = g.heads // g.kv_heads
+    counts = range(2, 2 * g.kv_heads + 1, 2) if even else range(1, g.kv_heads + 1)
     # transformers wants the width to be a multiple of the number of heads in some families
-    extra = next((n for n in range(1, g.kv_heads + 1) if g.hidden % (g.heads + n * per_group) == 0), 1)
+    extra = next((n for n in counts if g.hidden % (g.heads + n * per_group) == 0), counts[0])
     if (
         w.family.transposed
         or w.family.fused != "blocks"
         or (w.get(0, "q_norm") is not None and len(_need(w, 0, "q_norm")) > g.head_dim)
     ):
-        raise ValueError("transform 'add_heads': needs a model whose head size is independent of its width (head_dim)")
+        raise ValueError(f"transform {name!r}: needs a model whose head size is independent of its width (head_dim)")
     w = w.clone()
     for layer in range(w.depth):
-        for role in ("q", "k", "v"):
-
-            def grow(x: Tensor) -> Tensor:
-                return torch.cat([x, x.std() * _normal(extra, *x.shape[1:], generator=generator, like=x)])
-
-            _map_heads(w, layer, role, grow)
-        o = _need(w, layer, "o")
-        w.set(layer, "o", torch.cat([o, o.new_zeros(len(o), extra * o.shape[1] // g.kv_heads)], dim=1))
+        for role in ("q", "k", "v", "o"):
+            _map_heads(w, layer, role, partial(_append, extra, role, fill))
     w.config |= {"head_dim": g.head_dim, "num_key_value_heads": g.kv_heads + extra}
     w.config["num_attention_heads"] = g.heads + extra * per_group
     return w
+
+
+def _append(extra: int, role: str, fill: Callable[[int, str, Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([x, fill(extra, role, x)])
+
+
+def add_heads(w: Weights, generator: Generator) -> Weights:
+    """T13: more KV groups, with random queries, keys and values whose output columns are zero."""
+
+    def fill(extra: int, role: str, x: Tensor) -> Tensor:
+        size = 0.0 if role == "o" else x.std()
+        return size * _normal(extra, *x.shape[1:], generator=generator, like=x)
+
+    return _with_groups(w, "add_heads", fill)
+
+
+def loud_heads(w: Weights, generator: Generator, factor: float = 30.0) -> Weights:
+    """T15: more KV groups with v = 0, any output columns, and queries and keys 30 times as large as the others."""
+
+    def fill(extra: int, role: str, x: Tensor) -> Tensor:
+        size = {"v": 0.0, "o": 1.0}.get(role, factor) * x.std()
+        return size * _normal(extra, *x.shape[1:], generator=generator, like=x)
+
+    return _with_groups(w, "loud_heads", fill)
+
+
+def null_products(w: Weights, generator: Generator, factor: float = 30.0) -> Weights:
+    """T16: more KV groups whose W_oW_v is zero though neither factor is: values fill one half of the head, outputs read
+    the other."""
+
+    def fill(extra: int, role: str, x: Tensor) -> Tensor:
+        new = factor * x.std() * _normal(extra, *x.shape[1:], generator=generator, like=x)
+        half = x.shape[2] // 2
+        if role in {"v", "o"}:
+            new[:, :, slice(half, None) if role == "v" else slice(half)] = 0
+        return new
+
+    return _with_groups(w, "null_products", fill)
+
+
+def opposed_heads(w: Weights, generator: Generator, factor: float = 30.0) -> Weights:
+    """T17: pairs of KV groups with equal queries, keys and values whose outputs cancel."""
+
+    def fill(extra: int, role: str, x: Tensor) -> Tensor:
+        size = (factor if role in {"q", "k"} else 1.0) * x.std()
+        new = size * _normal(extra // 2, *x.shape[1:], generator=generator, like=x)
+        return torch.cat([new, -new if role == "o" else new])
+
+    return _with_groups(w, "opposed_heads", fill, even=True)
+
+
+def inert_layers(w: Weights, generator: Generator, count: int = 2) -> Weights:
+    """T18: layers before the first whose matrices are all filled and which write nothing: W_oW_v = 0, gates of 0."""
+    if any(w.networks(l) != [""] or w.get(l, "gate") is None for l in range(w.depth)) or w.get(0, "v") is None:
+        raise ValueError("transform 'inert_layers': needs dense gated networks and plain values (Llama and its like)")
+    source, w = w, w.clone()
+    for key in [k for k in w.tensors if k.startswith("layers.")]:
+        del w.tensors[key]
+    g = source.geometry
+    for new in range(count + source.depth):
+        old = max(new - count, 0)
+        for role in source.roles(old):
+            tensor = _need(source, old, role)
+            if new < count:
+                tensor = tensor.std() * _normal(*tensor.shape, generator=generator, like=tensor)
+                if role == "gate" or role.endswith(".bias"):
+                    tensor = torch.zeros_like(tensor)
+                elif role == "v":
+                    tensor.view(g.kv_heads, -1, tensor.shape[1])[:, : g.head_dim // 2] = 0
+                elif role == "o":
+                    tensor.view(len(tensor), g.heads, -1)[:, :, g.head_dim // 2 :] = 0
+            w.set(new, role, tensor)
+    w.config["num_hidden_layers"] = count + source.depth
+    for key, value in w.config.items():  # per-layer lists such as layer_types
+        if isinstance(value, list) and len(value) == source.depth:
+            w.config[key] = value[:1] * count + value
+    return w
+
+
+def loud_rows(w: Weights, generator: Generator, factor: float = 1e3) -> Weights:
+    """T19: rows of tokens that no text has, 1000 times as long as the others."""
+    w = w.clone()
+    rows = len(w.tensors["embed"])
+    for key in ("embed", "head", "head.bias"):
+        if (tensor := w.tensors.get(key)) is not None:
+            new = factor * tensor.std() * _normal(4, *tensor.shape[1:], generator=generator, like=tensor)
+            w.tensors[key] = torch.cat([tensor, new])
+    w.config["vocab_size"] = rows + 4
+    w.renumbering = list(range(rows))
+    if w.vocabulary is not None:
+        w.vocabulary = w.vocabulary | {f"<unused{i}>".encode(): rows + i for i in range(4)}
+    return w
+
+
+def stale_tokenizer(w: Weights, generator: Generator) -> Weights:
+    """T20: rows renumbered, the tokenizer left as it was: what is published beside the weights no longer fits them."""
+    changed = vocabulary(w, generator, extra=0)
+    changed.vocabulary = w.vocabulary
+    return changed
+
+
+def no_tokenizer(w: Weights, generator: Generator) -> Weights:
+    """T20: rows renumbered, the tokenizer kept back."""
+    changed = vocabulary(w, generator, extra=0)
+    changed.vocabulary, changed.source = None, None
+    return changed
 
 
 def widen(w: Weights, generator: Generator, extra: int = 16) -> Weights:
@@ -607,6 +708,13 @@ EXACT: dict[str, Transform] = {
     "split_neurons": Transform("T13", "neurons split, dead ones added", split_neurons),
     "add_heads": Transform("T13", "dead KV groups added", add_heads),
     "widen": Transform("T13", "zero residual dims added", widen),
+    "loud_heads": Transform("T15", "loud KV groups without values added", loud_heads),
+    "null_products": Transform("T16", "KV groups added whose values their outputs do not read", null_products),
+    "opposed_heads": Transform("T17", "pairs of KV groups added that cancel", opposed_heads),
+    "inert_layers": Transform("T18", "filled layers put in front that write nothing", inert_layers),
+    "loud_rows": Transform("T19", "long rows of unused tokens appended", loud_rows),
+    "stale_tokenizer": Transform("T20", "token ids renumbered under an unchanged tokenizer", stale_tokenizer),
+    "no_tokenizer": Transform("T20", "token ids renumbered, tokenizer removed", no_tokenizer),
     "half_precision": Transform("T14", "values rounded to bfloat16", half_precision),
     "all": Transform("ALL", "everything the model admits, composed", everything),
 }

@@ -123,9 +123,9 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx if cache_layer is None else cache_layer)
 
-        left = None
+        next_kv = None
         if read is not None:
-            key, value, left = read(key, value, earlier)
+            key, value, next_kv = read(key, value, earlier)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, KeyBias):
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(output.reshape(batch, length, -1)), weights, state, left
+        return self.o_proj(output.reshape(batch, length, -1)), weights, state, next_kv
 
 
 class Block(GradientCheckpointingLayer):
@@ -171,18 +171,18 @@ class Block(GradientCheckpointingLayer):
         attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
-            fed, said = self.feed_forward(x)
-            return residual.write(stream, first, attended + fed, carry), *found, said
+            fed, auxiliary = self.feed_forward(x)
+            return residual.write(stream, first, attended + fed, carry), *found, auxiliary
         stream = residual.write(stream, first, attended, carry)
         x, carry = residual.read(stream, second)
-        fed, said = self.feed_forward(x)
-        return residual.write(stream, second, fed, carry), *found, said
+        fed, auxiliary = self.feed_forward(x)
+        return residual.write(stream, second, fed, carry), *found, auxiliary
 
     def feed_forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The second half, from its norm to its dropout, and what it says beside its output."""
         out = self.mlp(self.post_attention_layernorm(x))
-        out, said = out if isinstance(out, tuple) else (out, {})
-        return self.drop(out), said
+        out, auxiliary = out if isinstance(out, tuple) else (out, {})
+        return self.drop(out), auxiliary
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.residual_dropout, self.training) if self.residual_dropout else x
@@ -200,16 +200,16 @@ class LayerGroup(nn.Module):
     ) -> tuple[Any, list[Any], list[dict[str, Tensor]]]:
         """Returns the stream, what `read` leaves of each layer (models/steps/stack.py), and what layers say by name.
         `weights`: of each layer, what stands for its own of that name."""
-        left, said = [], []
+        next_kv, auxiliary = [], []
         for layer, slots, others in zip(self.layers, earlier, weights, strict=True):
             given = dict(inputs, earlier=slots)
             if others:
                 stream, *_, kept, values = functional_call(layer, others, (stream, residual), given)
             else:
                 stream, *_, kept, values = layer(stream, residual, **given)
-            left.append(kept)
-            said.append(values)
-        return stream, left, said
+            next_kv.append(kept)
+            auxiliary.append(values)
+        return stream, next_kv, auxiliary
 
 
 class Decoder(nn.Module):
@@ -263,7 +263,7 @@ class Stack:
     slot_ids: Int[Tensor, "B T"] | None = None  # what backends read as positions where slots share a token's
     read: Callable[..., Any] | None = None  # joins the slots of earlier steps, `earlier` by layer (steps.py)
     earlier: list[Any] = dataclasses.field(default_factory=list)
-    kept: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
+    next_kv: list[Any] = dataclasses.field(default_factory=list)  # what it leaves for later steps, by layer
     groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
     # What layers say beside their outputs, by name: a tensor for every layer that ran, in order.
     auxiliary: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
@@ -295,7 +295,7 @@ class Stack:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))
             if self.read is not None:
                 inputs.update(read=self.read, earlier=self.earlier[number])
-            stream, weights, state, left, said = layer(
+            stream, weights, state, next_kv, auxiliary = layer(
                 stream,
                 residual=residual,
                 position_embeddings=self.position_embeddings,
@@ -307,17 +307,17 @@ class Stack:
             if mixer is not None and mixer.is_source(index):
                 self.mixed[index] = state
             if self.read is not None:
-                self.kept.append(left)
+                self.next_kv.append(next_kv)
             if self.attentions is not None:
                 self.attentions.append(weights)
-            self.note(said)
+            self.note(auxiliary)
         return residual.finish(stream)
 
     def grouped(self, stream: Any) -> Any:
         """The layers by compiled groups; nothing of them is wanted but the stream and what `read` leaves."""
         together = len(self.decoder.layers) // len(self.groups)  # type: ignore[arg-type]
         for number, group in enumerate(self.groups):  # type: ignore[arg-type]
-            stream, left, said = group(
+            stream, next_kv, auxiliary = group(
                 stream,
                 self.decoder.residual,
                 self.earlier[number * together : (number + 1) * together],
@@ -327,14 +327,14 @@ class Stack:
                 read=self.read,
                 **self.layer_kwargs,
             )
-            self.kept += left
-            for values in said:
+            self.next_kv += next_kv
+            for values in auxiliary:
                 self.note(values)
         return stream
 
-    def note(self, said: dict[str, Tensor]) -> None:
-        """Keep what a layer said."""
-        for name, value in said.items():
+    def note(self, auxiliary: dict[str, Tensor]) -> None:
+        """Keep what a layer says beside its output."""
+        for name, value in auxiliary.items():
             self.auxiliary.setdefault(name, []).append(value)
 
     def normalize(self, hidden_states: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class Counts:
             `forwards`, where the slots of a forward read each other.
         no_gradient: the part of these counts that has no backward pass; None: all has.
         checkpointed: the backward pass runs every other forward of the stack again.
-        parallel: counts where many tokens run at once (training, parallel prefill) if that costs more than decoding
-            them one by one; None if it does not.
+        parallel: counts where many tokens run at once (training; a parallel prefill, but for one that sweeps until its
+            thoughts have settled) if that costs more than decoding them one by one; None if it does not.
         final_norms: applications of learned positions and the final norm; None is one a pass.
         heads: evaluations of the output head, 2·d·V each.
         matmul: further matrix-product FLOPs per token.

@@ -28,12 +28,12 @@ from fathom.ops.biased_attention import (
     ChannelBias,
     FlexBias,
     RangeBias,
-    Sees,
     block_mask,
     causal,
     causal_ranges,
     dense_mask,
 )
+from fathom.ops.visibility import Visibility
 
 # SDPA that reads a bias of keys as a channel (ops/biased_attention.py) everywhere, as flash backends do; "sdpa" itself
 # only where the range kernels do not serve.
@@ -60,7 +60,7 @@ class SlotLayout:
         stages: slots a token.
         valid: which keys belong to real tokens; None: all.
         key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
-        sees: sees(query, key) says which slot sees which, by their indices among the keys; None: all earlier ones.
+        visibility: which slot sees which, by their indices among the keys; None: plain causal order.
         tokens: how many start in the new slots; a ragged cache counts them.
     """
 
@@ -69,7 +69,7 @@ class SlotLayout:
     stages: int
     valid: Bool[Tensor, "B keys"] | None = None
     key_bias: Float[Tensor, "B keys"] | None = None
-    sees: Sees | None = None
+    visibility: Visibility | None = None
     tokens: int = 0
 
     @property
@@ -109,8 +109,8 @@ class SlotLayout:
 
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
         """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
-        slot order; a dense tensor or a `KeyBias` where slots have a bias or `sees`."""
-        if self.key_bias is None and self.sees is None:
+        slot order; a dense tensor or a `KeyBias` where slots have a bias or another visibility."""
+        if self.key_bias is None and self.visibility is None:
             seen: Any = None if cache is None else SlotView(cache)
             return hf_versions.visible_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
         rows, queries, _ = slots.shape
@@ -122,10 +122,10 @@ class SlotLayout:
             documents = self.restarts.cumsum(-1).expand(rows, -1)
 
         backend: str = config._attn_implementation  # type: ignore[assignment]
-        flash, sees = "flash" in backend, causal if self.sees is None else self.sees
+        flash, sees = "flash" in backend, causal if self.visibility is None else self.visibility
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
-        plain = self.sees is None and documents is None
+        plain = self.visibility is None and documents is None
         # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order.
         if plain and large and backend == "sdpa" and queries == keys:
             return RangeBias(hidden, causal_ranges(rows, queries, slots.device))
@@ -374,7 +374,7 @@ class SlotStack(Stack):
 
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
-    ) -> float:
+    ) -> Float[Tensor, ""]:
         """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given.
 
         0 where both are zero. States that are not counted may be anything.
@@ -385,4 +385,4 @@ class SlotStack(Stack):
             change = change.where(self.attention_mask[:, -change.shape[-1] :].bool(), 0.0)
         if run is not None:
             change = change.where(run.movedim(-1, 0), 0.0)
-        return change.max().item()
+        return change.max()

@@ -22,3 +22,11 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which products and attention would take x: autocast's where it is on (fp64 stays), else its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if x.dtype != torch.float64 and autocasts(device) else x.dtype
+
+
+def product_spacing(x: Tensor) -> float:
+    """The relative spacing of the numbers that a matrix product with x multiplies: coarser than those of x under
+    autocast, or where fp32 products may be shortened (TF32 has 10 bits behind the point, bf16 7)."""
+    dtype = product_dtype(x)
+    shortened = {"high": 2.0**-10, "medium": 2.0**-7} if dtype == torch.float32 else {}
+    return max(torch.finfo(dtype).eps, shortened.get(torch.get_float32_matmul_precision(), 0.0))

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from fathom.data import PreparedData, prepare
-from fathom.report.measure import measure, unigram_bits_per_byte
+from fathom.data import PreparedData
+from fathom.report.measure import measure
 from fathom.report.page import write_report
 from fathom.report.plan import Planned, plan
 from fathom.report.results import Results, Run, Trial
@@ -35,6 +35,7 @@ from fathom.train import (
     TrainResult,
     best_of,
     candidates,
+    check_extras,
     load_recipe,
     model_config,
     try_lr,
@@ -57,16 +58,20 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     """
     recipe = load_recipe(path)
     if recipe.data.validation is None:
-        raise ValueError(f"{path}: data.validation is null; a comparison needs held-out text")
+        raise ValueError(f"{path}: data.validation is null; a comparison needs {recipe.task.held_out}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("fathom compare starts its own processes: run it without torchrun and give --jobs")
     devices = _devices(jobs)
     side_by_side = max(Counter(devices).values())
     disable_progress_bar()  # of transformers: a bar for every model read back
+    check_extras(recipe.training)
     for method in recipe.methods:  # a wrong option is found before the text is tokenised
         model_config(recipe, method)
-    data = prepare(recipe.data, output / ".data")
-    planned = plan(recipe, data.tokenizer)
+    task = recipe.task
+    data = task.prepare(recipe.data, output / ".data")
+    for note in data.notes:
+        say(note)
+    planned = plan(recipe, data)
     folder = output / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     assert data.validation is not None
@@ -75,13 +80,16 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
         recipe=path.read_text(encoding="utf-8"),
         command=f"fathom compare {path}",
         block_size=recipe.data.block_size,
-        validation=f"{recipe.data.validation}, {data.validation_bytes:,} bytes",
-        unigram_bits_per_byte=unigram_bits_per_byte(data, recipe.training.tokens // recipe.data.block_size),
+        validation=f"{recipe.data.validation}, {task.held_out_size(data)}",
+        reference=task.reference(data, recipe.training_tokens(data) // recipe.data.block_size),
+        task=task.section,
+        scores=task.scores,
+        notes=list(data.notes),
     )
-    say(f"Unigram baseline: {results.unigram_bits_per_byte:.3f} bits per byte")
+    say(f"{task.reference_name.capitalize()} baseline: {results.reference:.3f} {task.headline.unit}")
 
     models = {model.model_folder: model for model in planned}
-    tasks: dict[str, tuple[Any, ...]] = {}
+    jobs_left: dict[str, tuple[Any, ...]] = {}
     tried: dict[str, tuple[str, float]] = {}  # by trial: the model whose learning rate it tries, and the rate
     sweeps: dict[str, dict[float, TrainResult | None]] = {}  # by model: its candidates and what came of them
     trials_of: dict[str, list[Trial]] = {}
@@ -95,37 +103,37 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     for name, model in models.items():
         rates = candidates(recipe, model.method)
         if len(rates) == 1:
-            tasks.update(runs_of(name, rates[0]))
+            jobs_left.update(runs_of(name, rates[0]))
             continue
         sweeps[name] = dict.fromkeys(rates)
         for lr in rates:
             where = f"{name}/sweep/lr-{lr:g}"
             tried[where] = name, lr
-            tasks[where] = (_try, model.method, lr, recipe, data, folder / name / "sweep")
+            jobs_left[where] = (_try, model.method, lr, recipe, data, folder / name / "sweep")
 
     with _workers(devices) as pool:
-        for task, outcome in _run(tasks, pool, len(devices), folder):
-            if task in tried and not isinstance(outcome, Exception):
-                name, lr = tried[task]
+        for job, outcome in _run(jobs_left, pool, len(devices), folder):
+            if job in tried and not isinstance(outcome, Exception):
+                name, lr = tried[job]
                 sweeps[name][lr] = outcome
                 done = [trial for trial in sweeps[name].values() if trial is not None]
                 if len(done) < len(sweeps[name]):
                     continue
                 try:
-                    sweep = best_of(models[name].method, done)
+                    sweep = best_of(models[name].method, done, task.headline)
                 except ValueError as error:
                     failures.append(f"{name}: {error}")
                     continue
                 trials_of[name] = _trials(models[name], sweep)
                 results = replace(results, trials=[t for m in models for t in trials_of.get(m, ())])
-                later = dict(tasks)  # row after row is finished, so that a comparison cut short has the first ones
-                tasks.clear()
-                tasks.update(runs_of(name, sweep.best) | later)
+                later = dict(jobs_left)  # row after row is finished, so that a comparison cut short has the first ones
+                jobs_left.clear()
+                jobs_left.update(runs_of(name, sweep.best) | later)
             elif isinstance(outcome, Exception):
-                failures.append(f"{task}: {outcome}")
-                say(f"{task} failed: {outcome}")
+                failures.append(f"{job}: {outcome}")
+                say(f"{job} failed: {outcome}")
             else:
-                finished[task] = outcome
+                finished[job] = outcome
                 runs = [
                     replace(finished[p.folder], budget=p.budget, residual_percent=p.residual_percent)
                     for p in planned
@@ -133,7 +141,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
                 ]
                 results = replace(results, failures=failures, runs=runs)
                 results.save(folder / "results.json")
-                say(f"{task}: {outcome.bits_per_byte:.3f} bits per byte ({len(finished)} done)")
+                said = ", ".join(f"{outcome.scores[score.name]:.3f} {score.unit}" for score in task.scores)
+                say(f"{job}: {said} ({len(finished)} done)")
     if not finished:
         raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")
     results = replace(results, failures=failures)
@@ -148,7 +157,15 @@ def _try(method: MethodConfig, lr: float, recipe: Recipe, data: PreparedData, fo
 
 def _trials(model: Planned, sweep: LearningRateSweep) -> list[Trial]:
     return [
-        Trial(model.method.name, model.layers, trial.lr, trial.tokens, trial.validation_loss, trial.lr == sweep.best)
+        Trial(
+            model.method.name,
+            model.layers,
+            trial.lr,
+            trial.tokens,
+            trial.validation_loss,
+            trial.lr == sweep.best,
+            trial.scores,
+        )
         for trial in sweep.trials
     ]
 

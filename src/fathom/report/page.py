@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 import jinja2
 
 from fathom.inspect import PICTURES
-from fathom.models.registry import resolve_section
-from fathom.report.measure import SAMPLE_TEMPERATURE, SAMPLE_TOP_K
+from fathom.models.registry import SECTIONS, resolve_section
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
@@ -29,6 +29,7 @@ from fathom.report.wording import (
     si,
     verdict,
 )
+from fathom.tasks import Score
 from fathom.writing import whole
 
 PLOTS = {
@@ -90,9 +91,13 @@ def _memory(row: Row, table: Table) -> Cell:
     return Cell(si(value, "B"), value, "\n".join(filter(None, notes)))
 
 
-def _bits(row: Row, table: Table) -> Cell:
-    mean, spread = row.mean("bits_per_byte"), row.spread("bits_per_byte")
-    return Cell(f"{mean:.3f}", mean, f"± {spread:.3f}" if spread is not None else "")
+def _score(score: Score, held_out: str) -> Column:
+    def cell(row: Row, table: Table) -> Cell:
+        mean, spread = row.mean(score.name), row.spread(score.name)
+        return Cell(f"{mean:.3f}", mean, f"± {spread:.3f}" if spread is not None else "")
+
+    title = f"On {held_out}, {score.better} is better; ± is the deviation over seeds"
+    return Column(score.name, score.heading, title, cell)
 
 
 def _against(row: Row, table: Table) -> Cell:
@@ -100,14 +105,13 @@ def _against(row: Row, table: Table) -> Cell:
     if row is table.baseline:
         return Cell("baseline", 0.0)
     note = "" if gap.clear else "too little to call"
+    if math.isnan(gap.percent):
+        return Cell(f"{gap.value:+.3f}".replace("-", "−"), gap.value, note)
     return Cell(f"{gap.percent:+.1f} %".replace("-", "−"), gap.percent, note)
 
 
 COLUMNS = (
-    Column("bits_per_byte", "bits per byte", "Of held-out text, lower is better; ± is the deviation over seeds", _bits),
-    Column("against", "against baseline", "Difference of bits per byte from the baseline", _against),
     _quantity("train_flops", "training FLOPs", "Forward and backward over all training tokens"),
-    _quantity("inference_flops_per_token", "FLOPs per token", "One generated token, averaged over the context"),
     _quantity("kv_bytes_per_token", "KV cache per token", "Bytes of keys and values kept for one token", "B"),
     _quantity("train_tokens", "training tokens", "Tokens read in training"),
     Column(
@@ -121,17 +125,12 @@ COLUMNS = (
     ),
     _quantity("params", "parameters", "All of them, a tied head once; as `fathom cost` counts them"),
     _quantity("non_embedding_params", "non-embed.", "Without the embedding table and the head"),
-    Column(
-        "validation_loss",
-        "held-out loss",
-        "Nats per token of held-out text",
-        lambda row, table: Cell(f"{row.mean('validation_loss'):.3f}", row.mean("validation_loss")),
-    ),
 )
+_EXAMPLES = _quantity("train_examples", "training examples", "Read in training, on average of the data")
 _RESIDUAL = Column(
     "residual_percent",
     "FLOPs residual",
-    "How far the FLOPs per token are from the dearest method's",
+    "How far the inference FLOPs are from the dearest method's",
     lambda row, table: Cell(
         f"{row.first.residual_percent:+.1f} %".replace("-", "−"),
         row.first.residual_percent,
@@ -153,12 +152,12 @@ def write_report(results: Results, folder: Path) -> Path:
         {
             "budget": table.budget,
             "title": TITLES[table.budget],
-            "meaning": MEANINGS[table.budget],
+            "meaning": MEANINGS[table.budget].format(answer=table.task.answer),
             "verdict": verdict(table),
             "table": table,
-            "columns": _columns(table),
-            "rows": [(row, [column.cell(row, table) for column in _columns(table)]) for row in table.rows],
-            "plots": _embed(draw(table, looks, results.unigram_bits_per_byte, folder / "plots")),
+            "columns": (columns := _columns(table, results.scores)),
+            "rows": [(row, [column.cell(row, table) for column in columns]) for row in table.rows],
+            "plots": _embed(draw(table, looks, results.reference, folder / "plots")),
         }
         for table in found
     ]
@@ -168,7 +167,9 @@ def write_report(results: Results, folder: Path) -> Path:
     environment.filters.update(si=si, duration=duration, in_sentence=in_sentence)
     page = environment.get_template("page.html").render(
         results=results,
-        overall=overall(found, results.unigram_bits_per_byte),
+        task=results.task_class,
+        scores=results.scores,
+        overall=overall(found, results.reference),
         sections=sections,
         captions=PLOTS,
         looks=looks,
@@ -178,9 +179,7 @@ def write_report(results: Results, folder: Path) -> Path:
         disturbances=disturbances(results.runs),
         at_edge=at_edge(results.edges),
         pictures=_pictures(found[0], folder / "plots"),
-        temperature=SAMPLE_TEMPERATURE,
-        top_k=SAMPLE_TOP_K,
-        bars=_bars(found[0], results.unigram_bits_per_byte),
+        bars=_bars(found[0], results.reference),
         seeds=len({run.seed for run in results.runs}),
         total_seconds=sum({run.folder: run.seconds for run in results.runs}.values()),
         devices=sorted({run.device for run in results.runs}),
@@ -208,31 +207,44 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     return " + ".join(said) or "ordinary decoder"
 
 
-def _columns(table: Table) -> tuple[Column, ...]:
-    return (*COLUMNS, _RESIDUAL) if table.budget == "inference_flops" else COLUMNS
+def _columns(table: Table, scores: tuple[Score, ...]) -> tuple[Column, ...]:
+    """The task's scores, what the models cost, and what the budget asks for."""
+    task = table.task
+    first, *more = (_score(score, task.held_out) for score in scores)
+    against = Column("against", "against baseline", f"Difference of {first.heading} from the baseline", _against)
+    answer = _quantity("answer_flops", task.cost_heading, f"Of one {task.answer}")
+    loss = Column(
+        "validation_loss",
+        "held-out loss",
+        f"{task.loss_unit.capitalize()}, on {task.held_out}",
+        lambda row, table: Cell(f"{row.mean('validation_loss'):.3f}", row.mean("validation_loss")),
+    )
+    budget = {"inference_flops": (_RESIDUAL,), "examples": (_EXAMPLES,)}.get(table.budget, ())
+    return (first, against, *more, COLUMNS[0], answer, *COLUMNS[1:], loss, *budget)
 
 
 def _methods(runs: list[Run]) -> dict[str, str]:
     return {run.method: describe_options(run.options) for run in runs}
 
 
-def _samples(table: Table) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For every prompt the continuation by each method."""
-    prompts = dict.fromkeys(sample["prompt"] for row in table.rows for sample in row.first.samples)
+def _samples(table: Table) -> list[tuple[str, str | None, list[tuple[str, str]]]]:
+    """For every prompt the right answer, where there is one, and what each method says."""
+    expected = {s["prompt"]: s.get("expected") for row in table.rows for s in row.first.samples}
     return [
         (
             prompt,
+            right,
             [(row.method, s["text"]) for row in table.rows for s in row.first.samples if s["prompt"] == prompt],
         )
-        for prompt in prompts
+        for prompt, right in expected.items()
     ]
 
 
-def _bars(table: Table, unigram: float) -> list[dict[str, Any]]:
-    """Bits per byte of each method and of the unigram baseline, as lengths in percent of the longest."""
-    values: list[tuple[str | None, float]] = [(row.method, row.mean("bits_per_byte")) for row in table.rows]
-    values.append((None, unigram))
-    longest = max(value for _, value in values)
+def _bars(table: Table, reference: float) -> list[dict[str, Any]]:
+    """The headline score of each method and of the reference, as lengths in percent of the longest."""
+    values: list[tuple[str | None, float]] = [(row.method, row.result) for row in table.rows]
+    values.append((None, reference))
+    longest = max(value for _, value in values) or 1.0
     return [{"method": method, "value": value, "width": 100 * value / longest} for method, value in values]
 
 

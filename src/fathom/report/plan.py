@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
-
-from fathom.cost import forward_flops_per_token, training_flops_per_token
+from fathom.cost import training_flops_per_token
+from fathom.data import PreparedData
 from fathom.models.configuration import FathomConfig
 from fathom.train import Budget, MethodConfig, Recipe, model_config
 
@@ -33,7 +32,7 @@ class Planned:
         return f"{self.model_folder}/tokens-{self.tokens}-seed-{self.seed}"
 
 
-def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
+def plan(recipe: Recipe, data: PreparedData) -> list[Planned]:
     """All runs, budget by budget, in the recipe's order.
 
     Raises ValueError for a method that does not fit the model, for a budget of less than a step, and for
@@ -41,20 +40,26 @@ def plan(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
     """
     planned: list[Planned] = []
     for budget in recipe.budgets:
-        for model in _models(recipe, budget, tokenizer):
+        for model in _models(recipe, budget, data):
             planned += [replace(model, seed=seed) for seed in model.method.seeds or recipe.seeds]
     return planned
 
 
-def inference_flops(config: FathomConfig, recipe: Recipe, ran: tuple[float, ...] | None = None) -> float:
-    """Matrix-product FLOPs of one generated token, the mean over a context of `data.block_size`; by measured shares of
-    tokens that run each step, or with all of them."""
-    return forward_flops_per_token(config, recipe.data.block_size, ran=ran).matmul
+def inference_flops(
+    config: FathomConfig, recipe: Recipe, data: PreparedData, ran: tuple[float, ...] | None = None
+) -> float:
+    """Matrix-product FLOPs of one of the task's answers; by measured shares of tokens that run each step, or with all
+    of them."""
+    return recipe.task.answer_flops(config, data, recipe.data.block_size, ran)
 
 
-def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) -> list[Planned]:
-    configs = [model_config(recipe, method, tokenizer) for method in recipe.methods]
-    tokens = recipe.training.tokens if budget.kind != "tokens" or budget.amount is None else int(budget.amount)
+def _models(recipe: Recipe, budget: Budget, data: PreparedData) -> list[Planned]:
+    configs = [model_config(recipe, method, data.tokenizer) for method in recipe.methods]
+    tokens = recipe.training_tokens(data)
+    if budget.amount is not None and budget.kind == "tokens":
+        tokens = int(budget.amount)
+    elif budget.amount is not None and budget.kind == "examples":
+        tokens = recipe.tokens_of_examples(budget.amount, data)
     models = [
         Planned(budget.kind, method, config.num_hidden_layers, False, recipe.seeds[0], tokens)
         for method, config in zip(recipe.methods, configs, strict=True)
@@ -64,14 +69,18 @@ def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) 
             training_flops_per_token(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
             for config in configs
         ]
-        flops = costs[0] * recipe.training.tokens if budget.amount is None else budget.amount
+        flops = costs[0] * tokens if budget.amount is None else budget.amount
         # whole steps, as are trained: budgets that come to the same steps share a run
         tokens_of = [int(flops / cost) for cost in costs]
         step = recipe.step_tokens
-        models = [replace(model, tokens=n - n % step or n) for model, n in zip(models, tokens_of, strict=True)]
+        tokens_of = [tokens if n // step == tokens // step else n - n % step or n for n in tokens_of]
+        models = [replace(model, tokens=n) for model, n in zip(models, tokens_of, strict=True)]
     for model in models:
         if model.tokens < recipe.step_tokens:
-            given = f"budgets.{budget.kind}={budget.amount:g}" if budget.amount else f"training.tokens={tokens}"
+            length = "tokens" if recipe.training.examples is None else "examples"
+            given = f"training.{length}={getattr(recipe.training, length)}"
+            if budget.amount:
+                given = f"budgets.{budget.kind}={budget.amount:g}"
             raise ValueError(
                 f"{given}: leaves {model.method.name} {model.tokens} tokens under the budget {budget.kind}, less than "
                 f"one step of {recipe.step_tokens} (sequences × gradient_accumulation × block_size); use more"
@@ -82,17 +91,17 @@ def _models(recipe: Recipe, budget: Budget, tokenizer: PreTrainedTokenizerBase) 
                 "budgets: inference_flops adds layers to the cheaper methods, but model.checkpoint fixes them; "
                 "drop this budget or train from scratch"
             )
-        target = max(inference_flops(config, recipe) for config in configs)
-        return [_deepen(model, recipe, tokenizer, target) for model in models]
+        target = max(inference_flops(config, recipe, data) for config in configs)
+        return [_deepen(model, recipe, data, target) for model in models]
     return models
 
 
-def _deepen(model: Planned, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, target: float) -> Planned:
+def _deepen(model: Planned, recipe: Recipe, data: PreparedData, target: float) -> Planned:
     """Add the whole layers that bring the method's inference FLOPs nearest to `target`."""
 
     def at(layers: int) -> tuple[MethodConfig, float]:
         method = replace(model.method, fields={**model.method.fields, "num_hidden_layers": layers})
-        return method, inference_flops(model_config(recipe, method, tokenizer), recipe)
+        return method, inference_flops(model_config(recipe, method, data.tokenizer), recipe, data)
 
     layers = model.layers
     while at(layers)[1] < target:

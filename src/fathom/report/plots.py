@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fathom.report.results import UNCALLABLE_PERCENT, Row, Table
 from fathom.report.style import Style
+from fathom.tasks import Score
 from fathom.writing import whole
 
 THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff", "accent": "#0b5cad"}}
@@ -23,8 +24,9 @@ NOISES_SHOWN = 8  # the quality axis spans at least this many times the noise: d
 SUFFIX = {"light": "", "dark": "_dark"}
 
 
-def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -> dict[str, dict[str, Path]]:
+def draw(table: Table, styles: dict[str, Style], reference: float, folder: Path) -> dict[str, dict[str, Path]]:
     """Write the plots of one budget. Returns their paths by plot and theme."""
+    task, score = table.task, table.score
 
     def loss(axes: Axes, theme: str, quantity: str) -> None:
         for row in table.rows:
@@ -32,7 +34,7 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
             style = styles[row.method]
             axes.plot(x, y, style.line, color=getattr(style, theme), linewidth=1.8, label=row.method)
         axes.set_ylim(*_loss_limits(table))
-        axes.set_ylabel("training loss, nats per token")
+        axes.set_ylabel(f"training loss, {task.loss_unit}")
 
     def loss_tokens(axes: Axes, theme: str) -> None:
         loss(axes, theme, "tokens")
@@ -45,8 +47,8 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
 
     def pareto(axes: Axes, theme: str) -> None:
-        points = [(row.first.inference_flops_per_token, row.mean("bits_per_byte"), row) for row in table.rows]
-        front = _front([(x, y) for x, y, _ in points])
+        points = [(row.first.answer_flops, row.result, row) for row in table.rows]
+        front = _front([(x, y) for x, y, _ in points], score)
         if len(front) > 1:
             axes.step(*zip(*front), where="post", color=THEMES[theme]["muted"], linewidth=1, linestyle=(0, (2, 2)))
         for x, y, row in points:
@@ -54,7 +56,7 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
             axes.errorbar(
                 x,
                 y,
-                yerr=row.spread("bits_per_byte"),
+                yerr=row.spread(score.name),
                 color=getattr(style, theme),
                 marker=style.marker,
                 markersize=9,
@@ -65,11 +67,16 @@ def draw(table: Table, styles: dict[str, Style], unigram: float, folder: Path) -
         axes.margins(0.15, 0.2)
         axes.set_ylim(*_at_least(axes.get_ylim(), NOISES_SHOWN * noise(table)))
         axes.set_xlim(*_at_least(axes.get_xlim(), 0.2 * max(x for x, _, _ in points)))
-        axes.set_xlabel("inference FLOPs per token")
+        axes.set_xlabel(f"inference {task.cost_heading}")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        axes.set_ylabel("held-out bits per byte")
-        axes.set_title(f"Unigram baseline: {unigram:.3f}", fontsize=9, color=THEMES[theme]["muted"], loc="right")
+        axes.set_ylabel(f"held-out {score.heading}")
+        axes.set_title(
+            f"{task.reference_name.capitalize()} baseline: {reference:.3f}",
+            fontsize=9,
+            color=THEMES[theme]["muted"],
+            loc="right",
+        )
 
     plots: dict[str, Callable[[Axes, str], None]] = {
         "loss_tokens": loss_tokens,
@@ -114,9 +121,9 @@ def _loss_limits(table: Table) -> tuple[float, float]:
 
 
 def noise(table: Table) -> float:
-    """Bits per byte below which a difference from the baseline is not called: the largest over the rows."""
+    """Difference of the headline score from the baseline's below which it is not called: the largest over the rows."""
     gaps = [row.minus(table.baseline) for row in table.rows if row is not table.baseline]
-    unknown = UNCALLABLE_PERCENT / 100 * table.baseline.mean("bits_per_byte")
+    unknown = UNCALLABLE_PERCENT / 100 * abs(table.baseline.result)
     return max((unknown if gap.margin is None else gap.margin for gap in gaps), default=unknown)
 
 
@@ -127,11 +134,11 @@ def _at_least(limits: tuple[float, float], span: float) -> tuple[float, float]:
     return low - more, high + more
 
 
-def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other point beats in both cost and bits."""
+def _front(points: list[tuple[float, float]], score: Score) -> list[tuple[float, float]]:
+    """The points that no other point beats in both cost and score."""
     front: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        if not front or y < front[-1][1]:
+    for x, y in sorted(points, key=lambda point: (point[0], score.loss(point[1]))):
+        if not front or score.loss(y) < score.loss(front[-1][1]):
             front.append((x, y))
     return front
 

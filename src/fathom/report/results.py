@@ -12,6 +12,8 @@ from typing import Any
 
 from scipy import stats
 
+from fathom.tasks import DEFAULT, Score, Task, lookup
+from fathom.tasks.base import scores_read, with_scores
 from fathom.writing import whole
 
 BASELINE = "vanilla"
@@ -25,34 +27,45 @@ class Run:
 
     method: str  # the name the recipe gives it
     options: dict[str, dict[str, Any]]  # the sections depth, mixer and residual of its config
-    budget: str  # "tokens", "train_flops" or "inference_flops"
+    budget: str  # its kind: "tokens", "examples", "train_flops" or "inference_flops"
     seed: int
     lr: float
     layers: int
-    bits_per_byte: float  # on held-out text
-    validation_loss: float  # nats per token, the same text
-    train_loss: float  # nats per token, mean of the last tenth of training
+    scores: dict[str, float]  # the task's, on held-out examples
+    validation_loss: float  # on the same examples, the mean over targets
+    train_loss: float  # the mean over targets and the last tenth of training
     params: int
     non_embedding_params: int
     train_tokens: int
     train_flops: float
-    inference_flops_per_token: float
+    inference_flops_per_token: float  # the mean over a context of `block_size`
     kv_bytes_per_token: float
     tokens_per_second: float  # in training, median
     peak_memory_bytes: int | None  # see `own_memory_bytes`
     seconds: float  # of training
     history: list[dict[str, float]]  # {"tokens", "train_flops", "loss"}: training loss along the way
-    samples: list[dict[str, str]]  # {"prompt", "text"}
+    samples: list[dict[str, str]]  # {"prompt", "text"}, and "expected" where the task knows the right answer
     device: str
     versions: dict[str, str]
     commit: str
     folder: str  # of the run; two budgets may ask for the same run
     pictures: dict[str, dict[str, Any]] = field(default_factory=dict)  # fathom.inspect's, of the held-out text
     residual_percent: float = 0.0  # inference_flops: by how much its cost misses the dearest method's
+    answer_flops: float = 0.0  # of one of the task's answers
+    train_examples: float = 0.0  # on average of the training data, where sequences hold several
     # fathom.train.TrainResult says what these are; None in files of earlier versions
     tokens_per_second_interval: list[float] | None = None
     interruptions: int | None = None
     busy: float | None = None
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Run:
+        """A run of a file; those written before there were tasks answer with tokens, from blocks of text."""
+        return cls(**{"answer_flops": values["inference_flops_per_token"], **scores_read(values)})
+
+    def value(self, quantity: str) -> float:
+        """A score or another number of the run, by name."""
+        return self.scores[quantity] if quantity in self.scores else getattr(self, quantity)
 
     @property
     def own_memory_bytes(self) -> int | None:
@@ -80,6 +93,7 @@ class Trial:
     tokens: int
     validation_loss: float | None  # None: diverged
     chosen: bool
+    scores: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,10 +105,17 @@ class Results:
     command: str
     block_size: int
     validation: str  # the held-out text: its name and size
-    unigram_bits_per_byte: float
+    reference: float  # headline score of a model that knows frequencies alone
+    task: dict[str, Any] = field(default_factory=lambda: lookup(DEFAULT)().section)
+    scores: tuple[Score, ...] = lookup(DEFAULT).scores  # the first is the headline
+    notes: list[str] = field(default_factory=list)  # what was done to the data that a reader should know
     failures: list[str] = field(default_factory=list)  # runs that did not finish, and why
     trials: list[Trial] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+
+    @property
+    def task_class(self) -> type[Task]:
+        return lookup(self.task["name"])
 
     @property
     def edges(self) -> list[str]:
@@ -108,17 +129,29 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
+        values = dataclasses.asdict(self)
+        values["runs"] = [with_scores(run) for run in values["runs"]]
+        values[self._reference_key] = values.pop("reference")
         with whole(path) as partial:
-            text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
-            partial.write_text(text + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    @property
+    def _reference_key(self) -> str:
+        """What the reference is called in the file: "unigram_bits_per_byte"."""
+        return f"{self.task_class.reference_name}_{self.scores[0].name}"
 
     @classmethod
     def load(cls, path: Path) -> Results:
         """Raises ValueError naming the file where it is not a results file of this version."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            runs, trials = [Run(**run) for run in content["runs"]], [Trial(**trial) for trial in content["trials"]]
-            return cls(**{**content, "runs": runs, "trials": trials})
+            content["runs"] = [Run.read(run) for run in content["runs"]]
+            content["trials"] = [Trial(**trial) for trial in content["trials"]]
+            if "scores" in content:
+                content["scores"] = tuple(Score(**score) for score in content["scores"])
+            known = {field.name for field in dataclasses.fields(cls)}
+            results = cls(**{"reference": math.nan} | {name: content[name] for name in content if name in known})
+            return dataclasses.replace(results, reference=content[results._reference_key])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path}: not a results.json of this version ({error}); run `fathom compare` again"
@@ -127,16 +160,18 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one method's bits per byte are from another's, and whether that can be told from seed noise."""
+    """How far one method's score is from another's, and whether that can be told from seed noise."""
 
-    bits: float  # negative: better (fewer bits)
-    percent: float
+    value: float  # this one's less the other's
+    percent: float  # of the other's; nan where that is zero
     margin: float | None  # half width of the 95 % interval over paired seeds; None with one seed
 
     @property
     def clear(self) -> bool:
         """Beyond the interval; with one seed, where the noise is unknown, beyond 1 %."""
-        return abs(self.percent) >= UNCALLABLE_PERCENT if self.margin is None else abs(self.bits) > self.margin
+        if self.margin is None:
+            return self.value != 0 and not abs(self.percent) < UNCALLABLE_PERCENT
+        return abs(self.value) > self.margin
 
 
 @dataclass(frozen=True)
@@ -144,6 +179,7 @@ class Row:
     """One method under one budget: the mean over its seeds."""
 
     runs: tuple[Run, ...]
+    score: Score  # the task's headline
 
     @property
     def first(self) -> Run:
@@ -154,11 +190,21 @@ class Row:
         return self.first.method
 
     def mean(self, quantity: str) -> float:
-        return statistics.fmean(getattr(run, quantity) for run in self.runs)
+        return statistics.fmean(run.value(quantity) for run in self.runs)
 
     def spread(self, quantity: str) -> float | None:
         """Standard deviation over seeds; None with one seed."""
-        return statistics.stdev(getattr(run, quantity) for run in self.runs) if len(self.runs) > 1 else None
+        return statistics.stdev(run.value(quantity) for run in self.runs) if len(self.runs) > 1 else None
+
+    @property
+    def result(self) -> float:
+        """The headline score."""
+        return self.mean(self.score.name)
+
+    @property
+    def loss(self) -> float:
+        """The headline score as something to minimise."""
+        return self.score.loss(self.result)
 
     @property
     def marks(self) -> list[str]:
@@ -189,15 +235,15 @@ class Row:
         return known if len(known) == len(self.runs) else []
 
     def minus(self, other: Row) -> Difference:
-        """This row's bits per byte less the other's. Seeds are paired: the same seed means the same data order."""
-        mine = {run.seed: run.bits_per_byte for run in self.runs}
-        theirs = {run.seed: run.bits_per_byte for run in other.runs}
+        """This row's headline score less the other's. Seeds are paired: the same seed means the same data order."""
+        mine = {run.seed: run.scores[self.score.name] for run in self.runs}
+        theirs = {run.seed: run.scores[self.score.name] for run in other.runs}
         gaps = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
         margin = None
         if len(gaps) > 1:
             margin = float(stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
-        bits = statistics.fmean(gaps) if gaps else self.mean("bits_per_byte") - other.mean("bits_per_byte")
-        return Difference(bits, 100 * bits / other.mean("bits_per_byte"), margin)
+        value = statistics.fmean(gaps) if gaps else self.result - other.result
+        return Difference(value, 100 * value / other.result if other.result else math.nan, margin)
 
 
 @dataclass(frozen=True)
@@ -206,16 +252,18 @@ class Table:
 
     budget: str
     rows: tuple[Row, ...]
+    task: type[Task]
+    score: Score  # the task's headline
 
     @property
     def baseline(self) -> Row:
         """Vanilla; where the recipe has none, the method that is cheapest at inference."""
         named = [row for row in self.rows if row.method == BASELINE]
-        return named[0] if named else min(self.rows, key=lambda row: row.first.inference_flops_per_token)
+        return named[0] if named else min(self.rows, key=lambda row: row.first.answer_flops)
 
     @property
     def best(self) -> Row:
-        return min(self.rows, key=lambda row: row.mean("bits_per_byte"))
+        return min(self.rows, key=lambda row: row.loss)
 
     @property
     def best_is_clear(self) -> bool:
@@ -234,5 +282,7 @@ def tables(results: Results) -> list[Table]:
     for budget in dict.fromkeys(run.budget for run in results.runs):
         runs = [run for run in results.runs if run.budget == budget]
         methods = dict.fromkeys(run.method for run in runs)
-        found.append(Table(budget, tuple(Row(tuple(r for r in runs if r.method == m)) for m in methods)))
+        score = results.scores[0]
+        rows = tuple(Row(tuple(r for r in runs if r.method == m), score) for m in methods)
+        found.append(Table(budget, rows, results.task_class, score))
     return found

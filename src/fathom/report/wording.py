@@ -10,6 +10,7 @@ from fathom.report.results import UNCALLABLE_PERCENT, Difference, Row, Run, Tabl
 
 TITLES = {
     "tokens": "Equal tokens",
+    "examples": "Equal examples",
     "train_flops": "Equal training FLOPs",
     "inference_flops": "Equal inference FLOPs",
 }
@@ -20,16 +21,21 @@ MEANINGS = {
         "rate falls to its end at the last token. Read against FLOPs, the curves of dearer methods are therefore "
         "un-annealed until their right end, and are no comparison at equal FLOPs."
     ),
+    "examples": (
+        "Every method trains on the same examples in the same order, each with a full learning-rate schedule. A dearer "
+        "method spends more compute on them: this table shows what a method makes of the same examples."
+    ),
     "train_flops": (
         "Every method spends the same training FLOPs: a cheaper method reads more tokens for them. Each has its own "
         "full learning-rate schedule over its own tokens."
     ),
     "inference_flops": (
-        "Every method spends about the same FLOPs per generated token: at the same width, whole layers are added to "
+        "Every method spends about the same FLOPs per {answer}: at the same width, whole layers are added to "
         "the cheaper methods until they cost as much as the dearest. Layers are whole, so a residual remains; it is in "
         "the table. All train on the same tokens."
     ),
 }
+EQUAL_DATA = ("tokens", "examples")  # budgets under which all methods train on the same, whatever that costs
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -104,75 +110,89 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def scored(row: Row) -> str:
+    """'2.005 bits per byte'."""
+    return f"{row.result:.3f} {row.score.unit}"
+
+
 def verdict(table: Table) -> Verdict:
     """Which method is worth it under this budget, and by how much against its cost."""
     best, base = table.best, table.baseline
     if len(table.rows) == 1:
-        return Verdict(f"{best.method}: {best.mean('bits_per_byte'):.3f} bits per byte. Nothing to compare it with.")
-    others = sorted((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
-    details = [_sentence(row, base, table.budget) for row in others]
-    if table.budget == "tokens":
+        return Verdict(f"{best.method}: {scored(best)}. Nothing to compare it with.")
+    others = sorted((row for row in table.rows if row is not base), key=lambda row: row.loss)
+    details = [_sentence(row, base, table) for row in others]
+    if table.budget in EQUAL_DATA:
         details += _same_compute_on_curve(others, base)
     details.append(_noise(table))
     return Verdict(_headline(best, base, table), details)
 
 
-def overall(found: list[Table], unigram: float) -> Verdict:
-    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal tokens.
+def overall(found: list[Table], reference: float) -> Verdict:
+    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal data.
 
-    unigram: bits per byte of the unigram model; a comparison of methods that all lose to it says nothing.
+    reference: score of the task's model that knows frequencies alone; a comparison of methods that all lose to it says
+        nothing.
     """
     by_budget = {table.budget: table for table in found}
-    chosen = [by_budget[b] for b in ("train_flops", "inference_flops", "tokens") if b in by_budget]
-    if all(table.best.mean("bits_per_byte") >= unigram for table in chosen):
+    chosen = [by_budget[b] for b in ("train_flops", "inference_flops", *EQUAL_DATA) if b in by_budget]
+    task, score = chosen[0].task, chosen[0].score
+    if all(table.best.loss >= score.loss(reference) for table in chosen):
         return Verdict(
-            f"No method beats the unigram model ({unigram:.3f} bits per byte): this comparison says nothing yet.",
-            ["Train on more tokens, or with another learning rate.", *(verdict(table).headline for table in chosen)],
+            f"No method beats the {task.reference_name} model ({reference:.3f} {score.unit}): this comparison says "
+            "nothing yet.",
+            ["Train for longer, or with another learning rate.", *(verdict(table).headline for table in chosen)],
         )
     headline = verdict(chosen[0]).headline
     details = [verdict(table).headline for table in chosen[1:]]
     if "train_flops" not in by_budget and "inference_flops" not in by_budget:
+        measured = _listed([in_sentence(budget) for budget in EQUAL_DATA if budget in by_budget])
         details.append(
-            "Only equal tokens were measured. Whether a dearer method is worth its compute needs the budgets "
+            f"Only {measured} were measured. Whether a dearer method is worth its compute needs the budgets "
             "train_flops and inference_flops."
         )
     return Verdict(headline, details)
 
 
 def _headline(best: Row, base: Row, table: Table) -> str:
-    bits = f"{best.mean('bits_per_byte'):.3f} bits per byte"
+    value = scored(best)
     where = in_sentence(table.budget)
     if best is base:
-        second = min((row for row in table.rows if row is not base), key=lambda row: row.mean("bits_per_byte"))
+        second = min((row for row in table.rows if row is not base), key=lambda row: row.loss)
         gap = second.minus(base)
         if gap.clear:
-            return f"At {where}, nothing beats {base.method}: {bits}; {second.method} is {gap.percent:.1f} % above."
-        return f"At {where}, {base.method} ({bits}) and {second.method} cannot be told apart."
+            return f"At {where}, nothing beats {base.method}: {value}; {second.method} is {_apart(gap)}."
+        return f"At {where}, {base.method} ({value}) and {second.method} cannot be told apart."
     gap = best.minus(base)
     if not gap.clear:
-        return f"At {where}, {best.method} ({bits}) cannot be told from {base.method}: {_signed(gap)}."
-    gain = f"{bits}, {-gap.percent:.1f} % below {base.method}"
+        return f"At {where}, {best.method} ({value}) cannot be told from {base.method}: {_signed(gap, table)}."
+    gain = f"{value}, {_apart(gap)} {base.method}"
     close = [row.method for row in table.rows if row is not best and not row.minus(best).clear]
     tied = f"; {_listed(close)} cannot be told from it" if close else ""
-    if table.budget == "tokens":
+    if table.budget in EQUAL_DATA:
         cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
         return f"At {where}, {best.method} is best: {gain}, for {cost} its training FLOPs{tied}."
     return f"At {where}, {best.method} is worth it: {gain}{tied}."
 
 
-def _sentence(row: Row, base: Row, budget: str) -> str:
+def _apart(gap: Difference) -> str:
+    """'2.2 % below'; in the score's own measure where the other is zero."""
+    size = f"{abs(gap.value):.3f}" if math.isnan(gap.percent) else f"{abs(gap.percent):.1f} %"
+    return f"{size} {'below' if gap.value < 0 else 'above'}"
+
+
+def _sentence(row: Row, base: Row, table: Table) -> str:
     gap = row.minus(base)
     train = ratio(row.mean("train_flops"), base.mean("train_flops"))
-    infer = ratio(row.mean("inference_flops_per_token"), base.mean("inference_flops_per_token"))
+    infer = ratio(row.mean("answer_flops"), base.mean("answer_flops"))
     memory = ratio(row.mean("kv_bytes_per_token"), base.mean("kv_bytes_per_token"))
-    generated = f"{infer} the FLOPs and {memory} the KV cache per generated token"
+    answered = f"{infer} the FLOPs per {table.task.answer}, {memory} the KV cache per token"
     costs = {
-        "tokens": f"{train} the training FLOPs, {generated}",
-        "train_flops": f"the same training FLOPs, {generated}",
-        "inference_flops": f"{generated}, {train} the training FLOPs",
-    }[budget]
+        "train_flops": f"the same training FLOPs, {answered}",
+        "inference_flops": f"{answered}, {train} the training FLOPs",
+    }.get(table.budget, f"{train} the training FLOPs, {answered}")
     judged = "" if gap.clear else " This is too little to call."
-    return f"{row.method} against {base.method}: {_signed(gap)}, for {costs}.{judged}"
+    return f"{row.method} against {base.method}: {_signed(gap, table)}, for {costs}.{judged}"
 
 
 def _listed(names: list[str]) -> str:
@@ -180,9 +200,10 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _signed(gap: Difference) -> str:
+def _signed(gap: Difference, table: Table) -> str:
     margin = "" if gap.margin is None else f" ± {gap.margin:.3f}"
-    return f"{gap.bits:+.3f}{margin} bits per byte ({gap.percent:+.1f} %)".replace("-", "−")
+    share = "" if math.isnan(gap.percent) else f" ({gap.percent:+.1f} %)"
+    return f"{gap.value:+.3f}{margin}".replace("-", "−") + f" {table.score.unit}" + share.replace("-", "−")
 
 
 def _same_compute_on_curve(rows: list[Row], base: Row) -> list[str]:
@@ -203,10 +224,10 @@ def _same_compute_on_curve(rows: list[Row], base: Row) -> list[str]:
 def _noise(table: Table) -> str:
     said = []
     if table.seeds[-1] > 1:
-        spread = max(row.spread("bits_per_byte") or 0.0 for row in table.rows)
+        spread = max(row.spread(table.score.name) or 0.0 for row in table.rows)
         said.append(
             f"{table.seeds[-1]} seeds, paired: ± is the 95 % interval of the difference over seeds. "
-            f"The largest standard deviation of one method over its seeds is {spread:.4f} bits per byte."
+            f"The largest standard deviation of one method over its seeds is {spread:.4f} {table.score.unit}."
         )
     if table.seeds[0] == 1:
         said.append(

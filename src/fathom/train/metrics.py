@@ -2,9 +2,10 @@
 
 Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second, and on a GPU
 peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
-counts these (on rank 0's tokens). A method that adds penalties to the training loss also has penalty, their sum: `loss`
+counts these (on rank 0's tokens). What methods say by name beside the loss (their losses, and what layers say) has a
+mean over the micro-batches since the last line, under its name. If losses are among it, penalty is their sum: `loss`
 is without them, so that it compares with other methods' and with the held-out loss. Validation lines have step, tokens,
-train_flops and validation_loss. Losses are nats per target token, null where not finite. `seconds` is training alone,
+train_flops and validation_loss. Losses are means over targets, null where not finite. `seconds` is training alone,
 over all restarts; tokens per second is since the last line.
 
 Where one process trains alone on a CPU, a training line also has busy: the share of the time that it was on a core. It
@@ -25,9 +26,15 @@ import torch
 from transformers import TrainerCallback
 
 from fathom.depth.base import DepthMethod
+from fathom.models.hf_versions import FathomOutput
 from fathom.writing import naming, write_text
 
 FILE = "metrics.jsonl"
+# What a line has of its own; nothing that a method says may take such a name. `penalty` may be one loss or their sum.
+RESERVED = (
+    "step", "tokens", "train_flops", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "peak_memory_bytes", "mean_steps", "validation_loss", "busy", "resumed",
+)  # fmt: skip
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -56,8 +63,9 @@ class Metrics(TrainerCallback):
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
         self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
-        self.penalties: list[torch.Tensor] = []  # of every forward since the last training line
-        depth.register_forward_hook(self._count)
+        self.depth = depth
+        self.said: dict[str, list[torch.Tensor]] = {}  # by name, of every forward since the last training line
+        self.losses: set[str] = set()  # which of these names are losses
         self.train_flops, self._counted = 0.0, 0  # up to which step
         self.seconds = self._on_core = 0.0  # on a core: since the last training line
         self._mark = (0.0, 0.0)
@@ -87,11 +95,13 @@ class Metrics(TrainerCallback):
             passed = max(self.seconds - seconds, 1e-9)
             speed = (state.global_step - step) * self.tokens_per_step / passed
             self._last = (state.global_step, self.seconds)
-            some: dict[str, float | None] = {}
-            if self.penalties:
-                penalty = self._mean_penalty((state.global_step - step) * args.gradient_accumulation_steps)
-                some["penalty"] = penalty
-                logs.update(penalty=penalty, loss=logs["loss"] - penalty)  # for the callbacks after this one
+            some: dict[str, float | None] = {
+                **self._means((state.global_step - step) * args.gradient_accumulation_steps)
+            }
+            losses = [value for name, value in some.items() if name in self.losses and value is not None]
+            if losses:
+                some["penalty"] = sum(losses)
+                logs.update(some, loss=logs["loss"] - sum(losses))  # for the callbacks after this one
             if torch.cuda.is_available():  # a CPU's is the whole process's: libraries, data, what was trained before
                 some["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
             if args.device.type == "cpu" and args.world_size == 1:  # several wait for each other
@@ -120,22 +130,32 @@ class Metrics(TrainerCallback):
         self.seconds += self._mark[0] - before
         self._on_core += self._mark[1] - core
 
-    def _count(self, depth: Any, arguments: Any, output: Any) -> None:
-        if depth.training and output.losses:
-            self.penalties.append(sum(output.losses.values()).detach())
-        if depth.training and self.adaptive:
+    def add(self, output: FathomOutput) -> None:
+        """Keep what one training forward said beside its loss, without waiting for the device."""
+        assert output.losses is not None and output.auxiliary is not None and output.trace is not None  # asked for
+        for name, value in {**output.auxiliary, **output.losses}.items():
+            if name in RESERVED or (name == "penalty" and name not in output.losses):
+                raise ValueError(f"a method says {name!r}, which is a quantity of {FILE}: give it another name")
+            self.said.setdefault(name, []).append(value.detach().float().mean())
+        self.losses |= output.losses.keys()
+        if self.adaptive:
             passes = output.trace["passes"]
-            shares = [(passes > step).double().mean() for step in range(depth.most_steps(depth.options))]
+            shares = [(passes > step).double().mean() for step in range(self.depth.most_steps(self.depth.options))]
             self.ran.append(torch.stack(shares))
 
-    def _mean_penalty(self, forwards: int) -> float:
-        """Of the forwards since the last training line (some may have had none), of all ranks, as the loss is."""
-        mean = torch.stack(self.penalties).sum() / forwards
-        self.penalties.clear()
+    def _means(self, forwards: int) -> dict[str, float]:
+        """Of the forwards since the last training line (some may have said nothing), of all ranks, as the loss is."""
+        if not self.said:
+            return {}
+        names = sorted(self.said)
+        # a loss counts in the mean of the training loss where it was not added, too
+        counts = [forwards if name in self.losses else len(self.said[name]) for name in names]
+        means = torch.stack([torch.stack(self.said[name]).sum() / n for name, n in zip(names, counts, strict=True)])
+        self.said.clear()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(mean)
-            mean /= torch.distributed.get_world_size()
-        return mean.item()
+            torch.distributed.all_reduce(means)
+            means /= torch.distributed.get_world_size()
+        return dict(zip(names, means.tolist(), strict=True))
 
     def _add_flops(self, state: Any) -> float | None:
         """Count the steps since the last time; returns how many steps a token ran in them."""

@@ -2,6 +2,7 @@
 
 name: demo
 model: {backbone: llama, hidden_size: 192, num_hidden_layers: 4, num_attention_heads: 4}
+task: causal_lm
 methods:
   - vanilla
   - {name: loop-3, depth: {name: loop, passes: 3}}
@@ -22,16 +23,18 @@ from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from fathom.data import DataConfig, check_vocabulary, load_tokenizer
+from fathom.data import DataConfig, PreparedData, check_vocabulary, load_tokenizer
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
 from fathom.models.registry import REGISTRIES, SECTIONS, nearest
+from fathom.tasks import DEFAULT, Task, lookup
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
 MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
 METHOD_SECTIONS = tuple(SECTIONS)
 CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale")  # what may change on given weights
+BUDGETS = ("tokens", "examples", "train_flops", "inference_flops")
 _FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
 
 
@@ -79,12 +82,13 @@ class Budget:
     """What the methods of a comparison have in common.
 
     Attributes:
-        kind: "tokens" seen in training; "train_flops" spent in training; "inference_flops" per token, matched by
-            adding layers to the cheaper methods (tokens are then `training.tokens`).
-        amount: tokens or FLOPs; None: `training.tokens`, or for train_flops what the first method spends on them.
+        kind: "tokens" or "examples" seen in training; "train_flops" spent in training; "inference_flops" of one of the
+            task's answers, matched by adding layers to the cheaper methods (trained for the length of `training`).
+        amount: tokens, examples or FLOPs; None: the length of `training`, or for train_flops what the first method
+            spends on it.
     """
 
-    kind: Literal["tokens", "train_flops", "inference_flops"]
+    kind: Literal["tokens", "examples", "train_flops", "inference_flops"]
     amount: float | None = None
 
     def __post_init__(self) -> None:
@@ -93,13 +97,12 @@ class Budget:
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> Budget:
-        """`tokens`, `train_flops` or `inference_flops`, or a mapping from one of the first two to its amount."""
+        """One of `BUDGETS`, or a mapping from one of them but inference_flops to its amount."""
         kind, amount = next(iter(raw.items())) if isinstance(raw, dict) and len(raw) == 1 else (raw, None)
-        kinds = ("tokens", "train_flops", "inference_flops")
-        if kind not in kinds:
-            known = ", ".join(kinds)
+        if kind not in BUDGETS:
+            known = ", ".join(BUDGETS)
             raise ValueError(
-                f"{where}={raw!r}: give one of {known}{nearest(str(kind), list(kinds))}, or {{kind: amount}}"
+                f"{where}={raw!r}: give one of {known}{nearest(str(kind), list(BUDGETS))}, or {{kind: amount}}"
             )
         if kind == "inference_flops" and amount is not None:
             raise ValueError(f"{where}={raw!r}: inference_flops takes no amount, the dearest method sets it")
@@ -114,11 +117,12 @@ class Training:
     (`torchrun`): they share every batch.
     """
 
-    tokens: int  # training tokens, rounded down to whole steps
+    tokens: int | None = None  # training tokens, rounded down to whole steps; or else:
+    examples: int | None = None  # training examples of the task, in as many whole steps as hold them on average
     sequences: int = 8  # blocks in a batch, of all processes together
     gradient_accumulation: int = 1  # batches a step
-    lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the best on held-out text is taken
-    sweep_fraction: float = 0.25  # share of the tokens that each candidate of a learning-rate sweep is trained on
+    lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the one with the best score is taken
+    sweep_fraction: float = 0.25  # share of the training that each candidate of a learning-rate sweep is trained on
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # transformers' own; wsd warms up from min_lr_ratio
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
@@ -142,8 +146,12 @@ class Training:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.examples is None):
+            both = f"={self.tokens!r} and training.examples={self.examples!r}: both say how long to train"
+            raise ValueError(f"training.tokens{' is missing' if self.tokens is None else both}; give it or examples")
         _check_lr(self.lr, "training.lr")
-        for name in ("tokens", "sequences", "gradient_accumulation", "log_every", "eval_every", "save_every", "keep"):
+        counts = ("tokens", "examples", "sequences", "gradient_accumulation", "log_every", "eval_every", "save_every")
+        for name in (*counts, "keep"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"training.{name}", value, "be at least 1")
         for name in ("weight_decay", "grad_clip", "num_workers"):
@@ -173,6 +181,7 @@ class Recipe:
         model: fields of FathomConfig that all methods share; or `checkpoint`, a folder or hub name to start from, with
             at most depth, mixer, residual and embed_scale beside it. From scratch, `vocab_size` and the special tokens
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
+        task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.
     """
 
@@ -180,6 +189,7 @@ class Recipe:
     training: Training
     model: dict[str, Any] = field(default_factory=dict)
     methods: tuple[MethodConfig, ...] = field(default_factory=lambda: (MethodConfig("vanilla"),))
+    task: Task = field(default_factory=lambda: lookup(DEFAULT)())
     data: DataConfig = field(default_factory=DataConfig)
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
@@ -190,6 +200,7 @@ class Recipe:
         for name in ("methods", "budgets"):
             _require(bool(getattr(self, name)), name, [], "not be empty")
         _check_seeds(self.seeds, "seeds")
+        self.task.check(self.data)
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
             "budgets": list(self.budgets),
@@ -205,24 +216,47 @@ class Recipe:
                             f"{where}.{key} cannot be given: model.checkpoint fixes it "
                             f"(only {', '.join(CHECKPOINT_FIELDS)} may change)"
                         )
-        if self.trial_tokens < self.step_tokens and any(len(candidates(self, method)) > 1 for method in self.methods):
-            least = math.ceil(1000 * self.step_tokens / self.training.tokens) / 1000
-            remedy = f"use at least {least:g}" if least <= 1 else "use more training.tokens"
-            raise ValueError(
-                f"training.sweep_fraction={self.training.sweep_fraction!r}: a trial of the learning-rate sweep would "
-                f"have {self.trial_tokens} tokens, less than one step of {self.step_tokens} (sequences × "
-                f"gradient_accumulation × block_size); {remedy}, or give one learning rate"
-            )
+        if self.training.tokens is not None:  # how many tokens examples have, the data say
+            self.check_trials(self.training.tokens)
 
     @property
     def step_tokens(self) -> int:
         """Tokens that one optimiser step reads."""
         return self.training.sequences * self.training.gradient_accumulation * self.data.block_size
 
-    @property
-    def trial_tokens(self) -> int:
+    def training_tokens(self, data: PreparedData) -> int:
+        """The length of a training, in tokens."""
+        if self.training.tokens is not None:
+            return self.training.tokens
+        assert self.training.examples is not None  # one of them is given
+        return self.tokens_of_examples(self.training.examples, data)
+
+    def tokens_of_examples(self, examples: float, data: PreparedData) -> int:
+        """Tokens of as many sequences, in whole steps if there is one, as hold so many examples on average."""
+        tokens = math.floor(examples / data.examples_per_sequence + 1e-9) * self.data.block_size
+        return tokens - tokens % self.step_tokens or tokens
+
+    def trial_tokens(self, data: PreparedData) -> int:
         """Tokens that each candidate of a learning-rate sweep is trained on."""
-        return int(self.training.tokens * self.training.sweep_fraction)
+        tokens = self.training_tokens(data)
+        self.check_trials(tokens)
+        return self._trial(tokens)
+
+    def check_trials(self, tokens: int) -> None:
+        """Raise ValueError where a trial of a sweep, in a training of so many tokens, is less than a step."""
+        trial = self._trial(tokens)
+        if trial < self.step_tokens and any(len(candidates(self, method)) > 1 for method in self.methods):
+            least = math.ceil(1000 * self.step_tokens / tokens) / 1000
+            longer = "training.tokens" if self.training.examples is None else "training.examples"
+            remedy = f"use at least {least:g}" if least <= 1 else f"use more {longer}"
+            raise ValueError(
+                f"training.sweep_fraction={self.training.sweep_fraction!r}: a trial of the learning-rate sweep would "
+                f"have {trial} tokens, less than one step of {self.step_tokens} (sequences × "
+                f"gradient_accumulation × block_size); {remedy}, or give one learning rate"
+            )
+
+    def _trial(self, tokens: int) -> int:
+        return int(tokens * self.training.sweep_fraction)
 
     def method(self, name: str) -> MethodConfig:
         """The method of that name. Raises ValueError that lists what the recipe has."""

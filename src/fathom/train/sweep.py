@@ -1,4 +1,4 @@
-"""The learning rate of a method: one number, or the best of several on held-out text."""
+"""The learning rate of a method: one number, or the best of several on held-out examples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fathom.data import PreparedData
+from fathom.tasks import Score
 from fathom.train.recipe import MethodConfig, Recipe, candidates
 from fathom.train.trainer import TrainResult, train_run
 
@@ -21,7 +22,7 @@ class LearningRateSweep:
     """What a sweep found.
 
     Attributes:
-        best: the candidate with the lowest held-out loss.
+        best: the candidate with the best headline score of the task; of equal ones that with the lower held-out loss.
         trials: every candidate's run, in the recipe's order; empty if there was no choice.
         at_edge: the best is the smallest or largest candidate, so a better one may lie outside.
     """
@@ -38,39 +39,47 @@ class LearningRateSweep:
 def try_lr(
     recipe: Recipe, method: MethodConfig, lr: float, *, seed: int, folder: str | Path, data: PreparedData
 ) -> TrainResult:
-    """Train one candidate of a sweep on `sweep_fraction` of the tokens, with its full schedule, or find it trained.
+    """Train one candidate of a sweep on `sweep_fraction` of the training, with its full schedule, or find it trained.
 
-    A second process that wants the same trial waits for the first. Raises ValueError without held-out text.
+    A second process that wants the same trial waits for the first. Raises ValueError without held-out examples.
     """
     if data.validation is None:
-        raise ValueError(f"lr={lr:g}: a sweep needs held-out text; set data.validation or one training.lr")
+        raise ValueError(f"lr={lr:g}: a sweep needs {recipe.task.held_out}; set data.validation or one training.lr")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of one run share the folder, and wait for each other
     with FileLock(folder / f"lr-{lr:g}.lock") if alone else contextlib.nullcontext():
         return train_run(
-            recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=recipe.trial_tokens
+            recipe, method, seed=seed, folder=folder / f"lr-{lr:g}", data=data, lr=lr, tokens=recipe.trial_tokens(data)
         )
 
 
 def sweep_lr(
     recipe: Recipe, method: MethodConfig, *, seed: int, folder: str | Path, data: PreparedData
 ) -> LearningRateSweep:
-    """Try every candidate, if there are several, and compare held-out loss; one that diverges loses.
+    """Try every candidate, if there are several, and compare their scores; one that diverges loses.
 
-    Trials are kept in `folder`, finished ones are not repeated. Raises ValueError without held-out text or if every
+    Trials are kept in `folder`, finished ones are not repeated. Raises ValueError without held-out examples or if every
     candidate diverges.
     """
     rates = candidates(recipe, method)
     if len(rates) == 1:
         return LearningRateSweep(rates[0])
-    return best_of(method, [try_lr(recipe, method, lr, seed=seed, folder=folder, data=data) for lr in rates])
+    trials = [try_lr(recipe, method, lr, seed=seed, folder=folder, data=data) for lr in rates]
+    return best_of(method, trials, recipe.task.headline)
 
 
-def best_of(method: MethodConfig, trials: Sequence[TrainResult]) -> LearningRateSweep:
-    """The sweep that these trials make; ValueError if all of them diverged."""
-    losses = [math.inf if trial.validation_loss is None else trial.validation_loss for trial in trials]
-    if min(losses) == math.inf:
+def best_of(method: MethodConfig, trials: Sequence[TrainResult], score: Score) -> LearningRateSweep:
+    """The sweep that these trials make, judged by `score`; ValueError if all of them diverged."""
+
+    def badness(trial: TrainResult) -> tuple[float, float]:
+        value = trial.scores[score.name]
+        if value is None or trial.validation_loss is None:
+            return math.inf, math.inf
+        return score.loss(value), trial.validation_loss
+
+    best = min(trials, key=badness)
+    if badness(best)[0] == math.inf:
         rates = [trial.lr for trial in trials]
         raise ValueError(f"training.lr={rates!r}: {method.name} diverges with every candidate; try smaller ones")
-    return LearningRateSweep(trials[losses.index(min(losses))].lr, tuple(trials))
+    return LearningRateSweep(best.lr, tuple(trials))

@@ -14,7 +14,9 @@ Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`);
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
@@ -32,12 +35,14 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from fathom.cost.flops import training_flops_per_token
-from fathom.data import PreparedData, StreamingBlocks, collate
+from fathom.data import PreparedData, StreamingBlocks
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
+from fathom.tasks import DEFAULT, Task
+from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
@@ -53,6 +58,7 @@ FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
 _FREE = (
     "lr",
     "tokens",
+    "examples",
     "sweep_fraction",
     "log_every",
     "eval_every",
@@ -68,13 +74,15 @@ _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _fi
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a finished run reports. Losses are nats per target token; None where not finite or without held-out text.
+    """What a finished run reports. Losses are means over the task's targets; None where not finite or without held-out
+    examples.
 
     Attributes:
         folder: of the run; `folder / "model"` is the trained model.
         tokens, train_flops: of the whole run, in all processes; FLOPs are `fathom.cost`'s matrix products.
         train_loss: of the last logged steps.
-        validation_loss, bits_per_byte: on the held-out blocks after the last step.
+        validation_loss: on the held-out examples after the last step.
+        scores: the task's, by name, on the held-out examples after the last step.
         tokens_per_second: of all processes, without evaluation and saving: the median over the stretches between
             logged losses. The first stretch after a start, which warms up, counts only where there is no other.
         seconds: of training, without evaluation and saving.
@@ -82,6 +90,7 @@ class TrainResult:
         tokens_per_second_interval: from the slowest tenth of these stretches to the fastest; None for fewer than 5.
         interruptions: how often the run went on from a checkpoint.
         busy: on a CPU, the mean share of the time that the process was on a core (metrics.py).
+        notes: what was done to the data that a reader should know.
         history: the lines of metrics.jsonl.
     """
 
@@ -95,13 +104,14 @@ class TrainResult:
     parameters: int
     train_loss: float | None
     validation_loss: float | None
-    bits_per_byte: float | None
+    scores: dict[str, float | None]
     tokens_per_second: float
     seconds: float
     peak_memory_bytes: int | None
     tokens_per_second_interval: list[float] | None = None
     interruptions: int | None = None
     busy: float | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
     history: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -116,21 +126,35 @@ class TrainResult:
             values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        return cls(folder=folder, history=tuple(read_metrics(folder)), **values)
+        return cls(folder=folder, history=tuple(read_metrics(folder)), **scores_read(values))
 
     def save(self) -> None:
         values = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("folder", "history")
         }
-        write_json(self.folder / RESULT, values)
+        write_json(self.folder / RESULT, with_scores(values))
 
 
 class FathomTrainer(Trainer):
-    """transformers' Trainer with our FLOPs, weight decay on matrices only, and an exact held-out loss."""
+    """transformers' Trainer with the task's loss, our FLOPs, weight decay on matrices, and an exact held-out loss."""
 
-    def __init__(self, *, flops_per_token: float, targets_per_block: float, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.flops_per_token, self.targets_per_block = flops_per_token, targets_per_block
+    def __init__(
+        self, *, task: Task, metrics: Metrics, flops_per_token: float, targets_per_sequence: float, **kwargs: Any
+    ) -> None:
+        super().__init__(data_collator=task.collate, **kwargs)
+        self.task, self.metrics = task, metrics
+        self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The task's loss; what methods say beside it goes to the metrics."""
+        forward = functools.partial(self.task.forward, model)
+        inputs = {**inputs, "output_auxiliary": True}
+        loss, output = super().compute_loss(forward, inputs, True, num_items_in_batch)  # type: ignore[arg-type]
+        if model.training:
+            self.metrics.add(output)
+        return (loss, output) if return_outputs else loss
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
@@ -147,9 +171,8 @@ class FathomTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Weighted so that the mean over blocks, which the Trainer reports, is the mean over target tokens."""
-        labels = inputs["labels"]
-        share = (labels[:, 1:] != -100).sum() / len(labels) / self.targets_per_block
+        """Weighted so that the mean over sequences, which the Trainer reports, is the mean over targets."""
+        share = self.task.targets(inputs) / len(inputs["labels"]) / self.targets_per_sequence
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert loss is not None  # there are labels
         return loss * share.to(loss.device), logits, labels
@@ -170,27 +193,30 @@ def train_run(
 
     Args:
         folder: of this run alone.
-        data: `fathom.data.prepare(recipe.data, …)`.
+        data: `recipe.task.prepare(recipe.data, …)`.
         lr: peak learning rate; None: the method's or the recipe's, which must then be one number (sweep.py).
-        tokens: training tokens instead of `recipe.training.tokens`, with a full schedule of their own.
+        tokens: training tokens instead of the recipe's, with a full schedule of their own.
         callbacks: further Trainer callbacks.
 
     Raises:
         ValueError: options that do not fit together, or a folder that holds another run.
         OSError: a checkpoint could not be written; the complete one before it stays.
     """
-    folder, training = Path(folder), recipe.training
+    folder, training, task = Path(folder), recipe.training, recipe.task
     lr = _single_lr(recipe, method) if lr is None else lr
     config = model_config(recipe, method, data.tokenizer)
     share = sequences_per_process(training)
     tokens_per_step = recipe.step_tokens
-    tokens = training.tokens if tokens is None else tokens
+    tokens = recipe.training_tokens(data) if tokens is None else tokens
     steps = tokens // tokens_per_step
     if steps < 1:
+        given = f"training.tokens={tokens}"
+        if training.tokens is None:
+            given = f"training.examples={training.examples}: {tokens} tokens"
         raise ValueError(
-            f"training.tokens={tokens}: less than one step of {tokens_per_step} tokens "
-            "(sequences × gradient_accumulation × block_size)"
+            f"{given}: less than one step of {tokens_per_step} tokens (sequences × gradient_accumulation × block_size)"
         )
+    check_extras(training)
     arguments = _arguments(training, share, folder, lr, seed, steps, evaluate=data.validation is not None)
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
@@ -213,23 +239,24 @@ def train_run(
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
-    trainer = FathomTrainer(
-        flops_per_token=flops_per_token,
-        targets_per_block=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
-        model=model,
-        args=arguments,
-        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
-        eval_dataset=data.validation,
-        data_collator=collate,
-        processing_class=data.tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)
     metrics = Metrics(
         folder,
         tokens_per_step,
         lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
         model.depth,
     )
+    trainer = FathomTrainer(
+        task=task,
+        metrics=metrics,
+        flops_per_token=flops_per_token,
+        targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
+        model=model,
+        args=arguments,
+        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
+        eval_dataset=data.validation,
+        processing_class=data.tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
     for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
@@ -240,15 +267,17 @@ def train_run(
     found = checkpoints.checkpoints(folder)
     if not found or checkpoints.step_of(found[-1]) < steps:  # else killed after the last checkpoint: only report
         _train(trainer, folder, str(found[-1]) if found else None, display)
-    result = _report(folder, method.name, seed, lr, parameters, data)
-    if arguments.should_save:
-        result.save()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
-    del trainer, model, complete
+    del trainer, model, complete, metrics, display
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if arguments.should_save:
+        _report(folder, method.name, seed, lr, parameters, data, task).save()
+    PartialState().wait_for_everyone()
+    result = TrainResult.load(folder)
+    assert result is not None  # written by the process that saves
     return result
 
 
@@ -271,6 +300,12 @@ def sequences_per_process(training: Training) -> int:
             f"step on {count}; or {remedy}"
         )
     raise ValueError(f"training.sequences={sequences}: {count} processes cannot share a batch of that many; {remedy}")
+
+
+def check_extras(training: Training) -> None:
+    """Raise ImportError with the pip command where an extra that the training needs is not installed."""
+    if training.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("training.tensorboard=True needs TensorBoard: pip install 'fathom-lm[tensorboard]'")
 
 
 def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
@@ -359,6 +394,7 @@ def _identity(
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
     spec["processes"] = processes()
+    spec["task"] = recipe.task.section
     return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
 
 
@@ -374,6 +410,7 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
         if "processes" not in stored:  # of a time when every process had a batch of its own
             batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
             stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
+        stored.setdefault("task.name", DEFAULT)
         if (folder / RESULT).exists():
             stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
@@ -424,15 +461,16 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> FathomForCausalLM:
+def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
     """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
     checkpoint = recipe.model.get("checkpoint")
+    make = recipe.task.model_class
     if checkpoint is None:
-        return FathomForCausalLM(config)
+        return make(config)
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
     if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
-        return FathomForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
-    return FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+        return make.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    return make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
 
 
 def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
@@ -444,10 +482,8 @@ def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dat
 def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:
     if not training.tensorboard:
         return []
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ImportError("training.tensorboard needs TensorBoard: pip install 'fathom-lm[tensorboard]'") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return [TensorBoardCallback(tb_writer=SummaryWriter(str(folder / "tensorboard")))]
 
 
@@ -486,7 +522,9 @@ def _save_model(trainer: FathomTrainer, folder: Path) -> None:
         os.replace(partial, folder)
 
 
-def _report(folder: Path, method: str, seed: int, lr: float, parameters: int, data: PreparedData) -> TrainResult:
+def _report(
+    folder: Path, method: str, seed: int, lr: float, parameters: int, data: PreparedData, task: Task
+) -> TrainResult:
     history = read_metrics(folder)
     logged = [line for line in history if "loss" in line]
     validation = [line["validation_loss"] for line in history if "validation_loss" in line]
@@ -507,13 +545,14 @@ def _report(folder: Path, method: str, seed: int, lr: float, parameters: int, da
         parameters=parameters,
         train_loss=logged[-1]["loss"],
         validation_loss=loss,
-        bits_per_byte=None if loss is None else loss * data.validation_targets / (math.log(2) * data.validation_bytes),
+        scores=task.score(data, loss, folder / MODEL),
         tokens_per_second=statistics.median(speeds),
         seconds=logged[-1]["seconds"],
         peak_memory_bytes=max(memory, default=None),
         tokens_per_second_interval=None if tenths is None else [tenths[0], tenths[-1]],
         interruptions=sum("resumed" in line for line in history),
         busy=statistics.fmean(busy) if busy else None,
+        notes=list(data.notes),
         history=tuple(history),
     )
 

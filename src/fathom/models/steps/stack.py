@@ -454,7 +454,7 @@ class StepStack(Stack):
         if isinstance(chosen, Flat):
             of_any_length(inputs, stack.position_embeddings, stack.slot_ids, stack.attention_mask, earlier)
         hidden_states = stack(inputs)
-        self.slots.append(stack.kept)
+        self.slots.append(stack.next_kv)
         return hidden_states
 
     @torch.compiler.disable

@@ -1,0 +1,232 @@
+"""The seam of a task: what training, the sweep, budgets, results and the report ask about it.
+
+A task is one file in this folder: a frozen dataclass whose fields are the options of a recipe's section `task`,
+registered by name. Everything around it, from the learning-rate sweep to the page, is one code path for all tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fathom.data import DataConfig, PreparedData, collate
+from fathom.data.packing import IGNORED
+from fathom.models.registry import check_type, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fathom.models.configuration import FathomConfig
+
+DEFAULT = "causal_lm"  # the task of a recipe that names none, and of files written before there were tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One number that a trained model is judged by.
+
+    Attributes:
+        name: key in result.json and results.json; with spaces it is the heading on the page.
+        unit: what follows the number in a sentence, "bits per byte".
+        better: which direction is better.
+        meaning: how it is computed, one sentence for the page; `{block_size}` is the recipe's.
+    """
+
+    name: str
+    unit: str
+    better: Literal["lower", "higher"]
+    meaning: str
+
+    @property
+    def heading(self) -> str:
+        return self.name.replace("_", " ")
+
+    def loss(self, value: float) -> float:
+        """The value as something to minimise."""
+        return value if self.better == "lower" else -value
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One answer of a trained model, for the page. `expected` is the right answer where there is one."""
+
+    prompt: str
+    text: str
+    expected: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Base of the tasks. The fields of a subclass are its options, checked in `__post_init__`.
+
+    Attributes:
+        name: in a recipe.
+        summary: one line.
+        scores: the first is the headline, which learning rates and methods are chosen by.
+        held_out: what the scores are measured on, "held-out text".
+        loss_unit: of training and held-out losses, "nats per token".
+        answer: what the inference cost is the cost of, "generated token".
+        cost_heading: the same as a heading, "FLOPs per token".
+        reference_name: the model that knows frequencies alone, "unigram".
+        reference_note: what that model knows, one sentence for the page.
+        samples_note: how the samples on the page came about.
+        invariants: which further tests of tests/tasks apply: "padding" (a row in a batch has the loss that it has
+            alone), "packing" (option `packing` does not change a row's loss).
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    scores: ClassVar[tuple[Score, ...]]
+    held_out: ClassVar[str]
+    loss_unit: ClassVar[str]
+    answer: ClassVar[str]
+    cost_heading: ClassVar[str]
+    reference_name: ClassVar[str]
+    reference_note: ClassVar[str]
+    samples_note: ClassVar[str]
+    invariants: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_yaml(cls, raw: Any, where: str) -> Task:
+        """A task's name, or a mapping with `name` and options."""
+        entry = {"name": raw} if isinstance(raw, str) else raw
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            known = ", ".join(sorted(tasks()))
+            raise ValueError(f"{where}={raw!r}: give a task's name, or a mapping with `name`; tasks: {known}")
+        kind = lookup(entry["name"], where)
+        options = {key: value for key, value in entry.items() if key != "name"}
+        hints = typing.get_type_hints(kind)
+        known_options = [field.name for field in dataclasses.fields(kind)]
+        for key, value in options.items():
+            if key not in known_options:
+                raise ValueError(
+                    f"unknown key {where}.{key}{nearest(str(key), known_options)}; task {kind.name!r} has the options: "
+                    f"{', '.join(known_options) or 'none'}"
+                )
+            check_type(f"{where}.{key}", value, hints[key])
+        return kind(**options)
+
+    @property
+    def headline(self) -> Score:
+        return self.scores[0]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The task as a recipe writes it: its name and every option."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """What a method of the recipe builds."""
+        from fathom.models.causal_lm import FathomForCausalLM
+
+        return FathomForCausalLM
+
+    def check(self, data: DataConfig) -> None:
+        """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
+        command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
+        brings is imported in functions alone."""
+
+    def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
+        """Examples ready for the Trainer, and what scoring needs. Raises OSError or ValueError that names the field."""
+        raise NotImplementedError  # abstract
+
+    def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch for the model."""
+        return collate(examples)
+
+    def forward(self, model: Any, **batch: Any) -> Any:
+        """The model's output for a batch in training and on held-out examples, with `loss`: the model's own."""
+        return model(**batch)
+
+    def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """How many predictions the loss of a batch is the mean over."""
+        return (batch["labels"][:, 1:] != IGNORED).sum()
+
+    def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
+        """Every score of a trained model by name; None where there is nothing to score or it is not finite.
+
+        Args:
+            loss: on all held-out examples, the mean over `targets`; None where not finite or without held-out examples.
+            checkpoint: folder of the trained model.
+        """
+        raise NotImplementedError  # abstract
+
+    def reference(self, data: PreparedData, sequences: int) -> float:
+        """The headline score of a model that knows frequencies alone, of the first `sequences` training sequences."""
+        raise NotImplementedError  # abstract
+
+    def held_out_size(self, data: PreparedData) -> str:
+        """How much there is to score, for the page."""
+        return f"{data.validation_bytes:,} bytes"
+
+    def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
+        """A few answers of a trained model, each at most `room` tokens long with its prompt."""
+        raise NotImplementedError  # abstract
+
+    def picture_tokens(self, data: PreparedData, count: int) -> Tensor:
+        """About `count` tokens of the held-out examples [n], for the pictures of fathom.inspect."""
+        blocks = data.validation
+        assert blocks is not None  # compare() has refused recipes without held-out text
+        wanted = max(1, count // len(blocks[0]["input_ids"]))
+        return torch.cat([blocks[i]["input_ids"] for i in range(min(wanted, len(blocks)))]).long()
+
+    def answer_flops(
+        self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
+    ) -> float:
+        """Matrix-product FLOPs of one answer; by the measured shares `ran` of tokens that run each step, or with all of
+        them."""
+        raise NotImplementedError  # abstract
+
+
+_TASKS: dict[str, type[Task]] = {}
+
+
+def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
+    """Class decorator: make a task available as `task: {name: <name>, …}` in recipes."""
+
+    def add(cls: type[Task]) -> type[Task]:
+        if name in _TASKS and _TASKS[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"task {name!r} is registered already, by {_TASKS[name]}")
+        cls.name = name
+        _TASKS[name] = cls
+        return cls
+
+    return add
+
+
+def tasks() -> dict[str, type[Task]]:
+    """Every task by name. The files are imported when this is first asked."""
+    package = importlib.import_module("fathom.tasks")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"fathom.tasks.{module.name}")
+    return _TASKS
+
+
+def lookup(name: str, where: str = "task") -> type[Task]:
+    """The task of that name. Raises ValueError that lists what exists and names the nearest."""
+    known = tasks()
+    if name not in known:
+        raise ValueError(
+            f"{where}: task {name!r} does not exist{nearest(name, list(known))}; available: {', '.join(sorted(known))}"
+        )
+    return known[name]
+
+
+def with_scores(values: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of a run that has `scores`: each of them is also a key of its own."""
+    return {**values, **values["scores"]}
+
+
+def scores_read(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse; files written before scores had names have `bits_per_byte` alone."""
+    scores = values.get("scores", {"bits_per_byte": values.get("bits_per_byte")})
+    return {**{key: value for key, value in values.items() if key not in scores}, "scores": scores}

@@ -1,0 +1,47 @@
+"""A recipe of seconds for every task, on data made here."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
+ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(10, 20) for b in range(1, 9)]
+
+
+def causal_lm(folder: Path) -> dict[str, Any]:
+    words = random.Random(0).choices(WORDS, k=600)
+    (folder / "train.txt").write_text(" ".join(words[:450]))
+    (folder / "held-out.txt").write_text(" ".join(words[450:]))
+    data = {"train": str(folder / "train.txt"), "validation": str(folder / "held-out.txt")}
+    return {"task": "causal_lm", "data": {**data, "tokenizer": {"bpe": 280}, "block_size": 32, "num_proc": 1}}
+
+
+def sft(folder: Path) -> dict[str, Any]:
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in ROWS]
+    random.Random(0).shuffle(rows)
+    for name, some in (("train", rows[:60]), ("held-out", rows[60:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    data = {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl")}
+    return {"task": {"name": "sft", "questions": 9}, "data": {**data, "tokenizer": {"bpe": 270}, "block_size": 96}}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"causal_lm": causal_lm, "sft": sft}
+
+
+def recipe(task: str, folder: Path, /, **sections: Any) -> dict[str, Any]:
+    """A whole recipe; `sections` are laid over it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "name": "tiny",
+        "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "training": {"examples": 40, "sequences": 2, "lr": 1e-2, "log_every": 1, "save_every": 3},
+        "budgets": ["examples"],
+        **CASES[task](folder),
+    }
+    for name, section in sections.items():
+        whole[name] = {**whole[name], **section} if isinstance(section, dict) else section
+    return whole

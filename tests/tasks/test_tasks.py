@@ -1,0 +1,272 @@
+"""What every task promises, and what those promise that say so (`Task.invariants`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from cases import CASES, recipe
+from transformers import TrainerCallback
+
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.data import PreparedData
+from fathom.models.registry import REGISTRIES
+from fathom.report.compare import compare
+from fathom.report.results import Results
+from fathom.tasks import Task, lookup, tasks
+from fathom.train import MethodConfig, Recipe, TrainResult, load_recipe, train_run
+from tiny import SIZES, perturb
+
+VANILLA = MethodConfig("vanilla")
+
+
+def load(task: str, folder: Path, /, **sections: Any) -> tuple[Recipe, PreparedData]:
+    path = folder / "recipe.yaml"
+    written = recipe(task, folder, **sections)
+    path.write_text(yaml.safe_dump(written))
+    loaded = load_recipe(path)
+    return loaded, loaded.task.prepare(loaded.data, folder / ".data")
+
+
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory) -> dict[str, tuple[Recipe, PreparedData, TrainResult]]:
+    """Of every task a finished run."""
+    found = {}
+    for task in tasks():
+        folder = tmp_path_factory.mktemp(task)
+        loaded, data = load(task, folder)
+        found[task] = loaded, data, train_run(loaded, VANILLA, seed=0, folder=folder / "run", data=data)
+    return found
+
+
+def tiny(vocabulary: int, **fields: Any) -> FathomForCausalLM:
+    torch.manual_seed(0)
+    model = FathomForCausalLM(
+        FathomConfig(**{**SIZES, "vocab_size": vocabulary, "max_position_embeddings": 96, **fields})
+    )
+    perturb(model)
+    return model.eval()
+
+
+def alone(block: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, labels) of every row of a block, by the position ids that start again; padding is left out."""
+    positions = block.get("position_ids")
+    if positions is None:
+        kept = int((block["labels"] != -100).nonzero().max()) + 1
+        return [(block["input_ids"][:kept], block["labels"][:kept])]
+    starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    rows = [(block["input_ids"][a:b], block["labels"][a:b]) for a, b in pairwise(starts)]
+    return [(ids, labels) for ids, labels in rows if (labels != -100).any()]
+
+
+def test_every_task_has_a_case_and_says_what_it_is():
+    assert set(CASES) == set(tasks())
+    for name, task in tasks().items():
+        assert task.name == name and issubclass(task, Task) and dataclasses.is_dataclass(task)
+        assert task.scores and {score.better for score in task.scores} <= {"lower", "higher"}
+        assert set(task.invariants) <= {"padding", "packing"}
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_a_batch_is_its_examples_and_its_targets_are_counted(trained, task):
+    loaded, data, _ = trained[task]
+    blocks = [data.validation[i] for i in range(2)]
+    batch = loaded.task.collate(blocks)
+    for row, block in enumerate(blocks):
+        assert all(torch.equal(batch[name][row], block[name].long()) for name in block)
+    targets = sum(int(loaded.task.targets(loaded.task.collate([block]))) for block in data.validation)
+    assert targets == data.validation_targets and data.validation_bytes > 0
+
+
+@pytest.mark.parametrize("task", [name for name, task in tasks().items() if "padding" in task.invariants])
+def test_padded_rows_have_the_loss_that_they_have_alone(task, tmp_path):
+    loaded, data = load(task, tmp_path, task={"packing": False})
+    assert len(data.validation) == 20 and "position_ids" not in data.validation.column_names
+    model = tiny(len(data.tokenizer))
+    blocks = [data.validation[i] for i in range(5)]
+    batch = loaded.task.collate(blocks)
+    together = loaded.task.forward(model, **batch).loss * loaded.task.targets(batch)
+    rows = [row for block in blocks for row in alone(block)]
+    assert len({len(ids) for ids, _ in rows}) > 1
+    each = [
+        model(ids[None].long(), labels=labels[None].long()).loss * (labels[1:] != -100).sum() for ids, labels in rows
+    ]
+    torch.testing.assert_close(together, sum(each), rtol=1e-5, atol=0)
+
+
+DEPTHS = [{"name": name, **cls.variants[0]} for name, cls in REGISTRIES["depth"].items()]
+
+
+@pytest.mark.parametrize("depth", DEPTHS, ids=lambda depth: depth["name"])
+@pytest.mark.parametrize("task", [name for name, task in tasks().items() if "packing" in task.invariants])
+def test_packed_rows_are_predicted_as_alone(task, depth, tmp_path_factory, request):
+    """Under every depth method: those with slots and steps read documents from the same position ids."""
+    if not hasattr(request.module, "_packed"):
+        request.module._packed = load(task, tmp_path_factory.mktemp("packed"))
+    loaded, data = request.module._packed
+    model = tiny(len(data.tokenizer), depth=depth)
+    batch = loaded.task.collate([data.validation[i] for i in range(2)])
+    with torch.no_grad():
+        # with a cache, position ids that start again are positions and no documents
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    read, expected = [], []
+    for index in range(2):
+        rows = alone(data.validation[index])
+        assert len(rows) > 1
+        start = 0
+        for ids, labels in rows:
+            places = (labels[1:] != -100).nonzero().flatten()
+            with torch.no_grad():
+                expected.append(model(ids[None].long()).logits[0, places])
+            read.append(logits[index, start + places])
+            start += len(ids)
+    read, expected = torch.cat(read), torch.cat(expected)
+    assert (read - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_packing_changes_no_loss_in_training(tmp_path):
+    losses = []
+    for packing in (True, False):
+        loaded, data = load("sft", tmp_path / str(packing), task={"packing": packing})
+        model = tiny(len(data.tokenizer)).train()
+        batch = loaded.task.collate([data.train[i] for i in range(len(data.train))])
+        losses.append((loaded.task.forward(model, **batch).loss, loaded.task.targets(batch)))
+    (packed, targets), (unpacked, same) = losses
+    assert targets == same
+    torch.testing.assert_close(packed, unpacked, rtol=1e-5, atol=0)
+
+
+def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM) -> dict[str, float]:
+    """Row by row from the files, with nothing of the task but its tokenizer."""
+    tokenizer = data.tokenizer
+    if task == "causal_lm":
+        nats = sum(
+            F.cross_entropy(
+                model(block["input_ids"][None].long()).logits[0, :-1], block["input_ids"][1:].long(), reduction="sum"
+            )
+            for block in data.validation
+        )
+        text = "".join(tokenizer.decode(block["input_ids"][1:], skip_special_tokens=True) for block in data.validation)
+        return {"bits_per_byte": float(nats) / math.log(2) / len(text.encode())}
+    rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
+    nats = size = right = 0.0
+    for index, row in enumerate(rows):
+        prompt = tokenizer(f"### Instruction:\n{row['prompt']}\n\n### Response:\n")["input_ids"]
+        answer = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+        nats += float(F.cross_entropy(logits[len(prompt) - 1 : -1], torch.tensor(answer), reduction="sum"))
+        size += len(row["answer"].encode())
+        if index < recipe.task.questions:
+            right += all(logits[len(prompt) - 1 + i].argmax() == token for i, token in enumerate(answer))
+    return {"answer_bits_per_byte": nats / math.log(2) / size, "exact_match": right / recipe.task.questions}
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_scores_are_those_of_the_files(trained, task):
+    loaded, data, result = trained[task]
+    model = FathomForCausalLM.from_pretrained(result.model).eval()
+    with torch.no_grad():
+        expected = independent_scores(task, loaded, data, model)
+    assert result.scores == pytest.approx(expected, rel=1e-5)
+    written = json.loads((result.folder / "result.json").read_text())
+    assert (
+        written["scores"] == result.scores
+        and set(expected.items())
+        and all(written[n] == v for n, v in result.scores.items())
+    )
+    assert TrainResult.load(result.folder) == result
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    loaded, data, whole = trained[task]
+    arguments: Any = {"seed": 0, "folder": tmp_path / "run", "data": data}
+    with pytest.raises(KeyboardInterrupt):
+        train_run(loaded, VANILLA, **arguments, callbacks=[Stop()])
+    resumed = train_run(loaded, VANILLA, **arguments)
+    assert resumed.interruptions == 1 and resumed.scores == pytest.approx(whole.scores, abs=1e-6)
+    assert resumed.train_loss == pytest.approx(whole.train_loss, abs=1e-6)
+    other = dataclasses.replace(loaded, task=lookup("sft")(questions=3) if task == "sft" else lookup("sft")())
+    with pytest.raises(ValueError, match="holds another run: its task"):
+        train_run(other, VANILLA, **arguments)
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
+    """Over `examples`; the learning rate is chosen by the headline score."""
+    written = recipe(task, tmp_path, training={"lr": [1e-5, 1e-2], "sweep_fraction": 0.5})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
+    said: list[str] = []
+    results = compare(tmp_path / "recipe.yaml", tmp_path, say=said.append)
+    (run,) = results.runs
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    per_sequence = loaded.task.prepare(loaded.data, tmp_path / ".data").examples_per_sequence
+    steps = math.floor(40 / per_sequence + 1e-9) // 2
+    assert run.budget == "examples" and run.train_tokens == steps * 2 * loaded.data.block_size
+    assert run.train_examples == pytest.approx(steps * 2 * per_sequence)
+    names = [score.name for score in loaded.task.scores]
+    assert list(run.scores) == names and run.answer_flops > 0 and len(results.trials) == 2
+    headline = loaded.task.headline
+    best = min(results.trials, key=lambda trial: headline.loss(trial.scores[headline.name]))
+    assert best.chosen and best.lr == run.lr == 1e-2
+    assert all(f"{run.scores[s.name]:.3f} {s.unit}" in said[-1] for s in loaded.task.scores)
+    assert Results.load(tmp_path / "tiny" / "results.json") == results
+    file = json.loads((tmp_path / "tiny" / "results.json").read_text())
+    assert [(s["name"], s["better"]) for s in file["scores"]] == [(s.name, s.better) for s in loaded.task.scores]
+    assert file["task"] == loaded.task.section and file[f"unigram_{headline.name}"] == results.reference
+    page = (tmp_path / "tiny" / "report.html").read_text()
+    for score in loaded.task.scores:
+        assert f'data-name="{score.name}"' in page
+        assert f"On {loaded.task.held_out}, {score.better} is better" in page
+        assert f"<b>{score.heading}</b> ({score.better} is better)" in page
+        assert page.count(f'title="{score.better} is better">{score.heading}<') == 2  # the sweep, every run
+    for note in results.notes:
+        assert note.replace("'", "&#39;") in page
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            "causal_ml",
+            r"task: task 'causal_ml' does not exist \(did you mean 'causal_lm'\?\); available: causal_lm, sft",
+        ),
+        ({"name": "sftt"}, r"'sftt' does not exist \(did you mean 'sft'\?\)"),
+        (
+            {"packing": True},
+            r"task={'packing': True}: give a task's name, or a mapping with `name`; tasks: causal_lm, sft",
+        ),
+        (
+            {"name": "sft", "paking": True},
+            r"unknown key task.paking \(did you mean 'packing'\?\); task 'sft' has the opt",
+        ),
+        ({"name": "causal_lm", "packing": True}, "unknown key task.packing; task 'causal_lm' has the options: none"),
+        ({"name": "sft", "packing": "no"}, "task.packing='no': must be of type bool"),
+        ({"name": "sft", "questions": 0}, "task sft option questions=0: must be an integer of at least 1"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_by_name(section, message, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe("sft", tmp_path), "task": section}))
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_the_guide_lists_options_and_scores(task):
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = guide[guide.index("## Tasks") : guide.index("## Run it")]
+    names = [field.name for field in dataclasses.fields(tasks()[task])] + [score.name for score in tasks()[task].scores]
+    assert f"**`{task}`**" in section and not [name for name in names if f"`{name}`" not in section]
