@@ -83,6 +83,10 @@ class TokenBudget(CacheMethod):
         """Tokens of a call that are processed at a time; None for all."""
         return {"chunked": self.chunk, "exact": 1}.get(self.prefill)
 
+    @property
+    def sequential(self) -> bool:
+        return self.call_length() == 1
+
     def layer_budget(self, context: LayerContext) -> int:
         return self.budget
 
