@@ -182,19 +182,25 @@ def test_python_of_the_lineage_guide_compiles():
         compile(block, "lineage.md", "exec")
 
 
-def test_the_method_of_the_contributing_guide(tmp_path, monkeypatch):
-    (block,) = fences("CONTRIBUTING.md", "python")
-    (tmp_path / "injected.py").write_text(block)
-    spec = importlib.util.spec_from_file_location("injected", tmp_path / "injected.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "injected", module)
+def test_the_methods_of_the_contributing_guide(tmp_path, monkeypatch):
+    blocks = dict(zip(("injected", "interpolated"), fences("CONTRIBUTING.md", "python"), strict=True))
     try:
-        spec.loader.exec_module(module)
-        once, vanilla = tiny_model(depth={"name": "injected", "passes": 1}), tiny_model()
-        assert_close(once(tokens(2, 7)).logits, vanilla(tokens(2, 7)).logits)
-        twice = tiny_model(depth={"name": "injected", "passes": 2})
-        assert not torch.allclose(twice(tokens(2, 7)).logits, vanilla(tokens(2, 7)).logits)
+        for name, block in blocks.items():
+            (tmp_path / f"{name}.py").write_text(block)
+            spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, name, module)
+            spec.loader.exec_module(module)
+        logits = tiny_model()(tokens(2, 7)).logits
+        for section, name, option, neutral in (
+            ("depth", "injected", "passes", 1),
+            ("positions", "interpolated", "factor", 1.0),
+        ):
+            same, other = (tiny_model(**{section: {"name": name, option: value}}) for value in (neutral, 2 * neutral))
+            assert_close(same(tokens(2, 7)).logits, logits)
+            assert not torch.allclose(other(tokens(2, 7)).logits, logits)
         config = FathomConfig(**SIZES, depth={"name": "injected", "passes": 2})
         assert forward_flops_per_token(config, 8).matmul > forward_flops_per_token(FathomConfig(**SIZES), 8).matmul
     finally:
-        registry.filled()["depth"].pop("injected", None)
+        for section, name in (("depth", "injected"), ("positions", "interpolated")):
+            registry.filled()[section].pop(name, None)
