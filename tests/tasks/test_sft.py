@@ -141,6 +141,8 @@ def test_rows_that_are_too_long_are_cut_counted_and_said(tmp_path):
     assert len(data.train) == 2 and all(len(block["input_ids"]) == 64 for block in data.train)
     with pytest.raises(ValueError, match=r"none of its 1 rows has an answer within data\.block_size=64 tokens"):
         prepared(tmp_path / "long", rows[2:])
+    with pytest.raises(ValueError, match=r"data\.validation=.*none of its rows can be asked whole within .*=64 tokens"):
+        prepared(tmp_path / "cut", rows[1:])
 
 
 def test_rows_share_blocks_as_documents(tmp_path):
