@@ -37,7 +37,7 @@ TRAINED = 256  # tokens, of the recipe's 500,000
 
 RUN = (
     "fathom methods",
-    'fathom cache MODEL --method treekv --budget 1024 --prompt "Once upon a time"',
+    'fathom cache MODEL --method treekv --budget 16 --prompt "Once upon a time"',
     "fathom cache show MODEL --text page.txt",
     "fathom lineage compare MODEL OTHER",
     "fathom lineage matrix MODEL OTHER THIRD --output matrix.png",
@@ -52,12 +52,13 @@ PARSED = (
     "fathom --install-completion",  # would change the shell's files
     'fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream',  # after the demo
     "fathom cache bench MODEL --text book.txt",  # run by tests/caches/test_guide.py, on a shorter text
+    "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",
     "fathom evaluate runs/mine/pondering-seed0/model --tasks lambada_openai,piqa",  # downloads
 )
-SETUP = re.compile(r"make |pip |source |tensorboard |lm_eval |python -m venv |OMP_NUM_THREADS=1 ")
+SETUP = re.compile(r"make |pip |source |tensorboard |lm_eval |python -m venv |python recipes/|OMP_NUM_THREADS=1 ")
 
 
 def fences(page: str, language: str) -> list[str]:
@@ -145,7 +146,7 @@ def test_what_sets_up_names_things_that_exist(command):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
     if command.startswith("make "):
         assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for path in re.findall(r"\btests/\S+", command):
+    for path in re.findall(r"\b(?:tests|recipes)/\S+", command):
         assert (ROOT / path).exists()
     if "torch==" in command:
         lowest = next(need for need in project["dependencies"] if need.startswith("torch>="))

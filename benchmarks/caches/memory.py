@@ -21,25 +21,9 @@ from typing import Any
 
 import torch
 import transformers
-from speed import LLAMA_8B, TINY, build, random_codebooks
+from speed import BUDGETED, LLAMA_8B, TINY, build, random_codebooks
 
-from fathom.caches import (
-    H2O,
-    KIVI,
-    TOVA,
-    VQKV,
-    FourierAttention,
-    FreqKV,
-    Full,
-    PyramidKV,
-    SnapKV,
-    StreamingLLM,
-    TreeKV,
-    WeightedKV,
-    cache_shape,
-    compress,
-    prefill,
-)
+from fathom.caches import KIVI, METHODS, VQKV, FourierAttention, Full, cache_shape, compress, prefill
 from fathom.caches.versions import CACHE_NAME
 
 
@@ -80,22 +64,15 @@ def main() -> None:
         codebooks = random_codebooks(model, folder)
         fourier = {"n_local": 32, "frequencies": 16} if small else {}
         methods: dict[str, Any] = {
-            "treekv": lambda _: TreeKV(budget=m),
-            "freqkv": lambda _: FreqKV(budget=m),
-            "streaming_llm": lambda _: StreamingLLM(budget=m),
-            "snapkv": lambda _: SnapKV(budget=m),
-            "pyramidkv": lambda _: PyramidKV(budget=m),
             "full": lambda _: Full(),
+            **{name: lambda _, cls=METHODS[name]: cls(budget=m) for name in BUDGETED},
+            "kivi2": lambda _: KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
             "fourier_attention": lambda tokens: FourierAttention(window=tokens, **fourier),
             "vqkv": lambda _: VQKV(codebooks=codebooks, n_local=32 if small else 1024),
-            "kivi2": lambda _: KIVI(bits=2, **({"group": 16, "residual": 32} if small else {})),
-            "h2o": lambda _: H2O(budget=m),
-            "tova": lambda _: TOVA(budget=m),
-            "weightedkv": lambda _: WeightedKV(budget=m),
         }
-        # quick methods first at both lengths: a row of one length alone says nothing
-        quick = list(methods)[:6]
-        plan = [(name, n) for names in (quick, list(methods)[6:]) for name in names for n in args.prompts]
+
+        # both lengths of a method together: a row of one length alone says nothing
+        plan = [(name, n) for name in methods for n in args.prompts]
         for name, tokens in plan:
             if args.methods and name not in args.methods:
                 continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import hashlib
 import json
 import lzma
 import os
@@ -27,8 +28,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fathom.caches import METHODS, CodebookTraining, cache_shape, load_codebooks, search_channels, train_codebooks
-from fathom.caches.budgets import NotReachable, at_fraction
+from fathom.caches import METHODS, cache_shape
+from fathom.caches.budgets import NotReachable
 from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity, retrieval
 
 
@@ -73,14 +74,6 @@ def books(path: Path, tokenizer: Any, rows: int, tokens: int) -> torch.Tensor:
     return torch.stack(ids)
 
 
-def stage_plan(fraction: float, width: int) -> CodebookTraining:
-    """VQKV sizes for a fraction: 8-bit codes, 0.7 of it for the middle, keys get 70 % of the stages."""
-    stages = max(2, int(0.7 * fraction * 4 * width))  # bytes of K and V a token and head at 2 bytes a number
-    keys = max(1, round(0.7 * stages))
-    sizes = {"key_stages": keys, "key_entries": 256, "value_stages": max(1, stages - keys), "value_entries": 256}
-    return CodebookTraining(**sizes, init="kmeans", batch=8192, kmeans_rounds=6)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
@@ -90,7 +83,9 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder of codebooks and channel sets; default: beside OUT")
     parser.add_argument("--windows", type=int, nargs="*", default=[2048])
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.125, 0.5, 0.0625])
-    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != "scored"])
+    parser.add_argument(
+        "--methods", nargs="+", default=[name for name, cls in METHODS.items() if cls.role != "adapter"]
+    )
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--passkey", type=int, nargs="*", default=[], help="context lengths of the passkey grid")
@@ -127,30 +122,23 @@ def main() -> None:
             return torch.randint(1, 256, (rows, tokens), generator=generator).to(args.device)
         return books(path, tokenizer, rows, tokens).to(args.device)
 
-    def codebooks(fraction: float, tokens: int) -> str:
-        # rotated keys look different at every position: calibration texts are as long as the window
-        length = min(256 if args.tiny else max(tokens, 2048), model.config.max_position_embeddings)
-        path = scratch / f"{args.output.stem}.vqkv-{fraction}-{length}.safetensors"
+    def calibration(name: str, fraction: float, tokens: int) -> dict[str, str]:
+        """The option that names the method's file for this fraction and length, made where it is not there yet."""
+        cls, made = METHODS[name], METHODS[name].calibration
+        if made is None:
+            return {}
+        length = min(256 if args.tiny else max(tokens, 2048) if made.long else 2048, trained)
+        sizes = cls.calibration_sizes(fraction, shape, length)
+        key = hashlib.sha256(repr((length, sizes)).encode()).hexdigest()[:8]
+        path = scratch / f"{args.output.stem}.{name}-{length}-{key}"
         if not path.exists():
-            begun, ids = time.perf_counter(), text(4, length, args.calibration)
-            train_codebooks(model, ids, stage_plan(fraction, shape.key_dim)).save(path)
-            print(f"codebooks for {fraction}: {time.perf_counter() - begun:.1f} s", flush=True)
-        return str(path)
-
-    def channels() -> str:
-        path = scratch / f"{args.output.stem}.channels.json"
-        if not path.exists():
-            ids = text(2, 256 if args.tiny else 2048, args.calibration)
-            search_channels(model, list(ids.split(1)), frequencies=ids.shape[1] // 16, n_local=64).save(path)
-        return str(path)
+            begun, ids = time.perf_counter(), text(made.rows, length, args.calibration)
+            cls.calibrate(model, ids, **sizes).save(path)
+            print(f"{made.option} of {name} for {fraction}: {time.perf_counter() - begun:.1f} s", flush=True)
+        return {made.option: str(path)}
 
     def method_at(name: str, fraction: float, tokens: int) -> Any:
-        files = {}
-        if name == "vqkv":
-            files["codebooks"] = codebooks(fraction, tokens)
-        if name == "fourier_attention":
-            files["channels"] = channels()
-        return at_fraction(name, fraction, shape, tokens, **files)
+        return METHODS[name].at_fraction(fraction, shape, tokens, **calibration(name, fraction, tokens))
 
     started, trained = time.perf_counter(), model.config.max_position_embeddings
 
@@ -161,11 +149,11 @@ def main() -> None:
         if length > trained and name != "full" and not method.pre_rope:
             return {"skipped": f"true positions beyond the trained context of {trained}"}
         cell = {**make(method, length), "method": method.to_dict()}
-        for file in ("codebooks", "channels"):
-            if cell["method"].get(file):
-                cell["method"][file] = Path(cell["method"][file]).name
-        if name == "vqkv":  # held once per model, so not among the bytes of a cache
-            cell["table_bytes"] = load_codebooks(method.codebooks).nbytes()
+        if method.calibration is not None:
+            option = method.calibration.option
+            cell["method"][option] = Path(cell["method"][option]).name
+        if method.table_bytes():
+            cell["table_bytes"] = method.table_bytes()
         return cell
 
     def record(key: str, make: Any, name: str, fraction: float, length: int) -> None:

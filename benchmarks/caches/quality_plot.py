@@ -23,7 +23,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-OURS = ("treekv", "weightedkv", "freqkv", "vqkv", "fourier_attention")
+from fathom.caches import METHODS
+
+OURS = [name for name, cls in METHODS.items() if cls.role == "method"]
 Key = tuple[str, int, str, float]  # task, length, method, fraction
 Cell = dict[str, Any]
 

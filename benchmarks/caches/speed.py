@@ -29,25 +29,11 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fathom.caches import (
-    H2O,
-    KIVI,
-    TOVA,
-    VQKV,
-    Codebooks,
-    FourierAttention,
-    FreqKV,
-    Full,
-    PyramidKV,
-    SnapKV,
-    StreamingLLM,
-    TreeKV,
-    WeightedKV,
-    cache_shape,
-)
+from fathom.caches import KIVI, METHODS, VQKV, Codebooks, FourierAttention, Full, cache_shape
 from fathom.caches.record import fingerprint
 from fathom.caches.speed import BUFFER, STATIC, decode_speed, first_token, timed
 
+BUDGETED = [name for name, cls in METHODS.items() if hasattr(cls, "budget") and cls.role != "adapter"]
 LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -108,14 +94,7 @@ def make_methods(budget: int, tiny: bool, codebooks: str, cuda: bool) -> dict[st
         "full_buffer": BUFFER,
         "full_static": STATIC,
         "full": Full(),
-        "treekv": TreeKV(budget=budget),
-        "weightedkv": WeightedKV(budget=budget),
-        "streaming_llm": StreamingLLM(budget=budget),
-        "h2o": H2O(budget=budget),
-        "tova": TOVA(budget=budget),
-        "snapkv": SnapKV(budget=budget),
-        "pyramidkv": PyramidKV(budget=budget),
-        "freqkv": FreqKV(budget=budget),
+        **{name: METHODS[name](budget=budget) for name in BUDGETED},  # type: ignore[call-arg]
         "kivi2": KIVI(bits=2, **({"group": 16, "residual": 32} if tiny else {})),
         "fourier_fft": FourierAttention(**fourier),
         "fourier_projection": FourierAttention(reconstruction="projection", **fourier),
@@ -137,7 +116,7 @@ def plan(most: int) -> list[Row]:
     """All rows, the targets' first. `most`: rows of the largest batch whose full cache fits at 131,072 tokens."""
     both, evicting = ("full_buffer", "full_static"), ("treekv", "weightedkv")
     coded = ("fourier_triton", "fourier_fft", "fourier_triton_every", "vqkv_triton", "vqkv_lut", "vqkv_dense")
-    others = ("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "freqkv", "kivi2")
+    others = (*(name for name in BUDGETED if name not in evicting), "kivi2")
     graph = [("graph", name, 32768, 8) for name in (*both, *evicting)]
     graph += [("graph", name, 131072, most) for name in (*both, *evicting)]
     graph += [("graph", name, 2048, batch) for batch in (1, 8) for name in (*both, *evicting)]

@@ -7,6 +7,8 @@ imported when it is first named: `dir(fathom)` lists what there is.
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
@@ -40,19 +42,21 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
 
+
+def _cache_methods() -> list[str]:
+    """Classes of cache methods, as their files name them: importing these takes a second."""
+    files = Path(__file__).parent.joinpath("caches", "methods").glob("*.py")
+    classes = [part for file in files for part in file.read_text(encoding="utf-8").split("\nclass ")[1:]]
+    return [part[: re.match(r"\w+", part).end()] for part in classes if "\n    name = " in part]  # type: ignore[union-attr]
+
+
 _PLACES = {
     "FathomForCausalLM": "fathom.models.causal_lm",
-    **dict.fromkeys(
-        (
-            "compress", "compression_report", "TreeKV", "WeightedKV", "FreqKV", "VQKV", "FourierAttention",
-            "StreamingLLM", "H2O", "TOVA", "SnapKV", "PyramidKV", "KIVI", "Scored", "Full",
-        ),
-        "fathom.caches",
-    ),
+    **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
-}  # fmt: skip
+}
 _MODULES = ("lineage",)
 __all__ = ["FathomConfig", "__version__", *_PLACES, *_MODULES]
 

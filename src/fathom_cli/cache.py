@@ -46,9 +46,7 @@ def complete_method(incomplete: str) -> list[str]:
 
 Method = Annotated[
     str,
-    typer.Option(
-        help="treekv, weightedkv, freqkv, vqkv, fourier_attention, or a baseline.", autocompletion=complete_method
-    ),
+    typer.Option(help="Name of a cache method; `fathom methods` lists them.", autocompletion=complete_method),
 ]
 Budget = Annotated[int | None, typer.Option(help="Tokens stored per key/value head, for methods that have a budget.")]
 Options = Annotated[list[str] | None, typer.Option("--option", help="Another option, as name=value; repeatable.")]
@@ -272,8 +270,8 @@ def bench(
     Example:
       fathom cache bench MODEL --text book.txt --tokens 4096 --recall --output bench.json
     """
-    from fathom.caches import cache_shape
-    from fathom.caches.budgets import KNOWN, SLOTTED, NotReachable, at_fraction, unknown_method
+    from fathom.caches import METHODS, cache_shape, method_class
+    from fathom.caches.budgets import NotReachable
     from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
     from fathom.caches.record import fingerprint
     from fathom.caches.speed import decode_speed
@@ -288,16 +286,30 @@ def bench(
         raise wrong
     if output is not None:
         check_folder(output)
-    names = methods.split(",") if methods else [*SLOTTED, "kivi", "fourier_attention", *(["vqkv"] if codebooks else [])]
-    for name in set(names).difference(KNOWN):
-        raise unknown_method(name)
+    files = {"codebooks": codebooks, "channels": channels}
+
+    def lacks(name: str) -> str:
+        """The calibration file that a method needs and that is not given."""
+        made = METHODS[name].calibration
+        return made.option if made is not None and made.needed and not files.get(made.option) else ""
+
+    every = [name for name, cls in METHODS.items() if cls.role != "adapter"]
+    names = methods.split(",") if methods else [name for name in every if not lacks(name)]
+    for name in names:
+        method_class(name)
     content = read_text(text)
     loaded, tokenizer = load(model, device, dtype)
     ids = tokens_of(text, content, tokenizer, tokens).to(loaded.device)
     if ids.shape[1] < tokens:
         fewer = f" or --tokens {ids.shape[1]}" if ids.shape[1] >= 64 else ""
         raise ValueError(f"--text {text} has {ids.shape[1]} tokens: use a longer text{fewer}")
-    shape, files = cache_shape(loaded), {"codebooks": codebooks, "channels": channels}
+    shape = cache_shape(loaded)
+
+    def sized(name: str, fraction: float) -> Any:
+        """The method at this fraction, or why there is none."""
+        made = METHODS[name].calibration
+        file = {made.option: files[made.option]} if made is not None and files.get(made.option) else {}
+        return METHODS[name].at_fraction(fraction, shape, tokens, chunk, **file)
 
     def measure(row: dict[str, Any], chosen: Any) -> str:
         """Add to a row what it lacks; the line that shows it."""
@@ -322,13 +334,14 @@ def bench(
 
     plan = [("full", 1.0)] + [(name, fraction) for name in names if name != "full" for fraction in levels]
     # all of them before the first is measured: a wrong name or file ends the run here
-    chosen_ones = [at_fraction(name, fraction, shape, tokens, chunk, **files) for name, fraction in plan]
+    chosen_ones = [sized(name, fraction) for name, fraction in plan]
     about = {"model": model, "weights": fingerprint(causal_lm(loaded)), "dtype": dtype, "device": loaded.device.type}
     about |= {"text": digest(text), "tokens": tokens, "chunk": chunk}
     about |= {name: digest(Path(path)) for name, path in files.items() if path}
     rows = measured(output, about)
-    if not methods and not codebooks:
-        typer.echo("vqkv is left out: give --codebooks FILE, which train_codebooks makes", err=True)
+    for name in filter(lacks, every if not methods else ()):
+        made = METHODS[name].calibration.made_by  # type: ignore[union-attr]
+        typer.echo(f"{name} is left out: give --{lacks(name)} FILE, which {made} makes", err=True)
     with Remaining(sum(not isinstance(chosen, NotReachable) for chosen in chosen_ones)) as remaining:
         for (name, fraction), chosen in zip(plan, chosen_ones):
             row: dict[str, Any] = {"method": name, "fraction": fraction}

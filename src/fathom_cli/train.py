@@ -30,7 +30,7 @@ def command(
     On several GPUs, which share every batch of the recipe:
       torchrun --nproc-per-node 8 -m fathom train recipes/demo.yaml --method vanilla
     """
-    from fathom.train import load_recipe, model_config, sequences_per_process, sweep_lr, train_run
+    from fathom.train import check_extras, load_recipe, model_config, sequences_per_process, sweep_lr, train_run
 
     loaded = load_recipe(recipe)
     if method is None and len(loaded.methods) > 1:
@@ -41,6 +41,7 @@ def command(
     folder = output / loaded.name / f"{chosen.name}-seed{seed}"
     model_config(loaded, chosen)  # a wrong option is found before the text is tokenised
     sequences_per_process(loaded.training)
+    check_extras(loaded.training)
     data = loaded.task.prepare(loaded.data, output / ".data")
     trials = output / loaded.name / chosen.name / "sweep"  # one a method, shared with `fathom compare`
     try:

@@ -20,8 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fathom.caches import METHODS, CacheMethod, CodebookTraining, train_codebooks
+from fathom.caches import METHODS, CacheMethod
 from fathom.caches.base import LayerContext, State
+from fathom.caches.token_budget import TokenBudget
 
 VOCABULARY = 97
 SIZES: dict[str, Any] = {
@@ -41,6 +42,8 @@ def build(family: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if family == "llama":
         model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    elif family == "wide":  # heads of the least width that every method's defaults take
+        model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, head_dim=32, **{**SIZES, "num_hidden_layers": 2}))
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=1, head_dim=16, **SIZES))
     elif family == "mistral":
@@ -82,66 +85,62 @@ def get_model(family: str) -> torch.nn.Module:
     return SHARED[family]
 
 
-# Each method with room for every token of a test (LARGE) and small enough to compress (SMALL).
-LARGE: dict[str, dict[str, Any]] = {
-    "full": {},
-    "treekv": {"budget": 256},
-    "weightedkv": {"budget": 256},
-    "streaming_llm": {"budget": 256},
-    "h2o": {"budget": 256},
-    "tova": {"budget": 256},
-    "snapkv": {"budget": 256},
-    "pyramidkv": {"budget": 256},
-    "kivi": {"group": 8, "residual": 256},
-    "freqkv": {"budget": 256},
-    "scored": {"budget": 256},
-    "vqkv": {"n_local": 256},
-    "fourier_attention": {"n_local": 256, "frequencies": 8},
-}
-LARGE["treekv"]["n_recent"] = LARGE["weightedkv"]["n_recent"] = LARGE["h2o"]["n_recent"] = 64
-SMALL: dict[str, dict[str, Any]] = {
-    "full": {},
-    "treekv": {"budget": 16, "n_sink": 2, "n_recent": 6, "block": 3},
-    "weightedkv": {"budget": 16, "n_sink": 2, "n_recent": 6, "chunk": 5},
-    "streaming_llm": {"budget": 16, "n_sink": 2},
-    "h2o": {"budget": 16, "n_recent": 6},
-    "tova": {"budget": 16},
-    "snapkv": {"budget": 16, "n_recent": 4},
-    "pyramidkv": {"budget": 16, "n_recent": 4, "beta": 4},
-    "kivi": {"group": 8, "residual": 16},
-    "freqkv": {"budget": 16, "n_sink": 2, "n_recent": 1, "ratio": 0.4},
-    "scored": {"budget": 16, "n_recent": 2, "scorer": "keydiff"},  # knorm ties where a token repeats
-    "vqkv": {"n_sink": 2, "n_local": 8, "flush_every": 3},
-    "fourier_attention": {"n_sink": 2, "n_local": 4, "frequencies": 4, "headroom": 64},
-}
+# Options by case, as the classes say: small enough to compress a text of 40 tokens, and with room for all of it.
+# A method's first variant is the case of its name, others are name:1, name:2, …
+SMALL: dict[str, dict[str, Any]] = {}
+LARGE: dict[str, dict[str, Any]] = {}
 
 
-def make(name: str, size: dict[str, dict[str, Any]], family: str = "llama", **changes: Any) -> CacheMethod:
-    options = {**size[name], **changes}
-    if name == "vqkv":
-        options = {"codebooks": codebooks(family), **options}
-    known = {field.name for field in dataclasses.fields(METHODS[name])}
-    return METHODS[name](**{key: value for key, value in options.items() if key in known})
+def add_cases(cls: type[CacheMethod]) -> None:
+    for number, options in enumerate(cls.variants):
+        case = f"{cls.name}:{number}" if number else cls.name
+        SMALL[case], LARGE[case] = options, cls.identity
+
+
+for _cls in METHODS.values():
+    add_cases(_cls)
+
+
+def method_of(case: str) -> type[CacheMethod]:
+    return METHODS[case.partition(":")[0]]
+
+
+def make(case: str, size: dict[str, dict[str, Any]], family: str = "llama", **changes: Any) -> CacheMethod:
+    cls = method_of(case)
+    options = {**needed_file(cls, family), **size[case], **changes}
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{key: value for key, value in options.items() if key in known})
+
+
+def needed_file(cls: type[CacheMethod], family: str = "llama") -> dict[str, str]:
+    """The option that names the method's calibration file, if it cannot do without one."""
+    if cls.calibration is None or not cls.calibration.needed:
+        return {}
+    return {cls.calibration.option: calibrated(cls, family)}
 
 
 FOLDER = tempfile.TemporaryDirectory(prefix="fathom-cache-tests-")
 
 
 @functools.cache
-def codebooks(family: str, **options: Any) -> str:
-    """A file of codebooks for one of the tiny models, trained for a moment."""
-    path = f"{FOLDER.name}/{family}-{sorted(options.items())}.safetensors"
-    sizes = {"key_stages": 3, "key_entries": 16, "value_stages": 2, "value_entries": 20, "steps": 5, "batch": 256}
+def calibrated(cls: type[CacheMethod], family: str, **options: Any) -> str:
+    """A method's calibration file for one of the tiny models, made in a moment."""
+    assert cls.calibration is not None
+    path = f"{FOLDER.name}/{cls.name}-{family}-{sorted(options.items())}"
     text = torch.randint(1, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(5))
-    train_codebooks(get_model(family), text, CodebookTraining(**{**sizes, **options})).save(path)
+    cls.calibrate(get_model(family), text, **{**cls.calibration.variant, **options}).save(path)
     return path
 
 
+def codebooks(family: str, **options: Any) -> str:
+    return calibrated(METHODS["vqkv"], family, **options)
+
+
 def token_by_token(method: CacheMethod) -> CacheMethod:
-    """The method's defining form, where it has one."""
-    mode = {"treekv": "sequential"}.get(method.name, "exact")
-    changes = {"prefill": mode} if hasattr(method, "prefill") and method.name not in ("snapkv", "pyramidkv") else {}
-    return dataclasses.replace(method, **changes)
+    """The method's defining form: the mode of its prefill that takes one token at a time, where it has one."""
+    modes = method.prefill_modes() if isinstance(method, TokenBudget) else ()
+    forms = [dataclasses.replace(method, prefill=mode) for mode in modes]
+    return next((form for form in forms if form.sequential), method)
 
 
 def new_state(method: CacheMethod, rope: Any = None, index: int = 0, layers: int = 3) -> State:

@@ -2,11 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_cases import FAMILIES, SHARED, VOCABULARY, get_model
+from cache_cases import FAMILIES, SHARED, SMALL, VOCABULARY, get_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from fathom.caches import METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +34,7 @@ def llama() -> torch.nn.Module:
     return get_model("llama")
 
 
-@pytest.fixture(params=sorted(METHODS))
+@pytest.fixture(params=sorted(SMALL))
 def method_name(request: pytest.FixtureRequest) -> str:
     return request.param
 

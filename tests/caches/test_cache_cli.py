@@ -153,7 +153,7 @@ def test_errors_name_the_remedy(folder, tmp_path):
         (("show", folder, "--text", folder / "text.txt", "--output", "x.txt"), ".png"),
         (("show", folder, "--text", folder / "text.txt", "--method", "freqkv"), "no kept tokens"),
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 5000), "longer text or --tokens 100"),
-        (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "full,tovaa"), "known are"),
+        (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "full,tovaa"), "mean 'tova'?"),
         (("bench", tmp_path, "--text", folder / "text.txt", "--methods", "tovaa"), "mean 'tova'?"),  # before the model
         (("bench", folder, "--text", folder / "text.txt", "--tokens", 64, "--methods", "tova,vqkv"), "codebooks"),
         (("bench", folder, "--text", folder / "text.txt", "--fractions", "0,0.5"), "above 0 up to 1"),

@@ -17,7 +17,7 @@ from fathom.caches.versions import CACHE_NAME
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 KERNELS = [("vqkv", "triton"), ("fourier_attention", "triton"), ("fourier_attention", "dense"), ("vqkv", "dense")]
-CASES = [(name, {}) for name in sorted(METHODS)] + [(name, {"attention": how}) for name, how in KERNELS]
+CASES = [(name, {}) for name in sorted(SMALL)] + [(name, {"attention": how}) for name, how in KERNELS]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cache_cases import codebooks, get_model
 
-from fathom.caches import Full, cache_shape
+from fathom.caches import KIVI, VQKV, Full, cache_shape
 from fathom.caches.base import CacheShape
-from fathom.caches.budgets import NotReachable, at_fraction
+from fathom.caches.budgets import NotReachable
 from fathom.caches.quality import TASKS, grid, hidden, perplexity, retrieval
 
 
@@ -66,14 +66,14 @@ def test_a_fraction_holds_in_calls_of_any_length(tokens):
     shape, ids = cache_shape(model), torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(2))
     reached = set()
     for fraction in (0.5, 0.4, 0.35, 0.3, 0.25, 0.2):
-        method = at_fraction("vqkv", fraction, shape, tokens, codebooks=codebooks("llama"))
+        method = VQKV.at_fraction(fraction, shape, tokens, codebooks=codebooks("llama"))
         if not isinstance(method, NotReachable):
             reached.add(method.n_local)
             assert all(perplexity(model, ids, method, chunk)["real_ratio"] <= fraction for chunk in (13, 64, 100))
     assert len(reached) > 2
     shape = CacheShape(1, 2, 64, 64, 2)
     for percent in range(20, 60):
-        method = at_fraction("kivi", percent / 100, shape, tokens)
+        method = KIVI.at_fraction(percent / 100, shape, tokens)
         if not isinstance(method, NotReachable):
             most = max(method.cache_bytes(shape, n) for n in range(tokens - method.residual, tokens + 1))
             assert most <= percent / 100 * Full().cache_bytes(shape, tokens)

@@ -44,7 +44,6 @@ from fathom.caches import (
     search_channels,
 )
 from fathom.caches.base import CacheShape
-from fathom.caches.budgets import at_fraction
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.tree_sweep import tree_sweep
 from fathom_cli.cache import parse_method
@@ -100,7 +99,8 @@ def test_defaults_follow_from_the_budget(budget):
     assert tree.block == max(1, min(32, (budget - tree.n_sink - tree.n_recent) // 3))
     assert SnapKV(budget=budget).n_recent == PyramidKV(budget=budget).n_recent == min(32, budget // 2)
     shape = CacheShape(1, 2, 8, 8, 2, 3)
-    assert at_fraction("treekv", 0.25, shape, 512).n_recent == at_fraction("treekv", 0.25, shape, 512).budget // 2 - 4
+    sized = TreeKV.at_fraction(0.25, shape, 512)
+    assert sized.n_recent == sized.budget // 2 - 4
 
 
 @pytest.mark.parametrize("method,argument", [(VQKV, "codebooks"), (FourierAttention, "channels")])

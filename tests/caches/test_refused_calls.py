@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from cache_cases import SIZES, SMALL, get_model, make, randomize
+from cache_cases import SIZES, SMALL, get_model, make, method_of, randomize
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from fathom.caches import (
-    METHODS,
     FourierAttention,
     Scored,
     TreeKV,
@@ -74,10 +73,8 @@ def refused(ids, mask):
 @pytest.mark.parametrize("depth", ["one layer", "three"])
 def test_calls_that_are_refused(method_name, depth, one_layer, ids, llama):
     model, mask = one_layer if depth == "one layer" else llama, torch.ones_like(ids)
-    if model is one_layer and method_name in ("vqkv", "fourier_attention"):
-        pytest.skip(
-            "calibrated on another model" if method_name == "vqkv" else "a model of 16 layers has ratios above 0"
-        )
+    if model is one_layer and method_of(method_name).calibration is not None:
+        pytest.skip("made for another model, or by a rule that compresses nothing of a single layer")
     mask[1, :5] = 0
     with compress(model, make(method_name, SMALL)):
         cache, fresh = (prefill(model, ids[:, :24], attention_mask=mask[:, :24])[CACHE_NAME] for _ in range(2))
@@ -112,13 +109,12 @@ def test_calls_that_are_refused_on_an_empty_cache(method_name, ids, llama):
 
 @torch.no_grad()
 @pytest.mark.parametrize("depth", ["one layer", "three"])
-@pytest.mark.parametrize("name", sorted(METHODS))
-def test_plain_caches_outside_the_context(name, depth, one_layer, ids, llama):
+def test_plain_caches_outside_the_context(method_name, depth, one_layer, ids, llama):
     """Two rows of unknown padding, or a method that needs the context: refused, and one row or the context go on."""
     model = one_layer if depth == "one layer" else llama
-    if model is one_layer and name in ("vqkv", "fourier_attention"):
+    if model is one_layer and method_of(method_name).calibration is not None:
         pytest.skip("made for another model")
-    method = make(name, {name: {**SMALL[name], "positions": "original"}})
+    method = make(method_name, SMALL, positions="original")
     cache = build_cache(model, method)
     for held in (0, 20):
         before = content(cache)

@@ -163,7 +163,9 @@ class OperationCounter(TorchDispatchMode):
         elif name in ONE_PER_OUTPUT:
             self.elementwise += size
         else:
-            assert name in FREE, f"say how {name} counts"
+            assert name in FREE, (
+                f"{name}: no rule counts it; add it to the tables at the head of this file, by cost/flops.py's rule"
+            )
 
 
 def count_decoding(model, tokens: int) -> OperationCounter:

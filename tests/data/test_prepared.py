@@ -180,7 +180,7 @@ def test_processes_that_start_together_build_once(cache: Path) -> None:
         built.append(work)
         time.sleep(0.1)
 
-    threads = [threading.Thread(target=prepared._build_once, args=(cache / "entry", build)) for _ in range(4)]
+    threads = [threading.Thread(target=prepared.build_once, args=(cache / "entry", build)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -196,7 +196,7 @@ def test_failed_build_leaves_no_entry(texts: dict[str, str], cache: Path) -> Non
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        prepared._build_once(cache / "entry", build)
+        prepared.build_once(cache / "entry", build)
     assert [path.name for path in cache.iterdir()] in ([], ["entry.lock"])
 
 

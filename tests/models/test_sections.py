@@ -14,6 +14,7 @@ from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import forward_flops_per_token, parameter_counts
 from fathom.feed_forward.dense import Dense
 from fathom.models.registry import REGISTRIES, SECTIONS
+from fathom.positions.base import Positions
 from fathom.positions.rotary import Rotary
 from tiny import assert_close, tiny_model, tokens
 
@@ -135,6 +136,20 @@ def test_attention_sees_the_heads_that_positions_make(methods):
         cache = model(ids[:, :5]).past_key_values
         assert cache.layers[0].keys.shape[1] == 2
         assert_close(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, 5:])
+
+
+class Nowhere(Positions):
+    """No positions: not a line more than a method must have."""
+
+
+def test_a_positions_method_needs_no_more_than_its_class(monkeypatch):
+    monkeypatch.setitem(REGISTRIES["positions"], "nowhere", Nowhere)
+    model, ids = tiny_model(positions="nowhere", num_hidden_layers=1).eval(), torch.arange(3, 9)[None]
+    turned = torch.cat((ids[:, [1, 0]], ids[:, 2:]), dim=1)
+    with torch.no_grad():  # without positions the last token cannot tell the order of those before it
+        assert_close(model(turned).logits[:, -1], model(ids).logits[:, -1], 1e-5)
+        assert (tiny_model()(turned).logits - tiny_model()(ids).logits)[:, -1].abs().max() > 1e-3
+    assert sum(p.numel() for p in model.parameters()) == parameter_counts(model.config).total
 
 
 def test_a_method_says_what_stock_tensors_become(methods, tmp_path):

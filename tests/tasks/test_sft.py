@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def test_rows_that_are_too_long_are_cut_counted_and_said(tmp_path):
     assert len(data.train) == 2 and all(len(block["input_ids"]) == 64 for block in data.train)
     with pytest.raises(ValueError, match=r"none of its 1 rows has an answer within data\.block_size=64 tokens"):
         prepared(tmp_path / "long", rows[2:])
+    with pytest.raises(ValueError, match=r"data\.validation=.*none of its rows can be asked whole within .*=64 tokens"):
+        prepared(tmp_path / "cut", rows[1:])
 
 
 def test_rows_share_blocks_as_documents(tmp_path):
@@ -226,3 +229,15 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path / "model")
     asked = again.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
     assert asked == "### Instruction:\na\n\n### Response:\n"
+
+
+def test_the_recipe_and_its_data(tmp_path, monkeypatch):
+    root = Path(__file__).parents[2] / "recipes"
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(root / "make_lookup.py"))["main"](Path("runs/lookup"))
+    loaded = load_recipe(root / "sft_cpu.yaml")
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    train, held_out = (Path(f"runs/lookup/{name}.jsonl").read_text().splitlines() for name in ("train", "held-out"))
+    assert (len(train), len(held_out)) == (216, 72) and not set(train) & set(held_out)
+    assert {json.loads(row)["answer"] for row in held_out} == {json.loads(row)["answer"] for row in train}
+    assert len(data.questions) == 72 and len(data.notes) == 1  # no row is cut

@@ -262,3 +262,11 @@ def test_a_task_that_cannot_be_is_refused_by_name(section, message, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe("sft", tmp_path), "task": section}))
     with pytest.raises(ValueError, match=message):
         load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_the_guide_lists_options_and_scores(task):
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = guide[guide.index("## Tasks") : guide.index("## Run it")]
+    names = [field.name for field in dataclasses.fields(tasks()[task])] + [score.name for score in tasks()[task].scores]
+    assert f"**`{task}`**" in section and not [name for name in names if f"`{name}`" not in section]

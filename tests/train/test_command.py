@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -101,3 +102,22 @@ def test_a_wrong_option_is_refused_before_the_text_is_read(monkeypatch, capsys, 
 def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path) -> None:
     assert run(monkeypatch, tmp_path / "absent.yaml") == 2
     assert capsys.readouterr().err == f"fathom: {tmp_path}/absent.yaml: No such file or directory\n"
+
+
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_an_extra_that_is_not_installed_is_named_before_the_text_is_read(
+    monkeypatch, capsys, tmp_path, recipe_file, verb
+) -> None:
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe["methods"] = ["vanilla"]
+    recipe["training"]["tensorboard"] = True
+    recipe["data"]["train"] = str(tmp_path / "absent.txt")
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
+    )
+    monkeypatch.setattr(sys, "argv", ["fathom", verb, str(recipe_file), "--output", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2 and "pip install 'fathom-lm[tensorboard]'" in capsys.readouterr().err

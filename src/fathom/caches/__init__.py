@@ -1,9 +1,12 @@
 """The `caches` wing: how much memory does a token keep? KV-cache compression for stock transformers models."""
 
 import dataclasses
+import importlib
+import pkgutil
 from typing import Any
 
-from fathom.caches.base import CacheMethod, CacheShape, CompressedCache
+from fathom.caches import methods
+from fathom.caches.base import CacheMethod, CacheShape, Calibration, CompressedCache
 from fathom.caches.channels import ChannelSets, load_channels, search_channels
 from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, rope_bands, train_codebooks
 from fathom.caches.compress import build_cache, cache_shape, compress, prefill
@@ -22,9 +25,37 @@ from fathom.caches.methods.weightedkv import WeightedKV
 from fathom.caches.report import compression_report
 from fathom.models.registry import nearest
 
-OURS = (TreeKV, WeightedKV, FreqKV, VQKV, FourierAttention)
-BASELINES = (Full, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, KIVI, Scored)
-METHODS: dict[str, type[CacheMethod]] = {cls.name: cls for cls in OURS + BASELINES}
+ROLES = ("method", "baseline", "adapter")
+
+
+def _found() -> dict[str, type[CacheMethod]]:
+    """Every class with a name in the files of `methods/`."""
+    files = (
+        importlib.import_module(f"{methods.__name__}.{file.name}") for file in pkgutil.iter_modules(methods.__path__)
+    )
+    classes = {cls for file in files for cls in vars(file).values() if isinstance(cls, type)}
+    named = [cls for cls in classes if issubclass(cls, CacheMethod) and "name" in vars(cls)]
+    return {cls.name: cls for cls in sorted(named, key=lambda cls: (ROLES.index(cls.role), cls.name))}
+
+
+METHODS = _found()  # name → class: methods, then baselines, then adapters
+
+
+def __getattr__(name: str) -> Any:
+    """The class of any other method in `methods/`, as this file need not name it."""
+    for cls in METHODS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def method_class(name: Any) -> type[CacheMethod]:
+    """The method of that name. Raises ValueError that names the nearest real one."""
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(
+            f"method {name!r} does not exist{nearest(str(name), list(METHODS))}; one of {', '.join(METHODS)}"
+        )
+    return METHODS[name]
 
 
 def from_dict(options: dict[str, Any]) -> CacheMethod:
@@ -34,12 +65,7 @@ def from_dict(options: dict[str, Any]) -> CacheMethod:
         ValueError: unknown name or option (the nearest real one is named), or an option out of range.
     """
     options = dict(options)
-    name = options.pop("name", None)
-    if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(
-            f"method {name!r} does not exist{nearest(str(name), list(METHODS))}; one of {', '.join(METHODS)}"
-        )
-    cls = METHODS[name]
+    cls = method_class(options.pop("name", None))
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
@@ -50,15 +76,14 @@ def from_dict(options: dict[str, Any]) -> CacheMethod:
 
 
 __all__ = [
-    "BASELINES",
     "H2O",
     "KIVI",
     "METHODS",
-    "OURS",
     "TOVA",
     "VQKV",
     "CacheMethod",
     "CacheShape",
+    "Calibration",
     "ChannelSets",
     "CodebookTraining",
     "Codebooks",
@@ -79,6 +104,7 @@ __all__ = [
     "from_dict",
     "load_channels",
     "load_codebooks",
+    "method_class",
     "prefill",
     "register_scorer",
     "rope_bands",

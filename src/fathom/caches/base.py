@@ -12,6 +12,7 @@ Shapes: B rows, H query heads, G key/value heads, m new tokens, n stored slots, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -20,11 +21,12 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fathom.caches import versions
+from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import missing
@@ -50,9 +52,32 @@ class CacheShape:
         """Bytes of one uncompressed token in one layer (all rows, keys and values)."""
         return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
+    def full_bytes(self, tokens: int) -> int:
+        """Bytes of that many uncompressed tokens in all layers."""
+        return tokens * self.token_bytes() * self.layers
+
     def wide_bytes(self) -> int:
         """Bytes of a number that is kept in fp32 or wider: attention received, coefficients."""
         return max(4, self.element_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A file that a method reads for a model, made once on text by its `calibrate`.
+
+    option: the method's option that names the file.
+    made_by: the function that makes it, for messages.
+    needed: whether the method does nothing without it.
+    rows, long: texts that it is made on: how many, and whether they should be as long as those that will be read.
+    variant: sizes with which the suites make one for a tiny model.
+    """
+
+    option: str
+    made_by: str
+    needed: bool
+    rows: int = 2
+    long: bool = False
+    variant: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +89,11 @@ class CacheMethod(ABC):
     registry: ClassVar[str] = "cache"
     summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
     equation: ClassVar[str]  # the method in one line
+    role: ClassVar[str] = "method"  # or "baseline", or "adapter": no method by itself, left out of comparisons
+    variants: ClassVar[tuple[dict[str, Any], ...]]  # options of the shared suites: texts of 40 tokens are compressed
+    identity: ClassVar[dict[str, Any]] = {"budget": 256}  # with room for 256 tokens: the stock model
+    calibration: ClassVar[Calibration | None] = None
+    fewest: ClassVar[int] = 8  # the least budget at which the method is itself
     pre_rope_remedy: ClassVar[str] = "use a method that keeps keys as they are, such as TOVA(positions='original')"
 
     @property
@@ -81,6 +111,11 @@ class CacheMethod(ABC):
         """Tokens of a call from which on it is taken for a prompt and compressed; shorter ones are decoding."""
         return 1
 
+    @property
+    def sequential(self) -> bool:
+        """Whether a text gives the same outputs into whichever calls it is cut."""
+        return False
+
     @abstractmethod
     def new_state(self, context: LayerContext) -> State: ...
 
@@ -95,6 +130,43 @@ class CacheMethod(ABC):
     def cache_bytes(self, shape: CacheShape, prompt: int, generated: int = 0) -> int:
         """Closed form over `shape.layers` layers."""
         return sum(self.layer_bytes(shape, prompt, generated, layer) for layer in range(shape.layers))
+
+    def most_bytes(self, shape: CacheShape, tokens: int, chunk: int | None = None) -> int:
+        """Closed form: the most bytes held between calls, near the end of `tokens` tokens read `chunk` at a time."""
+        return self.cache_bytes(shape, min(tokens, getattr(self, "budget", tokens)))
+
+    @classmethod
+    def at_fraction(
+        cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
+    ) -> CacheMethod | NotReachable:
+        """The method with the most it can hold within `fraction` of the full cache's bytes after `tokens` tokens.
+
+        Here the largest `budget`. A method that is sized otherwise says how.
+
+        chunk: tokens of a call; None for a text whose calls are all long enough to be compressed.
+        options: others of the method, such as its calibration file.
+
+        Raises:
+            ValueError: an option that the method needs is missing.
+        """
+        if "budget" not in (field.name for field in dataclasses.fields(cls)):
+            raise NotImplementedError(f"{cls.__name__} has no option budget: give it an at_fraction of its own")
+        make: Any = functools.partial(cls, **options)
+        return largest_budget(lambda budget: make(budget=budget), cls.fewest, fraction, shape, tokens, chunk)
+
+    @classmethod
+    def calibrate(cls, model: nn.Module, input_ids: Tensor, **sizes: Any) -> Any:
+        """What `calibration` names, made on text [B,T]; `save(path)` writes its file. sizes: options of the maker."""
+        raise ValueError(f"{cls.__name__} needs no calibration: use it as it is")
+
+    @classmethod
+    def calibration_sizes(cls, fraction: float, shape: CacheShape, tokens: int) -> dict[str, Any]:
+        """Sizes for `calibrate` that suit a fraction of the full cache's bytes, made on texts of `tokens` tokens."""
+        return {}
+
+    def table_bytes(self, model: PreTrainedModel | None = None) -> int:
+        """Bytes held once per model, not counted with a cache: in the model's dtype, without one in the file's."""
+        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": …, option: value}`, ready for JSON; `fathom.caches.from_dict` reads it back."""

@@ -124,8 +124,7 @@ def bytes_per_step(model: nn.Module, method: CacheMethod, context: int, batch: i
     embedding = inner.get_input_embeddings().weight  # type: ignore[union-attr]
     tied = inner.get_output_embeddings() is not None and inner.get_output_embeddings().weight is embedding
     weights = sum(p.numel() * p.element_size() for p in inner.parameters() if tied or p is not embedding)
-    codebooks = method.prepare(inner, cache_shape(inner)).nbytes() if method.name == "vqkv" else 0
-    return weights + codebooks + method.cache_bytes(cache_shape(inner, batch), context)
+    return weights + method.table_bytes(inner) + method.cache_bytes(cache_shape(inner, batch), context)
 
 
 @torch.no_grad()

@@ -83,6 +83,10 @@ class TokenBudget(CacheMethod):
         """Tokens of a call that are processed at a time; None for all."""
         return {"chunked": self.chunk, "exact": 1}.get(self.prefill)
 
+    @property
+    def sequential(self) -> bool:
+        return self.call_length() == 1
+
     def layer_budget(self, context: LayerContext) -> int:
         return self.budget
 
@@ -256,7 +260,8 @@ class SlotState(State):
         if index is not None:  # a full cache is overwritten
             places = [getattr(self, name) for name in new]
             new = dict(zip(new, take_slots([*new.values()], index, places), strict=True))
-        vars(self).update(new)
+        for name, value in new.items():  # PyTorch 2.11 traces no update of a module's dict
+            setattr(self, name, value)
         self.grown = {}
 
     def note_positions(self, key: Tensor) -> None:

@@ -34,7 +34,7 @@ SECTIONS: dict[str, Section] = {
     "depth": Section(("vanilla",), re.compile(r"depth\.")),
     "mixer": Section(("none",), re.compile(r"model\.mixer\.")),
     "residual": Section(("standard",), re.compile(r"model\.residual\.")),
-    "positions": Section(("rotary", "learned"), re.compile(r"model\.(positions|embed_positions|rotary_emb)\.")),
+    "positions": Section(("rotary", "learned"), re.compile(r"model\.(position_method|embed_positions|rotary_emb)\.")),
     "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
 }
 _REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}

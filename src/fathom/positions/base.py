@@ -26,7 +26,7 @@ class Positions(Method):
     """
 
     wing: ClassVar[str] = "context"
-    place: ClassVar[str] = "positions"  # the module's name within the decoder, and so in checkpoints
+    place: ClassVar[str] = "position_method"  # the module's name within the decoder, and so in checkpoints
 
     @classmethod
     def heads(cls, options: Any) -> int:

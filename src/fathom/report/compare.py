@@ -35,6 +35,7 @@ from fathom.train import (
     TrainResult,
     best_of,
     candidates,
+    check_extras,
     load_recipe,
     model_config,
     try_lr,
@@ -63,6 +64,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     devices = _devices(jobs)
     side_by_side = max(Counter(devices).values())
     disable_progress_bar()  # of transformers: a bar for every model read back
+    check_extras(recipe.training)
     for method in recipe.methods:  # a wrong option is found before the text is tokenised
         model_config(recipe, method)
     task = recipe.task

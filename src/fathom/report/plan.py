@@ -73,7 +73,8 @@ def _models(recipe: Recipe, budget: Budget, data: PreparedData) -> list[Planned]
         # whole steps, as are trained: budgets that come to the same steps share a run
         tokens_of = [int(flops / cost) for cost in costs]
         step = recipe.step_tokens
-        models = [replace(model, tokens=n - n % step or n) for model, n in zip(models, tokens_of, strict=True)]
+        tokens_of = [tokens if n // step == tokens // step else n - n % step or n for n in tokens_of]
+        models = [replace(model, tokens=n) for model, n in zip(models, tokens_of, strict=True)]
     for model in models:
         if model.tokens < recipe.step_tokens:
             length = "tokens" if recipe.training.examples is None else "examples"

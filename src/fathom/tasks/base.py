@@ -131,7 +131,9 @@ class Task:
         return FathomForCausalLM
 
     def check(self, data: DataConfig) -> None:
-        """Raise ValueError for a field of the recipe's `data` that this task cannot honour."""
+        """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
+        command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
+        brings is imported in functions alone."""
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         """Examples ready for the Trainer, and what scoring needs. Raises OSError or ValueError that names the field."""

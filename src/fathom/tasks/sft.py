@@ -35,14 +35,15 @@ from fathom.tasks.base import Sample, Score, Task, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
 
 # For a tokenizer that has no template of its own: the headings of Alpaca, for any number of turns.
+HEADINGS = {"user": "### Instruction:\n", "assistant": "### Response:\n"}
 ALPACA = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '### Response:\n' + message['content'] + eos_token }}{% if not loop.last %}{{ '\n\n' }}{% endif %}"
+    "{% elif message['role'] == 'user' %}{{ '" + HEADINGS["user"] + "' + message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '" + HEADINGS["assistant"] + "' + message['content'] + eos_token }}"
+    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
     "{% else %}{{ raise_exception('no place for the role ' + message['role']) }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '" + HEADINGS["assistant"] + "' }}{% endif %}"
 )
 BATCH = 32  # questions that are answered at once
 SAMPLES = 4
@@ -155,12 +156,17 @@ class SFT(Task):
             notes += _cut(held_out, held, data.block_size, "; their exact match is not asked for")
             targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
             rows = list(self._examples(held_out, tokenizer, data.block_size, False, collections.Counter()))
-            whole = (row for row in rows if row.last and not row.cut)
+            questions = [_question(row) for row in rows if row.last and not row.cut][: self.questions]
+            if not questions:
+                raise ValueError(
+                    f"data.validation={data.validation!r}: none of its rows can be asked whole within data.block_size="
+                    f"{data.block_size} tokens; use longer blocks"
+                )
             found = {
                 "validation": validation,
                 "validation_targets": targets,
                 "validation_bytes": size,
-                "questions": tuple(map(_question, islice(whole, self.questions))),
+                "questions": tuple(questions),
                 "lengths": dict(collections.Counter(len(row.tokens) for row in rows)),
             }
         return Dialogues(
@@ -170,11 +176,11 @@ class SFT(Task):
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         assert isinstance(data, Dialogues)
         right = None
-        if loss is not None and data.questions:
+        if loss is not None:
             model: Any = self.model_class.from_pretrained(checkpoint)
             model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-            found = answers(model, data.questions, data.tokenizer)
-            right = sum(map(_is_right, data.questions, found, [data.tokenizer] * len(found))) / len(found)
+            found = zip(data.questions, answers(model, data.questions, data.tokenizer), strict=True)
+            right = sum(_is_right(question, ids, data.tokenizer) for question, ids in found) / len(data.questions)
         return {"answer_bits_per_byte": bits_of_loss(data, loss), "exact_match": right}
 
     def reference(self, data: PreparedData, sequences: int) -> float:
@@ -190,13 +196,12 @@ class SFT(Task):
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
         assert isinstance(data, Dialogues)
         asked = data.questions[:SAMPLES]
-        found = answers(model, asked, data.tokenizer)
-        parts = (
-            (list(question.prompt), ids, list(question.answer)) for question, ids in zip(asked, found, strict=True)
-        )
-        return [
-            Sample(*(str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in three)) for three in parts
-        ]
+
+        def text(ids: Iterable[int]) -> str:
+            return str(data.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        found = zip(asked, answers(model, asked, data.tokenizer), strict=True)
+        return [Sample(text(question.prompt), text(ids), text(question.answer)) for question, ids in found]
 
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
@@ -233,8 +238,9 @@ class SFT(Task):
         return [{"role": message["role"], "content": message["content"]} for message in messages]
 
     def _texts(self, source: Source) -> Iterator[str]:
+        """What a tokenizer made for the rows learns from: messages under the headings that they will have."""
         for row, where in source.rows():
-            yield "\n\n".join(message["content"] for message in self._messages(row, where))
+            yield "\n\n".join(HEADINGS.get(m["role"], "") + m["content"] for m in self._messages(row, where))
 
     def _examples(
         self, source: Source, tokenizer: PreTrainedTokenizerFast, room: int, inputs: bool, counts: collections.Counter
@@ -253,7 +259,7 @@ class SFT(Task):
                 labels[:1] = IGNORED
                 counts["rows"] += 1
                 counts["cut"] += len(tokens) > room
-                if (labels[:room] != IGNORED).any() and answer[1:room].any():
+                if answer[1:room].any():
                     counts["kept"] += 1
                     last = len(tokens) - len(pieces[-1][0])
                     yield Row(tokens[:room], labels[:room], last, len(tokens) > room)

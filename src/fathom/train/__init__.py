@@ -3,7 +3,7 @@
 from fathom.train.phases import Phases
 from fathom.train.recipe import Budget, MethodConfig, Recipe, Training, candidates, load_recipe, model_config
 from fathom.train.sweep import LearningRateSweep, best_of, sweep_lr, try_lr
-from fathom.train.trainer import TrainResult, sequences_per_process, train_run
+from fathom.train.trainer import TrainResult, check_extras, sequences_per_process, train_run
 
 __all__ = [
     "Budget",
@@ -15,6 +15,7 @@ __all__ = [
     "Training",
     "best_of",
     "candidates",
+    "check_extras",
     "load_recipe",
     "model_config",
     "sequences_per_process",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -215,6 +216,7 @@ def train_run(
         raise ValueError(
             f"{given}: less than one step of {tokens_per_step} tokens (sequences × gradient_accumulation × block_size)"
         )
+    check_extras(training)
     arguments = _arguments(training, share, folder, lr, seed, steps, evaluate=data.validation is not None)
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
@@ -298,6 +300,12 @@ def sequences_per_process(training: Training) -> int:
             f"step on {count}; or {remedy}"
         )
     raise ValueError(f"training.sequences={sequences}: {count} processes cannot share a batch of that many; {remedy}")
+
+
+def check_extras(training: Training) -> None:
+    """Raise ImportError with the pip command where an extra that the training needs is not installed."""
+    if training.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("training.tensorboard=True needs TensorBoard: pip install 'fathom-lm[tensorboard]'")
 
 
 def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
@@ -474,10 +482,8 @@ def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dat
 def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:
     if not training.tensorboard:
         return []
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ImportError("training.tensorboard needs TensorBoard: pip install 'fathom-lm[tensorboard]'") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return [TensorBoardCallback(tb_writer=SummaryWriter(str(folder / "tensorboard")))]
 
 

@@ -6,12 +6,14 @@ import bisect
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.base import CacheMethod, CacheShape, Calibration, LayerContext, State, concat
+from fathom.caches.budgets import NotReachable, fullest
 from fathom.caches.channels import (
     ChannelSets,
     affine_repair,
@@ -19,6 +21,7 @@ from fathom.caches.channels import (
     default_channels,
     flatten_heads,
     load_channels,
+    search_channels,
 )
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops import fourier_grid
@@ -70,6 +73,9 @@ class FourierAttention(CacheMethod):
     paper = "Beyond Homogeneous Attention: Memory-Efficient LLMs via Fourier-Approximated KV Cache, arXiv 2506.11886"
     summary = "Keep most channels of the middle as a few Fourier coefficients over time."
     equation = "C[n] = Σ_t e^{−2πint/Tw} x_t,  n < N, per compressed channel;  x_t ≈ Re Σ_n C[n] e^{2πint/Tw}"
+    variants = ({"n_sink": 2, "n_local": 4, "frequencies": 4, "headroom": 64},)
+    identity = {"n_local": 256, "frequencies": 8}  # noqa: RUF012
+    calibration = Calibration(option="channels", made_by="search_channels", needed=False)
 
     def __post_init__(self) -> None:
         self.check_path("channels")
@@ -118,6 +124,24 @@ class FourierAttention(CacheMethod):
         coefficients = (2 * self.frequencies + statistics) * wide * compressed * shape.batch
         full = (tokens - middle) * shape.token_bytes()
         return full + middle * kept * shape.element_bytes * shape.batch + coefficients
+
+    @classmethod
+    def at_fraction(
+        cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
+    ) -> CacheMethod | NotReachable:
+        # texts are read in parts here, and the statistics of "affine" hold for the first part only
+        common = {"window": tokens, "reconstruction": "projection", **options}
+        sizes = [(n, local) for n in (512, 256, 128, 64, 32) for local in (1024, 512, 256, 128, 64)]
+        candidates = [cls(frequencies=n, n_local=local, **common) for n, local in sizes if 2 * n < tokens]
+        return fullest(candidates, fraction, shape, tokens, chunk)
+
+    @classmethod
+    def calibrate(cls, model: nn.Module, input_ids: Tensor, **sizes: Any) -> ChannelSets:
+        return search_channels(model, list(input_ids.split(1)), **sizes)
+
+    @classmethod
+    def calibration_sizes(cls, fraction: float, shape: CacheShape, tokens: int) -> dict[str, Any]:
+        return {"frequencies": tokens // 16, "n_local": 64}
 
 
 class Side:

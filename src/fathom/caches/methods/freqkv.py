@@ -43,6 +43,8 @@ class FreqKV(CacheMethod):
     paper = "FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension, arXiv 2505.00570"
     summary = "Keep the low frequencies (over time) of the middle of the cache; can be fine-tuned."
     equation = "y = √(L/N)·IDCT_L(DCT_N(x)[0:L]) over the N middle slots of a full cache,  L = ⌊ratio·N⌋"
+    variants = ({"budget": 16, "n_sink": 2, "n_recent": 1, "ratio": 0.4},)
+    fewest = 16
 
     def __post_init__(self) -> None:
         self.check_at_least("budget", 1)
@@ -58,6 +60,10 @@ class FreqKV(CacheMethod):
 
     @property
     def pre_rope(self) -> bool:
+        return True
+
+    @property
+    def sequential(self) -> bool:
         return True
 
     @property

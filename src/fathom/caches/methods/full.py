@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.budgets import NotReachable
 from fathom.ops.cached_attention import causal_attention
 
 
@@ -19,10 +21,23 @@ class Full(CacheMethod):
     paper = "Attention Is All You Need, arXiv 1706.03762"
     summary = "Keep everything: the reference of every comparison."
     equation = "O = softmax(q Kᵀ / √D) V over all tokens"
+    role = "baseline"
+    variants = ({},)
+    identity = {}  # noqa: RUF012
 
     @property
     def plain(self) -> bool:
         return True
+
+    @property
+    def sequential(self) -> bool:
+        return True
+
+    @classmethod
+    def at_fraction(
+        cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
+    ) -> CacheMethod | NotReachable:
+        return cls() if fraction >= 1 else NotReachable(1.0)
 
     def new_state(self, context: LayerContext) -> FullState:
         return FullState()

@@ -24,6 +24,9 @@ class H2O(TokenBudget):
     paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv 2306.14048"
     summary = "Keep the heavy hitters (tokens that received most attention so far) and the newest tokens."
     equation = "h_s = Σ_queries a_s;  a full cache drops argmin h_s over all but the newest n_recent"
+    role = "baseline"
+    variants = ({"budget": 16, "n_recent": 6},)
+    identity = {"budget": 256, "n_recent": 64}  # noqa: RUF012
 
     def new_state(self, context: LayerContext) -> H2OState:
         return H2OState(self, context)

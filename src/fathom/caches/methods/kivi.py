@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.budgets import NotReachable, fullest
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.group_quantize import Quantized, quantize
@@ -39,6 +41,9 @@ class KIVI(CacheMethod):
     paper = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750"
     summary = "Keep every token in 2 or 4 bits: keys per channel, values per token."
     equation = "code = round((x − min) / (max − min)·(2^b − 1)), groups of keys along tokens, of values along channels"
+    role = "baseline"
+    variants = ({"group": 8, "residual": 16},)
+    identity = {"group": 8, "residual": 256}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         self.check_at_least("group", 1)
@@ -73,6 +78,17 @@ class KIVI(CacheMethod):
         for count, width in zip(self.quantized(tokens), (shape.key_dim, shape.value_dim)):
             total += count * width // self.group * group_bytes + (tokens - count) * width * shape.element_bytes
         return total * shape.batch * shape.kv_heads
+
+    def most_bytes(self, shape: CacheShape, tokens: int, chunk: int | None = None) -> int:
+        waiting = max(1, tokens // self.residual * self.residual - 1)  # keys that wait for their batch are in full
+        return max(self.cache_bytes(shape, tokens), self.cache_bytes(shape, waiting))
+
+    @classmethod
+    def at_fraction(
+        cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
+    ) -> CacheMethod | NotReachable:
+        candidates = [cls(bits=bits, residual=r, **options) for bits in (8, 4, 2) for r in (128, 64, 32)]
+        return fullest(candidates, fraction, shape, tokens, chunk)
 
 
 class KIVIState(State):

@@ -80,6 +80,8 @@ class Scored(TokenBudget):
     paper = ""
     summary = "Adapter: keep the tokens that a kvpress-style scoring function ranks highest."
     equation = "kept = the highest score(keys, values)"
+    role = "adapter"
+    variants = ({"budget": 16, "n_recent": 2, "scorer": "keydiff"},)  # knorm ties where a token repeats
 
     def __post_init__(self) -> None:
         super().__post_init__()

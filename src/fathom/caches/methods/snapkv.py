@@ -30,6 +30,9 @@ class SnapKV(TokenBudget):
     paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
     summary = "Compress the prompt to what its last queries attend to."
     equation = "s = pool(Σ_{last w queries} softmax(q Kᵀ));  kept = top (budget − w) by s ∪ last w tokens"
+    role = "baseline"
+    variants = ({"budget": 16, "n_recent": 4},)
+    fewest = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,11 @@ class SnapKV(TokenBudget):
         kept = self.kept_of_prompt(prompt, context) if prompt >= self.shortest_call else prompt
         return (kept + generated) * shape.token_bytes()
 
+    def most_bytes(self, shape: CacheShape, tokens: int, chunk: int | None = None) -> int:
+        rest = tokens % chunk if chunk else 0  # the last call of a text may be too short to be compressed
+        tail = rest if rest < self.shortest_call else 0
+        return self.cache_bytes(shape, tokens - tail, tail)
+
     def kept_of_prompt(self, slots: int, context: LayerContext) -> int:
         return min(slots, self.budget)
 
@@ -78,6 +86,7 @@ class PyramidKV(SnapKV):
     paper = "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv 2406.02069"
     summary = "SnapKV with budgets that fall with depth."
     equation = "SnapKV with budget_l falling linearly over layers l, mean(budget_l) = budget"
+    variants = ({"budget": 16, "n_recent": 4, "beta": 4},)
 
     def __post_init__(self) -> None:
         super().__post_init__()

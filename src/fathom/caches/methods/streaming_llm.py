@@ -25,6 +25,8 @@ class StreamingLLM(TokenBudget):
     paper = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     summary = "Keep the first tokens (sinks) and a window of the newest."
     equation = "kept = first n_sink ∪ newest (budget − n_sink) tokens"
+    role = "baseline"
+    variants = ({"budget": 16, "n_sink": 2},)
 
     def __post_init__(self) -> None:
         super().__post_init__()

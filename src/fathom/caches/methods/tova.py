@@ -25,6 +25,8 @@ class TOVA(TokenBudget):
     paper = "Transformers are Multi-State RNNs, arXiv 2401.06104"
     summary = "Keep the tokens that the newest query attends to most, one set for all heads of a layer."
     equation = "a full cache drops argmin_s of the last query's weights, mean over all heads"
+    role = "baseline"
+    variants = ({"budget": 16},)
 
     def __post_init__(self) -> None:
         super().__post_init__()

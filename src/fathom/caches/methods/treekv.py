@@ -44,6 +44,9 @@ class TreeKV(TokenBudget):
         "at pointer p the slot of p, p + 1 with the lower S/C leaves;  "
         "p ← (p + stride) mod (budget − n_sink − n_recent)"
     )
+    variants = ({"budget": 16, "n_sink": 2, "n_recent": 6, "block": 3},)
+    identity = {"budget": 256, "n_recent": 64}  # noqa: RUF012
+    fewest = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
-from fathom.caches.codebooks import Codebooks, load_codebooks
+from fathom.caches.base import CacheMethod, CacheShape, Calibration, LayerContext, State, concat
+from fathom.caches.budgets import NotReachable, fullest
+from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, train_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.code_attention import code_mix, code_scores, histogram_mix, lookup_scores
@@ -54,6 +56,18 @@ class VQKV(CacheMethod):
     equation = (
         "x ≈ Σ_stages codebook[code],  code = argmin ‖residual − codebook‖;  scores = Σ_stages (q·codebookᵀ)[code]"
     )
+    variants = ({"n_sink": 2, "n_local": 8, "flush_every": 3},)
+    identity = {"n_local": 256}  # noqa: RUF012
+    calibration = Calibration(
+        option="codebooks",
+        made_by="train_codebooks",
+        needed=True,
+        rows=4,
+        long=True,  # rotated keys look different at every position
+        variant={
+            "key_stages": 3, "key_entries": 16, "value_stages": 2, "value_entries": 20, "steps": 5, "batch": 256,
+        },
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.check_path("codebooks")
@@ -96,6 +110,35 @@ class VQKV(CacheMethod):
         books, coded = load_codebooks(self.codebooks), self.coded(prompt, generated)
         codes = self.code_bytes(books.keys[layer]) + self.code_bytes(books.values[layer])
         return (prompt + generated - coded) * shape.token_bytes() + coded * codes * shape.batch * shape.kv_heads
+
+    def most_bytes(self, shape: CacheShape, tokens: int, chunk: int | None = None) -> int:
+        waiting = min(self.flush, tokens) - 1  # tokens that wait for their batch to be coded are in full
+        return max(self.cache_bytes(shape, tokens), self.cache_bytes(shape, tokens - waiting, waiting))
+
+    @classmethod
+    def at_fraction(
+        cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
+    ) -> CacheMethod | NotReachable:
+        """The codebooks fix the bytes of a code; the number of newest tokens in full is chosen."""
+        sizes = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)
+        candidates = [cls(n_local=n, flush_every=min(n, 64), pack="bits", **options) for n in sizes]
+        return fullest(candidates, fraction, shape, tokens, chunk)
+
+    @classmethod
+    def calibrate(cls, model: nn.Module, input_ids: Tensor, **sizes: Any) -> Codebooks:
+        return train_codebooks(model, input_ids, CodebookTraining(**sizes))
+
+    @classmethod
+    def calibration_sizes(cls, fraction: float, shape: CacheShape, tokens: int) -> dict[str, Any]:
+        """8-bit codes by residual k-means: 0.7 of the fraction for the middle, of which keys get 70 % of the stages."""
+        stages = max(2, int(0.7 * fraction * 4 * shape.key_dim))  # bytes of a token and head at 2 bytes a number
+        keys = max(1, round(0.7 * stages))
+        entries = {"key_entries": 256, "value_entries": 256}
+        made = {"init": "kmeans", "batch": 8192, "kmeans_rounds": 6}
+        return {"key_stages": keys, "value_stages": max(1, stages - keys), **entries, **made}
+
+    def table_bytes(self, model: PreTrainedModel | None = None) -> int:
+        return load_codebooks(self.codebooks, model).nbytes()
 
 
 def bits_of(table: Tensor) -> int:

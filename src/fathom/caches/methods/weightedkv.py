@@ -41,6 +41,9 @@ class WeightedKV(TokenBudget):
     paper = "WeightedKV: Attention Scores Weighted Key-Value Cache Merging for LLMs, arXiv 2503.01330"
     summary = "Merge the value of an evicted token into its neighbour, weighted by received attention."
     equation = "j = argmin ā;  v_{j+1} ← (ā_j v_j + ā_{j+1} v_{j+1}) / (ā_j + ā_{j+1});  slot j leaves"
+    variants = ({"budget": 16, "n_sink": 2, "n_recent": 6, "chunk": 5},)
+    identity = {"budget": 256, "n_recent": 64}  # noqa: RUF012
+    fewest = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
