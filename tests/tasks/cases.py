@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
-ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(10, 20) for b in range(1, 9)]
+ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(4, 14) for b in range(1, 9)]
 
 
 def causal_lm(folder: Path) -> dict[str, Any]:
