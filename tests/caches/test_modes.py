@@ -232,4 +232,4 @@ def test_compiled_decoding_is_a_few_graphs(name, ids):
             known = {"input_ids": ids[:, step : step + 1], "attention_mask": mask[:, : 35 + step]}
             got, expected = (f(**known, **{CACHE_NAME: held}).logits for f, held in zip((compiled, model), caches))
             assert relative(got, expected) < 1e-5
-    assert len(graphs) <= 3
+    assert len(graphs) <= (3 if TRACED else 5)  # before, hooks are compiled by themselves: two small graphs more

