@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
 from fathom.version import __version__
+from fathom.vision import configuration as _vision_configuration
 
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401

@@ -4,6 +4,8 @@
     M = √(L/N) · C_Lᵀ · [I_L 0] · C_N :  N samples → their L lowest frequencies → L samples of the same amplitude
 
 Rows of M sum to 1 and M Mᵀ = (L/N) I. All in fp32 or wider (torch.fft has no bf16; twiddles need exact angles).
+
+On a grid both axes are resampled: Y = M_h X M_wᵀ for every channel.
 """
 
 from __future__ import annotations
@@ -84,3 +86,34 @@ def resample(
         return (math.sqrt(length / n) * idct(spectrum)).transpose(-1, -2).to(x.dtype)
     with without_autocast(x.device.type):
         return (resampler(n, length, band, wide.dtype, x.device) @ wide).to(x.dtype)
+
+
+def resample_grid(
+    x: Float[Tensor, "*rows n C"],
+    grid: tuple[int, int],
+    kept: tuple[int, int],
+    rescale: str = "none",
+    transform: str = "gemm",
+) -> Float[Tensor, "*rows m C"]:
+    """The low-pass of a grid of tokens, in the dtype of x: n = H·W tokens row by row → m = h·w.
+
+    The orthonormal 2-D DCT of every channel is cropped to its h × w lowest frequencies and transformed back on the
+    smaller grid. Cost in FLOPs, gemm: 2·C·(h·H·W + h·w·W).
+
+    rescale: "none" is that transform, whose constants grow by √(HW/hw); "amplitude" keeps constants as they are.
+    transform: "gemm", two products with small constant matrices, or "fft".
+    """
+    (height, width), (h, w) = grid, kept
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-2, (height, width))  # [..., H, W, C]
+    if transform == "fft":
+        spectrum = dct(wide.movedim(-1, -3).contiguous())[..., :w]  # [..., C, H, w]
+        spectrum = dct(spectrum.transpose(-1, -2).contiguous())[..., :h]
+        out = idct(idct(spectrum).transpose(-1, -2).contiguous()).movedim(-3, -1)
+        scale = math.sqrt(h * w / (height * width)) if rescale == "amplitude" else 1.0
+    else:
+        down = resampler(height, h, "low", wide.dtype, x.device)
+        along = resampler(width, w, "low", wide.dtype, x.device)
+        with without_autocast(x.device.type):
+            out = along @ (down @ wide.flatten(-2)).unflatten(-1, (width, x.shape[-1]))
+        scale = 1.0 if rescale == "amplitude" else math.sqrt(height * width / (h * w))
+    return (out * scale if scale != 1.0 else out).flatten(-3, -2).to(x.dtype)

@@ -1,0 +1,45 @@
+"""Configs of checkpoints whose vision tokens are compressed. Light: `import fathom` registers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, Qwen2_5_VLConfig, SmolVLMConfig
+
+
+class Compresses:
+    """`vision_compress`: the compressor as `{"name": …, options}`.
+
+    A config that is made hands the models and processors to the Auto classes, which so can wait until then.
+    """
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        from fathom.vision.checkpoints import register
+
+        register()
+
+
+class FathomLlavaConfig(Compresses, LlavaConfig):
+    model_type = "fathom_llava"
+    vision_compress: dict[str, Any] | None = None
+
+
+class FathomLlavaNextConfig(Compresses, LlavaNextConfig):
+    model_type = "fathom_llava_next"
+    vision_compress: dict[str, Any] | None = None
+
+
+class FathomSmolVLMConfig(Compresses, SmolVLMConfig):
+    model_type = "fathom_smolvlm"
+    vision_compress: dict[str, Any] | None = None
+
+
+class FathomQwen2_5_VLConfig(Compresses, Qwen2_5_VLConfig):
+    model_type = "fathom_qwen2_5_vl"
+    vision_compress: dict[str, Any] | None = None
+
+
+CONFIGS = (FathomLlavaConfig, FathomLlavaNextConfig, FathomSmolVLMConfig, FathomQwen2_5_VLConfig)
+for _config in CONFIGS:
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)  # type: ignore[arg-type]
