@@ -25,10 +25,8 @@ CLIP: dict[str, Any] = {
 def tokenizer() -> Any:
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"image_token": "<image>"}
-    fast = hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
-    fast.add_special_tokens({"additional_special_tokens": [*special.values(), "<|image_pad|>", "<|video_pad|>"]})
-    fast.padding_side = "left"
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", padding_side="left")
+    fast.add_special_tokens({"additional_special_tokens": ["<image>", "<|image_pad|>", "<|video_pad|>"]})
     return fast
 
 

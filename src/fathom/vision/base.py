@@ -107,13 +107,13 @@ class GridCompressor(Compressor):
         tokens = super().count(grid)
         found = fitting(grid, tokens)
         if found is None:
-            most = grid[0] * grid[1]
-            near = sorted((n for n in range(1, most + 1) if fitting(grid, n)), key=lambda n: abs(n - tokens))[:2]
+            usable = [n for n in range(1, grid[0] * grid[1] + 1) if fitting(grid, n)]
+            near = [max((n for n in usable if n < tokens), default=None), min(n for n in usable if n > tokens)]
             raise self.refuse(
                 "tokens",
                 tokens,
                 f"no grid with the proportions of {grid[0]} × {grid[1]} has that many; use "
-                f"{' or '.join(str(n) for n in sorted(near))}, or ratio",
+                f"{' or '.join(str(n) for n in near if n)}, or ratio",
             )
         return found
 

@@ -73,6 +73,11 @@ CLASSES: dict[str, tuple[type, type, type]] = {
 }
 
 
+def stock_of(cls: type) -> Any:
+    """The class of transformers that one of ours extends."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+
+
 class CompressedProcessor:
     """Reads the compressor from the config beside the processor's own file."""
 
@@ -81,8 +86,7 @@ class CompressedProcessor:
         processor = super().from_pretrained(folder, *arguments, **kwargs)  # type: ignore[misc]
         config = AutoConfig.from_pretrained(folder)
         if getattr(config, "vision_compress", None) is None:
-            stock = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
-            raise ValueError(f"{folder}: its config has no vision_compress; load it with {stock.__name__}")
+            raise ValueError(f"{folder}: its config has no vision_compress; load it with {stock_of(cls).__name__}")
         put(processor, family_of(config.model_type).processor, from_dict(config.vision_compress))
         return processor
 
@@ -126,7 +130,7 @@ def convert_vision(folder: str | Path, out: str | Path, method: Compressor) -> N
     check(family_of(stock_config.model_type), method)
     name = stock_config.model_type.removeprefix("fathom_")
     config_class, model_class, stock_processor = CLASSES[name]
-    stock = model_class.__mro__[2].from_pretrained(folder)  # type: ignore[attr-defined]
+    stock = stock_of(model_class).from_pretrained(folder)
     fields = {**stock.config.to_dict(), "model_type": config_class.model_type, "vision_compress": method.to_dict()}  # type: ignore[attr-defined]
     with torch.device("meta"):
         model = model_class(config_class.from_dict(fields))  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fathom.vision.base import Compressor
-from fathom.vision.families import FAMILIES, REFUSED, Compressed, Family
+from fathom.vision.families import FAMILIES, REFUSED, Family
 
 
 def family_of(model_type: str) -> Family:
@@ -40,13 +40,14 @@ def check(family: Family, compressor: Compressor) -> None:
 @functools.cache
 def with_compressor(added: type, cls: type) -> type:
     """The class of an instance, with `added` before it; its name and module stay, which saved files name."""
-    return type(cls.__name__, (added, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return type(
+        cls.__name__, (added, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "plain": cls}
+    )
 
 
 def plain_class(instance: Any) -> type:
     """The class that an instance has without a compressor."""
-    cls = type(instance)
-    return cls.__mro__[2] if issubclass(cls, Compressed) else cls
+    return getattr(type(instance), "plain", type(instance))
 
 
 def put(instance: Any, added: type, compressor: Compressor) -> None:

@@ -31,7 +31,8 @@ def from_dict(options: dict[str, Any]) -> Compressor:
     options = dict(options)
     name = options.pop("name", None)
     if name not in METHODS:
-        raise ValueError(f"method {name!r} does not exist{nearest(str(name), names)}; one of {', '.join(names)}")
+        near = nearest(str(name), list(METHODS))
+        raise ValueError(f"method {name!r} does not exist{near}; one of {', '.join(METHODS)}")
     known = [field.name for field in dataclasses.fields(METHODS[name])]
     for option in options:
         if option not in known:
