@@ -49,6 +49,9 @@ RUN = (
     "fathom inspect runs/mine/depth_attention/tokens-500000-seed-0/model --text my-text/held-out.txt",
 )
 PARSED = (
+    "fathom vision bench MODEL --image cat.png --tokens 144",  # all three: tests/vision/test_vision_verbs.py
+    "fathom vision show MODEL --image cat.png -o kept.png",
+    "fathom vision convert my-llava -o my-llava-144 --tokens 144",
     "fathom --install-completion",  # would change the shell's files
     'fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream',  # after the demo
     "fathom cache bench MODEL --text book.txt",  # run by tests/caches/test_guide.py, on a shorter text
@@ -164,7 +167,7 @@ def test_the_recipes_are_valid_as_written(tmp_path):
 
 
 def test_python_of_the_readme(here, capsys):
-    caches, methods = fences("README.md", "python")
+    caches, _vision, methods = fences("README.md", "python")  # _vision: tests/vision/test_vision_verbs.py
     tokenizer = AutoTokenizer.from_pretrained("my-llama")
     model = AutoModelForCausalLM.from_pretrained("my-llama")
     names = {"model": model, "inputs": tokenizer("The sea", return_tensors="pt")}

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
+    from fathom.vision import FourierVLM, compress_vision
 
 
 def _cache_methods() -> list[str]:
@@ -56,6 +57,7 @@ _PLACES = {
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
+    **dict.fromkeys(("compress_vision", "FourierVLM"), "fathom.vision"),
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
 _MODULES = ("lineage",)

@@ -1,0 +1,162 @@
+"""What vision tokens cost in a model, method by method, at equal tokens; and pictures of what each keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fathom.vision.base import Compressor, Grid
+from fathom.vision.compress import compress_vision
+from fathom.vision.methods import METHODS, from_dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(Compressor):
+    """Keeps every token and notes what it saw: (features [B, n, C], grid) of every call."""
+
+    seen: list[tuple[Tensor, Grid]] = dataclasses.field(default_factory=list)
+
+    makes_a_grid = True
+
+    def kept(self, grid: Grid) -> Grid:
+        return grid
+
+    def count(self, grid: Grid) -> int:
+        return grid[0] * grid[1]
+
+    def __call__(self, features: Tensor, grid: Grid) -> Tensor:
+        self.seen.append((features.detach(), grid))
+        return features
+
+
+def inputs_of(model: Any, processor: Any, images: list[Any], prompt: str) -> dict[str, Tensor]:
+    """The processor's inputs for a prompt and its images. A prompt that names no image has them put before it."""
+    token = processor.image_token
+    if token not in prompt:
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+        if getattr(processor, "chat_template", None):
+            prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        else:
+            prompt = f"{token} " * len(images) + prompt
+    inputs = processor(images=images, text=[prompt], return_tensors="pt")
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
+
+
+def features_of(model: Any, processor: Any, image: Any) -> tuple[Tensor, Grid]:
+    """What a compressor is given for an image (its first tile or slice): [n, C] and the grid."""
+    recorder = Recorder()
+    with torch.no_grad(), compress_vision(model, processor, recorder):
+        model(**inputs_of(model, processor, [image], ""))
+    features, grid = recorder.seen[0]
+    return features[0].float().cpu(), grid
+
+
+@torch.no_grad()
+def bench(
+    model: Any,
+    processor: Any,
+    image: Any,
+    tokens: int,
+    prompt: str,
+    new_tokens: int = 16,
+    names: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """One row a method: vision tokens, prefill FLOPs (torch's counter), KV bytes (as stored), time to the first token
+    and tokens per second through `generate()`. Methods that do not serve the model have the reason instead.
+
+    Raises:
+        ValueError: a name in `names` that is no method.
+    """
+    rows = []
+    for name in ["all_tokens", *(other for other in names or METHODS if other != "all_tokens")]:
+        row: dict[str, Any] = {"method": name}
+        rows.append(row)
+        method = from_dict({"name": name, **({} if name == "all_tokens" else {"tokens": tokens})})
+        try:
+            with compress_vision(model, processor, method):
+                inputs = inputs_of(model, processor, [image], prompt)
+                row["vision_tokens"] = int((inputs["input_ids"] == processor.image_token_id).sum())
+                with FlopCounterMode(display=False) as counter:
+                    output = model(**inputs, use_cache=True, logits_to_keep=1)
+                row["prefill_flops"] = counter.get_total_flops()
+                cache = getattr(output, "cache", None) or output.past_key_values
+                row["kv_bytes"] = sum(
+                    part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
+                )
+                settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+                row["first_token_seconds"] = _seconds(
+                    model, inputs, {**settings, "max_new_tokens": 1, "min_new_tokens": 1}
+                )
+                whole = _seconds(model, inputs, settings)
+                row["tokens_per_second"] = (new_tokens - 1) / max(whole - row["first_token_seconds"], 1e-9)
+        except ValueError as error:
+            row["refused"] = str(error)
+    return rows
+
+
+def _seconds(model: Any, inputs: dict[str, Tensor], settings: dict[str, Any], repeats: int = 3) -> float:
+    """Median of `generate()`."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        model.generate(**inputs, **settings)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[repeats // 2]
+
+
+def show(model: Any, processor: Any, image: Any, tokens: int, output: Path) -> dict[str, float]:
+    """A picture: the image, its features in three principal colours, what each grid method keeps of them, and their
+    spectrum. Returns how much of the features' energy the low frequencies hold that `tokens` keep.
+
+    A square is one token; colours are the three largest principal components of the uncompressed features.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from fathom.ops.dct import dct, resample_grid
+
+    features, grid = features_of(model, processor, image)
+    grids = [cls for cls in METHODS.values() if cls.makes_a_grid and cls.name not in ("all_tokens", "dct_coefficients")]
+    center = features.mean(0)
+    axes_of = torch.linalg.svd(features - center, full_matrices=False)[2][:3].T
+    low, high = ((features - center) @ axes_of).aminmax(dim=0)
+
+    def colours(kept: Tensor, shape: Grid) -> Any:
+        return (((kept - center) @ axes_of - low) / (high - low)).clamp(0, 1).view(*shape, -1).numpy()
+
+    figure, places = pyplot.subplots(1, 3 + len(grids), figsize=(2.6 * (3 + len(grids)), 3.0), layout="constrained")
+    places[0].imshow(image)
+    places[0].set_title("image")
+    places[1].imshow(colours(features, grid))
+    places[1].set_title(f"all {grid[0] * grid[1]} tokens")
+    for place, cls in zip(places[2:], grids):
+        options = {"rescale": "amplitude"} if cls.name == "fourier_vlm" else {}
+        method: Any = from_dict({"name": cls.name, "tokens": tokens, **options})
+        place.imshow(colours(method(features[None], grid)[0], method.kept(grid)))
+        place.set_title(f"{cls.name}, {tokens}")
+    spectrum = dct(dct(features.T.reshape(-1, *grid)).transpose(-1, -2).contiguous()).square().mean(0).T  # [H, W]
+    places[-1].imshow(spectrum.clamp_min(1e-12).log10().numpy())
+    places[-1].set_title("energy by frequency, log₁₀")
+    for place in places:
+        place.set_xticks([])
+        place.set_yticks([])
+    figure.savefig(output, dpi=120)
+    pyplot.close(figure)
+    kept: Any = from_dict({"name": "fourier_vlm", "tokens": tokens}).kept(grid)  # type: ignore[attr-defined]
+    share = resample_grid(features, grid, kept).square().sum() / features.square().sum()
+    h, w = kept
+    spread = (spectrum[:h, :w].sum() - spectrum[0, 0]) / (spectrum.sum() - spectrum[0, 0])
+    return {"energy": share.item(), "energy_without_mean": spread.item()}

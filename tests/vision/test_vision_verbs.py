@@ -1,0 +1,77 @@
+"""`fathom vision` on a tiny random LLaVA: what a user reads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from vision_cases import pair, picture
+
+from fathom.vision import METHODS
+from tiny_checkpoint import run_cli
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    for part in pair("llava"):
+        part.save_pretrained(folder / "model")
+    picture(60, 90).save(folder / "image.png")
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, place):
+    def run(verb, *arguments):
+        arguments = [str(argument) for argument in arguments]
+        return run_cli(monkeypatch, capsys, "vision", verb, str(place / "model"), *arguments)
+
+    return run
+
+
+def test_see_answers_with_the_tokens_asked_for(run, place):
+    what = ("--image", place / "image.png", "--prompt", "what")
+    _, out, _ = run("see", *what, "--tokens", 9, "--new-tokens", 3, "--json")
+    assert json.loads(out)["vision_tokens"] == 9
+
+
+def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
+    _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 3, "--json")
+    rows = {row["method"]: row for row in json.loads(out)}
+    assert set(rows) == set(METHODS)
+    full, layers, heads, width = rows.pop("all_tokens"), 2, 1, 8
+    assert full["vision_tokens"] == 36 and {row["vision_tokens"] for row in rows.values()} == {9}
+    for row in rows.values():
+        assert full["kv_bytes"] - row["kv_bytes"] == 2 * layers * heads * width * (36 - 9) * 4
+        assert row["prefill_flops"] < full["prefill_flops"]
+
+
+def test_show_writes_a_picture_and_convert_a_checkpoint(run, place, tmp_path):
+    picture = tmp_path / "kept.png"
+    _, out, _ = run("show", "--image", place / "image.png", "--tokens", 9, "--output", picture, "--json")
+    assert picture.read_bytes().startswith(b"\x89PNG") and 0 < json.loads(out)["energy"] < 1
+    assert run("convert", "--output", tmp_path / "ours", "--tokens", 9)[0] == 0
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["model_type"] == "fathom_llava" and config["vision_compress"]["tokens"] == 9
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/vision.md"])
+def test_python_of_the_guides(page):
+    text = Path(__file__).parents[2].joinpath(page).read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "compress_vision" in block)
+    model, processor = pair("llava")
+    names = {"model": model, "processor": processor, "image": picture(60, 90)}
+    exec(code.replace("144", "9"), names)
+    assert (names["inputs"].input_ids == 2).sum() == 9 and names["output"].shape[1] > names["inputs"].input_ids.shape[1]
+
+
+def test_what_cannot_be_read_is_refused_in_a_line(run, place, tmp_path):
+    (tmp_path / "cut.png").write_bytes((place / "image.png").read_bytes()[:200])
+    (tmp_path / "text.png").write_text("no image")
+    for file in ("cut.png", "text.png"):
+        code, _, err = run("see", "--image", tmp_path / file, "--prompt", "what", "--tokens", 9)
+        assert code != 0 and f"{file}: not a readable image" in err and err.count("\n") == 1
+    code, _, err = run("see", "--image", tmp_path / "no.png", "--prompt", "what", "--tokens", 9)
+    assert code != 0 and "no.png: no such file" in err
