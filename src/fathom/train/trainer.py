@@ -38,6 +38,7 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
@@ -244,6 +245,7 @@ def train_run(
         tokens_per_step,
         lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
         model.depth,
+        lookup("feed_forward", config.feed_forward["name"]),  # type: ignore[arg-type]
     )
     trainer = FathomTrainer(
         task=task,
