@@ -327,7 +327,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:
-        """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
+        """As in transformers, and a stock GPT-2, GPT-NeoX, Llama, Qwen2, Qwen3, Qwen2-MoE, Mixtral or Qwen3-MoE checkpoint
+        loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
         Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
@@ -422,7 +423,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""
+        """Write a vanilla model as the stock checkpoint of its family, a mixture of experts as Qwen2-MoE, Mixtral or
+        Qwen3-MoE. Raises ValueError where that is impossible."""
         checkpoints.save_stock(self, folder)
 
 
