@@ -327,8 +327,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:
-        """As in transformers, and a stock GPT-2, GPT-NeoX, Llama, Qwen2, Qwen3, Qwen2-MoE, Mixtral or Qwen3-MoE checkpoint
-        loads too.
+        """As in transformers, and a stock checkpoint of GPT-2, GPT-NeoX, Llama, Qwen2, Qwen3, Qwen2-MoE, Mixtral or
+        Qwen3-MoE loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
         Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
