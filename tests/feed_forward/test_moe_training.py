@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import set_seed
 
+from fathom import FathomForCausalLM
 from fathom.data import DataConfig, prepare
 from fathom.train import Recipe, Training, train_run
 from fathom.train.recipe import MethodConfig
@@ -10,21 +12,29 @@ from fathom.train.recipe import MethodConfig
 MOE = {"name": "moe", "experts": 4, "active": 2, "slices": 2, "width": 8, "shared": 16, "z": 0.01}
 
 
-def test_routers_leave_a_line_by_layer(tmp_path):
-    (tmp_path / "text.txt").write_text("the sun over the hill and the sea under the wind.\n" * 80)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A recipe's data, prepared."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("the sun over the hill and the sea under the wind.\n" * 80)
     data = DataConfig(
-        train=str(tmp_path / "text.txt"), validation=None, tokenizer={"bpe": 260}, block_size=16, num_proc=1
+        train=str(folder / "text.txt"), validation=None, tokenizer={"bpe": 260}, block_size=16, num_proc=1
     )
-    model = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "feed_forward": MOE}
-    recipe = Recipe("tiny", Training(tokens=4 * 2 * 16, sequences=2, log_every=2), model=model, data=data)
-    seed = train_run(
-        recipe,
-        MethodConfig("moe", {"feed_forward": MOE}),
-        seed=0,
-        folder=tmp_path / "run",
-        data=prepare(data, tmp_path),
+    return data, prepare(data, folder)
+
+
+def trained(text, folder, feed_forward=MOE, **training):
+    data, prepared = text
+    model = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = Recipe(
+        "tiny", Training(**{"tokens": 4 * 2 * 16, "sequences": 2, "log_every": 2, **training}), model, data=data
     )
-    lines = [line for line in seed.history if "loss" in line]
+    method = MethodConfig("moe", {"feed_forward": feed_forward})
+    return train_run(recipe, method, seed=0, folder=folder, data=prepared)
+
+
+def test_routers_leave_a_line_by_layer(text, tmp_path):
+    lines = [line for line in trained(text, tmp_path / "run").history if "loss" in line]
     assert len(lines) == 2
     for line in lines:
         assert torch.tensor(line["expert_load"]).shape == (2, 4)
@@ -34,3 +44,21 @@ def test_routers_leave_a_line_by_layer(tmp_path):
         assert all(0.5 <= value <= 1 for value in line["group_agreement"])
         assert line["penalty"] == pytest.approx(line["balance_loss"] + line["z_loss"])
         assert "domain_information" not in line
+
+
+@pytest.mark.parametrize("trains", ["router", "feed_forward"])
+def test_all_but_what_trains_stays_bit_for_bit(trains, text, tmp_path):
+    moe = {**MOE, "shared_gate": "sigmoid"}
+    after = FathomForCausalLM.from_pretrained(trained(text, tmp_path / "run", moe, lr=1e-2, trains=trains).model)
+    set_seed(0)  # as the run did
+    first, last = FathomForCausalLM(after.config).state_dict(), after.state_dict()
+    torch.manual_seed(0)
+    for name, tensor in last.items():
+        router = ".mlp.gate." in name or "shared_expert_gate" in name
+        moves = router or (trains == "feed_forward" and ".mlp." in name)
+        assert torch.equal(tensor, first[name]) != moves, name
+
+
+def test_a_network_without_a_router_has_no_warm_up(text, tmp_path):
+    with pytest.raises(ValueError, match=r"training\.trains='router': feed_forward='dense' has no router"):
+        trained(text, tmp_path / "run", {"name": "dense"}, trains="router")

@@ -23,6 +23,7 @@ class FeedForward(Method):
     wing: ClassVar[str] = "growth"
     losses: ClassVar[tuple[str, ...]] = ()  # names whose values, already weighted, are added to the training loss
     by_layer: ClassVar[tuple[str, ...]] = ()  # names whose values metrics keep apart by layer, for `describe`
+    routers: ClassVar[tuple[str, ...]] = ()  # modules that only decide which parts run: a warm-up trains these alone
     # `forward(x, tokens)` takes `TokenFacts`, and says something, in training and where `output_auxiliary` asks for it.
     reads_tokens: ClassVar[bool] = False
 

@@ -185,6 +185,7 @@ class MixtureOfExperts(FeedForward):
     paper = "2507.18671"
     losses = ("balance_loss", "z_loss", "discipline_loss")
     by_layer = ("expert_load", "router_entropy", "router_z", "group_agreement", "domain_load")
+    routers = ("gate", "shared_expert_gate")
     reads_tokens = True
     variants = (
         {"experts": 4, "active": 2, "width": 16},

@@ -236,6 +236,7 @@ def train_run(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
+    freeze(model, training.trains)
     if training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
@@ -413,6 +414,7 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
             stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
+        stored.setdefault("training.trains", "all")
         if (folder / RESULT).exists():
             stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
@@ -430,6 +432,24 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             )
     elif write:
         write_json(path, spec)
+
+
+def freeze(model: FathomForCausalLM, trains: str) -> None:
+    """Leave gradients to the feed-forward networks, or to their routers, alone. Raises ValueError for networks without
+    a router."""
+    if trains == "all":
+        return
+    modules = [layer.mlp for layer in model.model.layers]
+    if trains == "router":
+        modules = [getattr(mlp, name) for mlp in modules for name in mlp.routers if hasattr(mlp, name)]
+        if not modules:
+            name = model.config.feed_forward["name"]
+            raise ValueError(
+                f"training.trains='router': feed_forward={name!r} has no router; use 'all' or 'feed_forward'"
+            )
+    model.requires_grad_(False)
+    for module in modules:
+        module.requires_grad_(True)
 
 
 def has_trained(folder: Path) -> bool:
