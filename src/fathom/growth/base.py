@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class GrowthMethod:
     summary: ClassVar[str]
     equation: ClassVar[str]
     paper: ClassVar[str] = ""
-    branches: ClassVar[Literal["none", "some", "needed"]] = "none"
-    changes: ClassVar[Literal["feed-forward networks", "everything"]] = "feed-forward networks"
+    branches: ClassVar[str] = "none"  # or "some", "needed"
+    changes: ClassVar[str] = "feed-forward networks"  # or "everything"
     fresh: ClassVar[bool] = False
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:

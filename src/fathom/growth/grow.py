@@ -127,7 +127,8 @@ def grow(
     with new_folder(Path(folder)) as work:
         if method.fresh:
             torch.manual_seed(seed)
-            FathomForCausalLM(config).to(base.config.dtype or torch.float32).save_pretrained(work)
+            model: Any = FathomForCausalLM(config)
+            model.to(base.config.dtype or torch.float32).save_pretrained(work)
         else:
             write_layers(base, others, method, config, work, seed)
             config.architectures = [FathomForCausalLM.__name__]

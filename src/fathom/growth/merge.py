@@ -59,7 +59,8 @@ class Merge(GrowthMethod):
         if self.how == "linear":
             return merging.linear(others, [1 / len(others)] * len(others)).to(base.dtype)
         if self.how == "slerp":
-            return merging.slerp(*others, self.weight).to(base.dtype)
+            one, two = others
+            return merging.slerp(one, two, self.weight).to(base.dtype)
         tasks = [self.weight * (other - first) for other in others]
         if self.how == "ties":
             return (first + merging.ties(tasks, self.density)).to(base.dtype)

@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks
+from fathom.data.mixing import MixedBlocks
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import lookup
@@ -241,6 +242,9 @@ def train_run(
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
+    order = _ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size)
+    if isinstance(order, MixedBlocks):
+        data = dataclasses.replace(data, notes=(*data.notes, order.note))
     metrics = Metrics(
         folder,
         tokens_per_step,
@@ -255,7 +259,7 @@ def train_run(
         targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
         model=model,
         args=arguments,
-        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
+        train_dataset=order,
         eval_dataset=data.validation,
         processing_class=data.tokenizer,
     )
@@ -498,6 +502,8 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> A
 def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
+    if isinstance(data.train, MixedBlocks):
+        return data.train.ordered(seed, length)
     return ShuffledBlocks(data.train, seed, length)
 
 
