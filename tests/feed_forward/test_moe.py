@@ -337,3 +337,20 @@ def test_the_discipline_loss_needs_domains():
     with pytest.raises(ValueError, match=r"domains of shape \[2, 5\]: give one a row, \[2\]"):
         model(ids, labels=ids, domains=ids)
     assert "discipline_loss" in model(ids, labels=ids, domains=torch.tensor([0, 3]), output_auxiliary=True).losses
+
+
+@pytest.mark.parametrize(
+    ("options", "learns"), [({}, False), ({"discipline": 0.1}, True), ({"norm_topk_prob": False}, True)], ids=str
+)
+def test_what_teaches_a_tied_router_which_group_to_pick(options, learns):
+    """With k = G and gates that sum to 1, every gate is 1/G whichever group it is: the model's loss moves rows of a
+    group against each other, not the group."""
+    layer = mixture(slices=2, active=2, selection="group", balance=0.0, **options).train()
+    with torch.no_grad():
+        layer.gate.weight.copy_(layer.gate.weight[::2].repeat_interleave(2, 0))
+    out, said = layer(states(), TokenFacts(None, torch.tensor([[0], [1], [2]]).expand(3, 5)))
+    (out.square().sum() + said.get("discipline_loss", 0.0)).backward()
+    gradient = layer.gate.weight.grad
+    of_groups = gradient.view(3, 2, WIDTH).sum(1).abs().max()
+    assert gradient.abs().max() > 1e-3
+    assert (of_groups > 1e-4) if learns else (of_groups < 1e-5 * gradient.abs().max())
