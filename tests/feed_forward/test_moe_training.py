@@ -1,12 +1,17 @@
 """A mixture in a run: what its router says, layer by layer, in metrics.jsonl."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import set_seed
 
 from fathom import FathomForCausalLM
 from fathom.data import DataConfig, prepare
+from fathom.depth.base import DepthMethod
+from fathom.feed_forward.moe import MixtureOfExperts
 from fathom.train import Recipe, Training, train_run
+from fathom.train.metrics import DEAD_FOR, Metrics
 from fathom.train.recipe import MethodConfig
 
 MOE = {"name": "moe", "experts": 4, "active": 2, "slices": 2, "width": 8, "shared": 16, "z": 0.01}
@@ -62,3 +67,21 @@ def test_all_but_what_trains_stays_bit_for_bit(trains, text, tmp_path):
 def test_a_network_without_a_router_has_no_warm_up(text, tmp_path):
     with pytest.raises(ValueError, match=r"training\.trains='router': feed_forward='dense' has no router"):
         trained(text, tmp_path / "run", {"name": "dense"}, trains="router")
+
+
+def test_experts_that_stay_dead_are_a_warning_once(tmp_path):
+    metrics = Metrics(tmp_path, 1, lambda ran: 1.0, DepthMethod(None, None), MixtureOfExperts)
+
+    def line(*load: float) -> None:
+        metrics.of_layers = {"expert_load": [torch.tensor([load])]}
+        assert metrics._by_layer()["dead_experts"] == [sum(share == 0 for share in load)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(DEAD_FOR - 1):
+            line(0.5, 0.0, 0.5)
+        line(0.25, 0.25, 0.5)
+        for _ in range(DEAD_FOR - 1):
+            line(0.5, 0.0, 0.5)
+    with pytest.warns(UserWarning, match=r"1 experts ran no token since the last 10 lines.*raise the mixture's"):
+        line(0.5, 0.0, 0.5)

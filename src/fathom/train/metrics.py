@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fathom.models.hf_versions import FathomOutput
 from fathom.writing import naming, write_text
 
 FILE = "metrics.jsonl"
+DEAD_FOR = 10  # lines after which experts that no token ran are a warning
 # What a line has of its own; nothing that a method says may take such a name. `penalty` may be one loss or their sum.
 RESERVED = (
     "step", "tokens", "train_flops", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second",
@@ -67,6 +69,7 @@ class Metrics(TrainerCallback):
         self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
         self.depth, self.feed_forward = depth, feed_forward
+        self.dead = 0  # lines in a row that have dead experts
         self.of_layers: dict[str, list[torch.Tensor]] = {}  # likewise, kept apart by layer
         self.said: dict[str, list[torch.Tensor]] = {}  # by name, of every forward since the last training line
         self.losses: set[str] = set()  # which of these names are losses
@@ -173,7 +176,16 @@ class Metrics(TrainerCallback):
             for name in sorted(means):
                 torch.distributed.all_reduce(means[name])
                 means[name] /= torch.distributed.get_world_size()
-        return self.feed_forward.describe(means) if means else {}
+        found = self.feed_forward.describe(means) if means else {}
+        dead = sum(found.get("dead_experts", ()))
+        self.dead = self.dead + 1 if dead else 0
+        if self.dead == DEAD_FOR:
+            warnings.warn(
+                f"{dead} experts ran no token since the last {DEAD_FOR} lines of {FILE}: raise the mixture's `balance`,"
+                " lower training.lr, or grow with fewer experts or a larger reinit_ratio",
+                stacklevel=2,
+            )
+        return found
 
     def _add_flops(self, state: Any) -> float | None:
         """Count the steps since the last time; returns how many steps a token ran in them."""
