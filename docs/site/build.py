@@ -27,7 +27,7 @@ from fathom_cli.catalogue import Entry, entries  # noqa: E402
 WINGS = {
     "depth": "Compute and layers",
     "context": "Positions",
-    "growth": "Feed-forward networks",
+    "growth": "Experts and growth",
     "caches": "KV caches",
     "lineage": "Lineage",
 }

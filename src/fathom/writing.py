@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,25 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, complete or not at all. Raises ValueError for NaN and infinities."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `folder` only when the block ends without an error.
+
+    Raises FileExistsError when `folder` exists and is not empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with naming(folder):
+            yield work
+        if folder.exists():
+            folder.rmdir()
+        os.replace(work, folder)
+        folder.chmod(0o755)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise

@@ -23,6 +23,7 @@ import typer.core
 VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "train": "fathom_cli.train:command",
     "compare": "fathom_cli.compare:command",
+    "grow": "fathom_cli.grow:command",
     "generate": "fathom_cli.generate:command",
     "evaluate": "fathom_cli.evaluate:command",
     "inspect": "fathom_cli.inspect:command",

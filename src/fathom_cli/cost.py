@@ -14,6 +14,7 @@ from fathom_cli.options import Json
 COLUMNS = {
     "name": "model",
     "parameters": "parameters",
+    "active_parameters": "active",
     "non_embedding_parameters": "non-embed.",
     "linear": "linear",
     "attention": "attention",
@@ -117,6 +118,7 @@ def _cost(config: Any, length: int, dtype: Any, checkpointing: bool) -> dict[str
     mixing = mixing_per_token(config, dtype)
     return {
         "parameters": counts.total,
+        "active_parameters": counts.active,
         "non_embedding_parameters": counts.non_embedding,
         "forward_flops_per_token": {**dataclasses.asdict(forward), "matmul": forward.matmul, "total": forward.total},
         "training_flops_per_token": training_flops_per_token(config, length, checkpointing),
@@ -128,6 +130,8 @@ def _cost(config: Any, length: int, dtype: Any, checkpointing: bool) -> dict[str
 
 def _table(rows: list[dict[str, Any]]) -> str:
     columns = {key: title for key, title in COLUMNS.items() if any(row[key] for row in rows)}  # what costs nothing goes
+    if all(row["active_parameters"] == row["parameters"] for row in rows):
+        del columns["active_parameters"]
     cells = [list(columns.values())]
     cells += [[row[key] if key == "name" else _short(row[key]) for key in columns] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]

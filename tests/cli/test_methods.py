@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, lineage
+from fathom import caches, growth, lineage
 from fathom.models.registry import REGISTRIES
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
-CLASSES = {**REGISTRIES, "cache": caches.METHODS, "vision": METHODS}  # registry → name → the method's class
+# registry → name → the method's class
+CLASSES = {**REGISTRIES, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS}
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
 every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 

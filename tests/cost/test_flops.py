@@ -119,7 +119,7 @@ FREE = {
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "t", "slice", "split", "alias", "detach",
     "cat", "clone", "_to_copy", "to", "gather", "stack", "new_full", "select", "split_with_sizes", "flip", "scatter",
     "zeros_like", "ones_like", "roll",
-    "constant_pad_nd",
+    "constant_pad_nd", "topk", "sort", "index", "histc",  # routing: histc counts tokens
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ class OperationCounter(TorchDispatchMode):
 
     def count(self, name, inputs, outputs):
         size = outputs[0].numel()
-        if name in ("mm", "bmm"):
+        if name in ("mm", "bmm", "_grouped_mm"):
             self.matmul += 2 * size * inputs[0].shape[-1]
             self.batched += 2 * size * inputs[0].shape[-1] * (name == "bmm")
         elif name == "addmm":

@@ -16,10 +16,12 @@ class ParameterCounts:
     """Attributes:
     total: all parameters, a tied head once.
     non_embedding: without input table, learned positions and head: the N of scaling laws.
+    active: without experts that a token does not run.
     """
 
     total: int
     non_embedding: int
+    active: int
 
 
 def parameter_counts(config: FathomConfig) -> ParameterCounts:
@@ -28,11 +30,13 @@ def parameter_counts(config: FathomConfig) -> ParameterCounts:
     norm = 2 if config.norm == "layernorm" else 1  # gain, and shift
     qk_norm = 2 * norm * config.head_dim if config.qk_norm else 0
     block = attention_weights(config) + attention_biases(config) + 2 * norm * d + qk_norm
-    methods = {section: counts.parameters for section, counts in method_counts(config).items()}
+    costs = method_counts(config)
+    methods = {section: counts.parameters for section, counts in costs.items()}
     positions = methods.pop("positions")
     non_embedding = layers * block + norm * d + sum(methods.values())
     tables = config.vocab_size * (1 if config.tie_word_embeddings else 2)
-    return ParameterCounts(total=non_embedding + d * tables + positions, non_embedding=non_embedding)
+    total = non_embedding + d * tables + positions
+    return ParameterCounts(total, non_embedding, active=total - sum(counts.idle for counts in costs.values()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,16 +8,32 @@ EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
+class NamedSource:
+    """One text of a mixture. Its number among the sources is the domain of its blocks.
+
+    Attributes:
+        text: as `DataConfig.train` names one.
+        weight: share of the blocks, in proportion to the other sources' weights; above 0.
+        max_epochs: how often it may be passed over at most; None: as often as the weight says.
+    """
+
+    text: str
+    weight: float = 1.0
+    max_epochs: float | None = None
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer and blocks of one experiment.
 
     `train` and `validation` each name a text: a file (`.txt`, `.md`, `.jsonl`, `.jsonl.gz`, `.jsonl.xz`, `.parquet`), a
     folder of such files, a Hugging Face data set (`name`, `name:subset`, `name@revision`), or `"embedded"`, the
     public-domain prose inside the package. A plain text file is one document, a row is one. `validation` may be `None`.
-    The cache knows files by their bytes, a data set of the hub by its name alone: pin its revision if it may change.
+    `train` may also be a mapping from names to sources with weights, which are mixed block by block. The cache knows
+    files by their bytes, a data set of the hub by its name alone: pin its revision if it may change.
     """
 
-    train: str = EMBEDDED
+    train: str | dict[str, NamedSource] = EMBEDDED
     validation: str | None = EMBEDDED
     text_field: str = "text"  # the field of JSONL, Parquet and hub rows that holds the text
     train_split: str = "train"  # splits of a hub data set
@@ -37,6 +53,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise ValueError("data.train is empty: name a file, a folder, a data set, or 'embedded'")
+        if isinstance(self.train, dict):
+            for name, source in self.train.items():
+                for field_name, value in (("weight", source.weight), ("max_epochs", source.max_epochs)):
+                    if value is not None and not 0 < value < float("inf"):
+                        raise ValueError(f"data.train.{name}.{field_name}={value!r}: must be above 0")
+            if self.streaming:
+                raise ValueError("data.streaming=True: named sources are mixed from blocks on disk; leave it out")
         if isinstance(self.tokenizer, dict):
             if set(self.tokenizer) != {"bpe"}:
                 raise ValueError(

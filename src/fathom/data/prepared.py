@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from fathom.data.config import EMBEDDED, DataConfig
+from fathom.data.mixing import MixedBlocks
 from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, too_short, write_blocks
 from fathom.data.sources import Source
 from fathom.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
@@ -31,7 +33,7 @@ class PreparedData:
     every token of a validation block but its first. EOS targets count in the loss and stand for no bytes.
     """
 
-    train: datasets.Dataset | StreamingBlocks
+    train: datasets.Dataset | StreamingBlocks | MixedBlocks
     validation: datasets.Dataset | None
     tokenizer: PreTrainedTokenizerFast
     validation_targets: int
@@ -49,23 +51,53 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     """
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
-    train_source = Source(config.train, config.train_split, config.text_field, "data.train", config.max_documents)
+    sources = {
+        name: Source(text, config.train_split, config.text_field, where, config.max_documents)
+        for name, text, where in named_texts(config)
+    }
     validation_source = None
     if config.validation is not None:
         validation_source = Source(config.validation, config.validation_split, config.text_field, "data.validation")
-        require_disjoint(train_source, validation_source)
-    tokenizer = make_tokenizer(config, train_source.documents, train_source.content_hash, cache)
-
-    train: datasets.Dataset | StreamingBlocks
-    if config.streaming:
-        train = StreamingBlocks(train_source, tokenizer, config)
+        for source in sources.values():
+            require_disjoint(source, validation_source)
+    first = next(iter(sources.values()))
+    if isinstance(config.train, dict):
+        every = list(sources.values())
+        tokenizer = make_tokenizer(
+            config,
+            lambda: itertools.chain.from_iterable(source.documents() for source in every),
+            lambda: cache_key(*(source.content_hash() for source in every)),
+            cache,
+        )
     else:
-        train = _blocks(train_source, tokenizer, config, config.max_tokens, cache)
+        tokenizer = make_tokenizer(config, first.documents, first.content_hash, cache)
+
+    train: datasets.Dataset | StreamingBlocks | MixedBlocks
+    if isinstance(config.train, dict):
+        blocks = {
+            name: _blocks(source, tokenizer, config, config.max_tokens, cache) for name, source in sources.items()
+        }
+        weights = {name: source.weight for name, source in config.train.items()}
+        caps = {name: source.max_epochs for name, source in config.train.items()}
+        mixed = MixedBlocks(blocks, weights, config.seed, sum(map(len, blocks.values())))
+        mixed.caps = caps  # of a whole training, whose length this order does not have
+        train = mixed
+    elif config.streaming:
+        train = StreamingBlocks(first, tokenizer, config)
+    else:
+        train = _blocks(first, tokenizer, config, config.max_tokens, cache)
     validation, targets, size = None, 0, 0
     if validation_source is not None:
         validation = _blocks(validation_source, tokenizer, config, config.max_validation_tokens, cache)
         targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
     return PreparedData(train, validation, tokenizer, targets, size)
+
+
+def named_texts(config: DataConfig) -> list[tuple[str, str, str]]:
+    """(name, text, place in the recipe) of every training source."""
+    if isinstance(config.train, str):
+        return [("train", config.train, "data.train")]
+    return [(name, source.text, f"data.train.{name}.text") for name, source in config.train.items()]
 
 
 def make_tokenizer(

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fathom.models.method import Counts, Method, NoOptions
+from fathom.models.token_facts import TokenFacts
 
-__all__ = ["Counts", "FeedForward", "NoOptions"]
+__all__ = ["Counts", "FeedForward", "NoOptions", "TokenFacts"]
 
 
 class FeedForward(Method):
@@ -21,10 +22,19 @@ class FeedForward(Method):
 
     wing: ClassVar[str] = "growth"
     losses: ClassVar[tuple[str, ...]] = ()  # names whose values, already weighted, are added to the training loss
+    by_layer: ClassVar[tuple[str, ...]] = ()  # names whose values metrics keep apart by layer, for `describe`
+    routers: ClassVar[tuple[str, ...]] = ()  # modules that only decide which parts run: a warm-up trains these alone
+    # `forward(x, tokens)` takes `TokenFacts`, and says something, in training and where `output_auxiliary` asks for it.
+    reads_tokens: ClassVar[bool] = False
 
     def forward(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"] | tuple[Tensor, dict[str, Tensor]]:
         """x: [B, T, d], normalised."""
         raise NotImplementedError  # abstract
+
+    @classmethod
+    def describe(cls, means: dict[str, Tensor]) -> dict[str, Any]:
+        """What goes to metrics.jsonl of the values `by_layer`, each [layers, …], a mean over forwards."""
+        return {name: value.tolist() for name, value in means.items()}
 
     @classmethod
     def counts(cls, config: Any, options: Any) -> Counts:

@@ -21,13 +21,15 @@ class Dense(FeedForward):
     summary = "The ordinary feed-forward network: every token runs all of it."
     equation = "y = W_down (act(W_gate x) ⊙ W_up x)"
 
-    def __init__(self, config: Any, options: Any):
+    def __init__(self, config: Any, options: Any, width: int | None = None):
+        """`width` instead of the config's intermediate_size, where it is part of another network."""
         super().__init__(config, options)
+        width = config.intermediate_size if width is None else width
         self.gated = config.gated_mlp
         if config.gated_mlp:
-            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+            self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.down_proj.writes_residual = True  # type: ignore[assignment]  # initialization.py
         self.act_fn = ACT2FN[config.hidden_act]
 

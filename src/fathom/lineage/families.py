@@ -28,6 +28,9 @@ _LLAMA = {
 _LLAMA_MOE = _LLAMA | {
     "router": "mlp.gate", "router_correction": "mlp.gate.e_score_correction_bias",
     "shared_router": "mlp.shared_expert_gate",
+    # all experts in one tensor, as a Fathom checkpoint has them
+    "experts.gate_up": "mlp.experts.gate_up_proj", "experts.up": "mlp.experts.up_proj",
+    "experts.down": "mlp.experts.down_proj",
     **{f"experts.{{e}}.{r}": f"mlp.experts.{{e}}.{r}_proj" for r in ("gate", "up", "down")},
     **{f"shared.{r}": f"mlp.shared_expert.{r}_proj" for r in ("gate", "up", "down")},
 }  # fmt: skip
@@ -244,7 +247,9 @@ def geometry(config: Mapping[str, Any], family: Family) -> Geometry:
     if config.get("kv_lora_rank"):
         nope_dim, rotary_dim = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         head_dim, value_dim, kv_heads = nope_dim + rotary_dim, config["v_head_dim"], heads
+    own = config.get("feed_forward") if config.get("model_type") == "fathom" else None
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
+    experts = own["experts"] if own and own["name"] == "moe" else experts
     return Geometry(hidden, layers, heads, kv_heads, head_dim, rotary_dim, experts, value_dim, nope_dim, nope)
 
 

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 
 from fathom.lineage.families import FAMILIES
 from fathom.lineage.weights import Weights
+from fathom.ops import merging
 
 Perturbation = Callable[[Weights, Generator], Weights]
 
@@ -164,41 +165,17 @@ def merge(parents: Sequence[Weights], weights: Sequence[float], how: str = "line
     for key in base.tensors:
         stack = [p.tensors[key] for p in parents]
         if how == "linear":
-            base.tensors[key] = sum((c * t for c, t in zip(weights, stack)), torch.zeros_like(stack[0]))
+            base.tensors[key] = merging.linear(stack, weights)
         elif how == "slerp":
-            base.tensors[key] = _slerp(stack[0], stack[1], weights[1])
+            base.tensors[key] = merging.slerp(stack[0], stack[1], weights[1])
         elif how in {"ties", "dare"}:
             tasks = [c * (t - stack[0]) for c, t in zip(weights[1:], stack[1:])]
             base.tensors[key] = stack[0] + (
-                _ties(tasks, density) if how == "ties" else _dare(tasks, density, generator)
+                merging.ties(tasks, density) if how == "ties" else merging.dare(tasks, density, generator)
             )
         else:
             raise ValueError(f"how: {how!r} is unknown; choose linear, slerp, ties or dare")
     return base
-
-
-def _slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
-    cosine = ((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-30)).clamp(-1, 1)
-    angle = cosine.arccos()
-    if angle < 1e-4:
-        return (1 - t) * a + t * b
-    return (((1 - t) * angle).sin() * a + (t * angle).sin() * b) / angle.sin()
-
-
-def _ties(tasks: list[Tensor], density: float) -> Tensor:
-    trimmed = []
-    for task in tasks:
-        limit = task.abs().flatten().kthvalue(max(1, int((1 - density) * task.numel()))).values
-        trimmed.append(torch.where(task.abs() >= limit, task, 0))
-    stack = torch.stack(trimmed)
-    elected = stack.sum(0).sign()
-    agree = (stack.sign() == elected) & (stack != 0)
-    return (stack * agree).sum(0) / agree.sum(0).clamp_min(1)
-
-
-def _dare(tasks: list[Tensor], density: float, generator: Generator) -> Tensor:
-    kept = [t * (torch.rand(t.shape, generator=generator, dtype=t.dtype) < density) / density for t in tasks]
-    return sum(kept, torch.zeros_like(tasks[0]))
 
 
 def fine_tune(

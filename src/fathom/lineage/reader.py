@@ -218,6 +218,8 @@ class Checkpoint:
             base, bias = stored.removesuffix(".bias"), ".bias" if stored.endswith(".bias") else ""
             if parts := [role for role, fused in _FUSED.items() if fused == base]:
                 found += [role + bias for role in parts]
+            elif base == "experts.gate_up":
+                found += [f"experts.{e}.{part}" for e in range(self.geometry.experts) for part in ("gate", "up")]
             elif base.startswith("experts.") and base.count(".") == 1:
                 found += [f"experts.{e}.{base.split('.')[1]}{bias}" for e in range(self.geometry.experts)]
             else:
@@ -234,9 +236,14 @@ class Checkpoint:
             return True
         if role in _LATENT and (layer, "kv_b") in self._layer_names:
             return role != "q" or any((layer, r) in self._layer_names for r in ("q", "q_b"))
-        if (expert := _expert(role)) and (layer, f"experts.{expert[1]}") in self._layer_names:
+        if (expert := _expert(role)) and self._stacked(layer, expert[1]):
             return expert[0] < self.geometry.experts
         return (layer, role) in self._layer_names
+
+    def _stacked(self, layer: int, part: str) -> str | None:
+        """The role of the tensor that holds this part of all experts of a layer, if one does."""
+        roles = [f"experts.{part}", *(["experts.gate_up"] if part in ("gate", "up") else [])]
+        return next((role for role in roles if (layer, role) in self._layer_names), None)
 
     def read(self, layer: int, role: str, rows: slice | None = None) -> Tensor:
         """One weight in canonical layout: [out, in], q/k/v unfused, rotary pairs in halves, norm gains with their
@@ -251,8 +258,9 @@ class Checkpoint:
             tensor = split_fused(fused, base, self.family, self.geometry)
         elif role in _LATENT and (layer, "kv_b") in names:
             return self._latent(layer, role)
-        elif (expert := _expert(role)) and (layer, f"experts.{expert[1]}") in names:
-            return self._load(names[layer, f"experts.{expert[1]}"], slice(expert[0], expert[0] + 1))[0]
+        elif (expert := _expert(role)) and (stacked := self._stacked(layer, expert[1])):
+            tensor = self._load(names[layer, stacked], slice(expert[0], expert[0] + 1))[0]
+            return tensor.chunk(2)[expert[1] == "up"] if stacked == "experts.gate_up" else tensor
         elif (layer, role) in names:
             tensor = self._oriented(names[layer, role], rows)
         else:

@@ -2,11 +2,8 @@
 checkpoint."""
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +18,7 @@ from fathom.lineage.families import Family, Geometry, family_of, geometry
 from fathom.lineage.reader import Checkpoint, join_fused, nope_first, pairs_from_halves
 from fathom.lineage.store import GGUFStore
 from fathom.lineage.token_rows import spelled
-from fathom.writing import naming
+from fathom.writing import new_folder
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -233,28 +230,6 @@ class MemoryStore:
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         return self._tensors[name] if rows is None else self._tensors[name][rows]
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which becomes `folder` only when the block ends without an error.
-
-    Raises FileExistsError when `folder` exists and is not empty.
-    """
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        with naming(folder):
-            yield work
-        if folder.exists():
-            folder.rmdir()
-        os.replace(work, folder)
-        folder.chmod(0o755)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _save_shards(state: dict[str, Tensor], folder: Path, limit: int) -> None:

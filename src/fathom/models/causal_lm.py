@@ -32,6 +32,7 @@ from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slot
 from fathom.models.steps.cache import StepLayer, hold_steps
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.models.steps.stack import StepStack
+from fathom.models.token_facts import TokenFacts
 from fathom.models.vocabulary import Vocabulary
 from fathom.ops.cross_entropy import IGNORE, cross_entropy
 from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL, Visibility
@@ -72,6 +73,10 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         self.foresight: Foresight | None = None
         self.post_init()
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for its decorator in this file
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         initialize(module, self.config)
@@ -93,6 +98,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         output_auxiliary: bool = False,
         visibility: Visibility | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        domains: Int[Tensor, " B"] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Arguments as in transformers; the cache may come as `cache` or `past_key_values`.
@@ -101,7 +107,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
         `visibility` says who sees whom (ops/visibility.py) instead of `config.is_causal`.
-        `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`).
+        `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`). `domains`, from
+        which source of text each row comes, is for losses and statistics of routers alone.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; one with the
@@ -134,6 +141,9 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"the input is empty ({rows} rows of {length} tokens): give at least one token")
         layer_kwargs = dict(kwargs, use_cache=use_cache)
         stack = self.bind_stack(embeddings, attention_mask, position_ids, cache, layer_kwargs, visibility)
+        feed_forward: Any = lookup("feed_forward", self.config.feed_forward["name"])
+        if feed_forward.reads_tokens and (self.training or output_auxiliary):
+            stack.tokens = token_facts(embeddings, attention_mask, domains)
         stack.hidden_states = [] if _wanted(output_hidden_states, self.config.output_hidden_states) else None
         stack.attentions = [] if _wanted(output_attentions, self.config.output_attentions) else None
 
@@ -317,7 +327,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> FathomForCausalLM:
-        """As in transformers, and a stock GPT-2, GPT-NeoX, Llama or Qwen3 checkpoint loads too.
+        """As in transformers, and a stock checkpoint of GPT-2, GPT-NeoX, Llama, Qwen2, Qwen3, Qwen2-MoE, Mixtral or
+        Qwen3-MoE loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
         Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
@@ -412,7 +423,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write a vanilla model as the stock checkpoint of its family. Raises ValueError where that is impossible."""
+        """Write a vanilla model as the stock checkpoint of its family, a mixture of experts as Qwen2-MoE, Mixtral or
+        Qwen3-MoE. Raises ValueError where that is impossible."""
         checkpoints.save_stock(self, folder)
 
 
@@ -426,6 +438,18 @@ def hold_tokens(cache: Cache, depth: str) -> None:
         )
     if slotted:
         cache.layers[:] = [DynamicLayer() for _ in cache.layers]
+
+
+def token_facts(
+    embeddings: Float[Tensor, "B T d"], attention_mask: Any, domains: Int[Tensor, " B"] | None
+) -> TokenFacts:
+    """What layers may know of the new tokens. Raises ValueError for domains that are not one a row."""
+    rows, length = embeddings.shape[:2]
+    if domains is not None and domains.shape != (rows,):
+        raise ValueError(f"domains of shape {list(domains.shape)}: give one a row, [{rows}]")
+    masked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    real = attention_mask[:, -length:].bool() if masked else None
+    return TokenFacts(real, None if domains is None else domains[:, None].expand(rows, length))
 
 
 def _wanted(argument: bool | None, default: bool | None) -> bool:

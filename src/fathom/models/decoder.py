@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
+from fathom.models.token_facts import TokenFacts
 from fathom.ops.biased_attention import KeyBias, biased_attention
 from fathom.ops.eager_attention import eager_attention
 from fathom.ops.range_attention import ranged_attention
@@ -163,24 +164,28 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.layer_idx = layer_idx
 
-    def forward(self, stream: Any, residual: Any, **attention_inputs: Any) -> tuple[Any, ...]:
-        """`stream` is the residual stream (a tensor under the standard topology). Returns it with the layer added;
-        attention's weights, mixer state and slots for later steps; and what the feed-forward network says by name."""
+    def forward(
+        self, stream: Any, residual: Any, tokens: TokenFacts | None = None, **attention_inputs: Any
+    ) -> tuple[Any, ...]:
+        """`stream` is the residual stream (a tensor under the standard topology), `tokens` what a feed-forward network
+        that reads it may know of them. Returns the stream with the layer added; attention's weights, mixer state and
+        slots for later steps; and what the feed-forward network says by name."""
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
         x, carry = residual.read(stream, first)
         attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
-            fed, auxiliary = self.feed_forward(x)
+            fed, auxiliary = self.feed_forward(x, tokens)
             return residual.write(stream, first, attended + fed, carry), *found, auxiliary
         stream = residual.write(stream, first, attended, carry)
         x, carry = residual.read(stream, second)
-        fed, auxiliary = self.feed_forward(x)
+        fed, auxiliary = self.feed_forward(x, tokens)
         return residual.write(stream, second, fed, carry), *found, auxiliary
 
-    def feed_forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def feed_forward(self, x: Tensor, tokens: TokenFacts | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The second half, from its norm to its dropout, and what it says beside its output."""
-        out = self.mlp(self.post_attention_layernorm(x))
+        x = self.post_attention_layernorm(x)
+        out = self.mlp(x) if tokens is None else self.mlp(x, tokens)
         out, auxiliary = out if isinstance(out, tuple) else (out, {})
         return self.drop(out), auxiliary
 
@@ -267,6 +272,7 @@ class Stack:
     groups: list[Callable[..., Any]] | None = None  # run instead of the decoder's layers: them, compiled by groups
     # What layers say beside their outputs, by name: a tensor for every layer that ran, in order.
     auxiliary: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
+    tokens: TokenFacts | None = None  # for feed-forward networks that read it
     targets: Int[Tensor, "B T"] | None = None  # what the tokens are to predict, −100 for nothing; None: unknown
 
     def __call__(self, embeddings: Float[Tensor, "B T d"], pass_index: int = 0) -> Float[Tensor, "B T d"]:
@@ -291,6 +297,8 @@ class Stack:
             if self.hidden_states is not None:
                 self.hidden_states.append(residual.read(stream, 2 * number)[0])
             inputs = dict(self.layer_kwargs, cache_layer=index)
+            if self.tokens is not None:
+                inputs.update(tokens=self.tokens)
             if mixer is not None:
                 inputs.update(mixer=mixer, sources=tuple(self.mixed[j] for j in mixer.source_layers(index)))
             if self.read is not None:
@@ -316,6 +324,7 @@ class Stack:
     def grouped(self, stream: Any) -> Any:
         """The layers by compiled groups; nothing of them is wanted but the stream and what `read` leaves."""
         together = len(self.decoder.layers) // len(self.groups)  # type: ignore[arg-type]
+        facts = {} if self.tokens is None else {"tokens": self.tokens}
         for number, group in enumerate(self.groups):  # type: ignore[arg-type]
             stream, next_kv, auxiliary = group(
                 stream,
@@ -325,6 +334,7 @@ class Stack:
                 attention_mask=self.attention_mask,
                 position_ids=self.position_ids if self.slot_ids is None else self.slot_ids,
                 read=self.read,
+                **facts,
                 **self.layer_kwargs,
             )
             self.next_kv += next_kv

@@ -3,7 +3,7 @@
 | parameter | "scaled" (default from scratch) | "hf" |
 |---|---|---|
 | input table, learned positions, head | TN(√(2/(5d))) | N(initializer_range) |
-| q, k, v, gate, up and method projections | TN(√(2/(5d))) | N(initializer_range) |
+| q, k, v, gate, up (of experts, too), router and method projections | TN(√(2/(5d))) | N(initializer_range) |
 | o_proj, down_proj (write to the residual stream) | TN(√(2/(5d)) / √(2·L·steps)) | N(initializer_range) |
 | biases | 0 | 0 |
 | norm gains / shifts | 1 / 0 | 1 / 0 |
@@ -19,10 +19,21 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from fathom.models.configuration import FathomConfig
+
+
+def fill_matrix(weight: Tensor, config: FathomConfig, writes_residual: bool = False) -> None:
+    """Fill a matrix, or several in one tensor, by the config's rule."""
+    if config.init == "hf":
+        init.normal_(weight, mean=0.0, std=config.initializer_range)
+    else:
+        std = math.sqrt(2 / (5 * config.hidden_size))
+        if writes_residual:
+            std /= math.sqrt(2 * config.num_hidden_layers * config.most_steps)
+        init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
 
 
 def initialize(module: nn.Module, config: FathomConfig) -> None:
@@ -36,13 +47,7 @@ def initialize(module: nn.Module, config: FathomConfig) -> None:
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
     elif isinstance(module, nn.Linear | nn.Embedding):
-        if config.init == "hf":
-            init.normal_(module.weight, mean=0.0, std=config.initializer_range)
-        else:
-            std = math.sqrt(2 / (5 * config.hidden_size))
-            if getattr(module, "writes_residual", False):
-                std /= math.sqrt(2 * config.num_hidden_layers * config.most_steps)
-            init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+        fill_matrix(module.weight, config, getattr(module, "writes_residual", False))
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)  # type: ignore[arg-type]
     elif hasattr(module, "initialize_parameters"):

@@ -69,6 +69,7 @@ class Counts:
         traffic: of a cross-layer method, the tensor elements per token that it reads from and writes to memory, every
             operand once (a fused kernel's floor).
         parameters: parameters that the method adds to the model.
+        idle: of these, how many a token does not run (experts that the router did not choose).
         biased: a bias is added to every attention score.
     """
 
@@ -89,6 +90,7 @@ class Counts:
     mixing: int = 0
     traffic: int = 0
     parameters: int = 0
+    idle: int = 0
     biased: bool = False
 
     @property

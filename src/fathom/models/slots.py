@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
+from fathom.models.token_facts import TokenFacts
 from fathom.ops.biased_attention import (
     MASKED,
     ChannelBias,
@@ -370,7 +371,16 @@ class SlotStack(Stack):
             self.attentions,
             slot_ids=slot_ids,
             auxiliary=self.auxiliary,
+            tokens=self.facts_of(layout, slots.shape[1]),
         )
+
+    def facts_of(self, layout: SlotLayout, slots: int) -> TokenFacts | None:
+        """What feed-forward networks may know of the new slots: what they may of their tokens."""
+        if self.tokens is None:
+            return None
+        real = None if layout.valid is None else layout.valid[:, -slots:]
+        domains = self.tokens.domains
+        return TokenFacts(real, None if domains is None else domains[:, :1].expand(-1, slots))
 
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None

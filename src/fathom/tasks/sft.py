@@ -118,6 +118,10 @@ class SFT(Task):
         check_range("task sft", "questions", self.questions, 1)
 
     def check(self, data: DataConfig) -> None:
+        if not isinstance(data.train, str):
+            raise ValueError(
+                f"data.train={sorted(data.train)!r}: task 'sft' reads one data set; name it, or use task 'causal_lm'"
+            )
         defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
         for name in _FIXED:
             if getattr(data, name) != defaults[name]:
@@ -133,6 +137,7 @@ class SFT(Task):
     def prepare(self, data: DataConfig, cache_dir: Path) -> Dialogues:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
+        assert isinstance(data.train, str)  # `check`
         train = Source(data.train, data.train_split, argument="data.train", max_documents=data.max_documents)
         held_out = None
         if data.validation is not None:

@@ -4,7 +4,8 @@ Training lines have step, tokens, train_flops, seconds, loss, learning_rate, gra
 peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
 counts these (on rank 0's tokens). What methods say by name beside the loss (their losses, and what layers say) has a
 mean over the micro-batches since the last line, under its name. If losses are among it, penalty is their sum: `loss`
-is without them, so that it compares with other methods' and with the held-out loss. Validation lines have step, tokens,
+is without them, so that it compares with other methods' and with the held-out loss. What a feed-forward network says
+`by_layer` is a list with a number a layer instead, as its `describe` words it. Validation lines have step, tokens,
 train_flops and validation_loss. Losses are means over targets, null where not finite. `seconds` is training alone,
 over all restarts; tokens per second is since the last line.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ import torch
 from transformers import TrainerCallback
 
 from fathom.depth.base import DepthMethod
+from fathom.feed_forward.base import FeedForward
 from fathom.models.hf_versions import FathomOutput
 from fathom.writing import naming, write_text
 
 FILE = "metrics.jsonl"
+DEAD_FOR = 10  # lines after which experts that no token ran are a warning
 # What a line has of its own; nothing that a method says may take such a name. `penalty` may be one loss or their sum.
 RESERVED = (
     "step", "tokens", "train_flops", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second",
@@ -58,12 +62,15 @@ class Metrics(TrainerCallback):
         tokens_per_step: int,
         flops_per_token: Callable[[Sequence[float] | None], float],
         depth: DepthMethod,
+        feed_forward: type[FeedForward] = FeedForward,
     ) -> None:
         """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all."""
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
         self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
-        self.depth = depth
+        self.depth, self.feed_forward = depth, feed_forward
+        self.dead = 0  # lines in a row that have dead experts
+        self.of_layers: dict[str, list[torch.Tensor]] = {}  # likewise, kept apart by layer
         self.said: dict[str, list[torch.Tensor]] = {}  # by name, of every forward since the last training line
         self.losses: set[str] = set()  # which of these names are losses
         self.train_flops, self._counted = 0.0, 0  # up to which step
@@ -115,6 +122,7 @@ class Metrics(TrainerCallback):
                 grad_norm=logs.get("grad_norm"),
                 tokens_per_second=round(speed, 1),
                 **some,
+                **self._by_layer(),
             )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -136,7 +144,10 @@ class Metrics(TrainerCallback):
         for name, value in {**output.auxiliary, **output.losses}.items():
             if name in RESERVED or (name == "penalty" and name not in output.losses):
                 raise ValueError(f"a method says {name!r}, which is a quantity of {FILE}: give it another name")
-            self.said.setdefault(name, []).append(value.detach().float().mean())
+            if name in self.feed_forward.by_layer:
+                self.of_layers.setdefault(name, []).append(value.detach().float())
+            else:
+                self.said.setdefault(name, []).append(value.detach().float().mean())
         self.losses |= output.losses.keys()
         if self.adaptive:
             passes = output.trace["passes"]
@@ -157,6 +168,25 @@ class Metrics(TrainerCallback):
             means /= torch.distributed.get_world_size()
         return dict(zip(names, means.tolist(), strict=True))
 
+    def _by_layer(self) -> dict[str, Any]:
+        """What the feed-forward network makes of its means over the forwards since the last training line."""
+        kept, self.of_layers = self.of_layers, {}
+        means = {name: torch.stack(values).mean(0) for name, values in kept.items()}
+        if means and torch.distributed.is_available() and torch.distributed.is_initialized():
+            for name in sorted(means):
+                torch.distributed.all_reduce(means[name])
+                means[name] /= torch.distributed.get_world_size()
+        found = self.feed_forward.describe(means) if means else {}
+        dead = sum(found.get("dead_experts", ()))
+        self.dead = self.dead + 1 if dead else 0
+        if self.dead == DEAD_FOR:
+            warnings.warn(
+                f"{dead} experts ran no token since the last {DEAD_FOR} lines of {FILE}: raise the mixture's `balance`,"
+                " lower training.lr, or grow with fewer experts or a larger reinit_ratio",
+                stacklevel=2,
+            )
+        return found
+
     def _add_flops(self, state: Any) -> float | None:
         """Count the steps since the last time; returns how many steps a token ran in them."""
         tokens = (state.global_step - self._counted) * self.tokens_per_step
@@ -170,7 +200,7 @@ class Metrics(TrainerCallback):
             return sum(shares)
         return None
 
-    def _write(self, state: Any, **values: float | None) -> None:
+    def _write(self, state: Any, **values: Any) -> None:
         mean_steps = self._add_flops(state)
         if not state.is_world_process_zero:
             return
@@ -178,9 +208,16 @@ class Metrics(TrainerCallback):
         line = {"step": state.global_step, "tokens": tokens, "train_flops": self.train_flops, **values}
         if mean_steps is not None:
             line["mean_steps"] = mean_steps
-        line = {name: value if value is None or math.isfinite(value) else None for name, value in line.items()}
+        line = {name: _finite(value) for name, value in line.items()}
         with naming(self.folder / FILE), (self.folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The number, or the numbers of the lists, None for each that is not finite."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if value is None or math.isfinite(value) else None
 
 
 def _clocks() -> tuple[float, float]:

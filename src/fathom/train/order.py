@@ -7,37 +7,11 @@ same steps whatever the number of devices, and resuming is skipping.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import datasets
-import numpy as np
-import torch
 
 from fathom.data import StreamingBlocks
+from fathom.data.mixing import ShuffledBlocks
 
-
-class ShuffledBlocks(torch.utils.data.Dataset):
-    """`length` blocks: pass after pass over `blocks`, each in its own permutation drawn from (seed, pass)."""
-
-    def __init__(self, blocks: datasets.Dataset, seed: int, length: int) -> None:
-        self.blocks, self.seed, self.length = blocks, seed, length
-        self._permutation: tuple[int, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.blocks[self.position(index)]
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # the data loader's batched read
-        return self.blocks.__getitems__([self.position(index) for index in indices])
-
-    def position(self, index: int) -> int:
-        """Which block is the `index`-th to be read."""
-        epoch, offset = divmod(index, len(self.blocks))
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
-        return int(self._permutation[1][offset])
+__all__ = ["ShuffledBlocks", "reseeded"]
 
 
 def reseeded(stream: StreamingBlocks, seed: int) -> StreamingBlocks:

@@ -127,6 +127,9 @@ class Training:
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
     min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak
+    # What trains: "all", the "feed_forward" networks of the layers, or their "router". All else stays bit for bit;
+    # train_flops counts as if it trained, too.
+    trains: Literal["all", "feed_forward", "router"] = "all"
     weight_decay: float = 0.1  # of matrices other than embedding tables
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping

@@ -36,8 +36,10 @@ from transformers.utils import logging
 
 from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks
+from fathom.data.mixing import MixedBlocks
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
@@ -235,15 +237,20 @@ def train_run(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
+    freeze(model, training.trains)
     if training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
+    order = _ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size)
+    if isinstance(order, MixedBlocks):
+        data = dataclasses.replace(data, notes=(*data.notes, order.note))
     metrics = Metrics(
         folder,
         tokens_per_step,
         lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
         model.depth,
+        lookup("feed_forward", config.feed_forward["name"]),  # type: ignore[arg-type]
     )
     trainer = FathomTrainer(
         task=task,
@@ -252,7 +259,7 @@ def train_run(
         targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
         model=model,
         args=arguments,
-        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
+        train_dataset=order,
         eval_dataset=data.validation,
         processing_class=data.tokenizer,
     )
@@ -411,6 +418,7 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
             stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
+        stored.setdefault("training.trains", "all")
         if (folder / RESULT).exists():
             stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
@@ -428,6 +436,24 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             )
     elif write:
         write_json(path, spec)
+
+
+def freeze(model: FathomForCausalLM, trains: str) -> None:
+    """Leave gradients to the feed-forward networks, or to their routers, alone. Raises ValueError for networks without
+    a router."""
+    if trains == "all":
+        return
+    modules = [layer.mlp for layer in model.model.layers]
+    if trains == "router":
+        modules = [getattr(mlp, name) for mlp in modules for name in mlp.routers if hasattr(mlp, name)]
+        if not modules:
+            name = model.config.feed_forward["name"]
+            raise ValueError(
+                f"training.trains='router': feed_forward={name!r} has no router; use 'all' or 'feed_forward'"
+            )
+    model.requires_grad_(False)
+    for module in modules:
+        module.requires_grad_(True)
 
 
 def has_trained(folder: Path) -> bool:
@@ -476,6 +502,8 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> A
 def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
+    if isinstance(data.train, MixedBlocks):
+        return data.train.ordered(seed, length)
     return ShuffledBlocks(data.train, seed, length)
 
 

@@ -1,4 +1,4 @@
-"""Stock checkpoints of the four families: their configs and tensor names, into Fathom and back.
+"""Stock checkpoints of the four families, Qwen2 and three mixtures: configs and tensor names, into Fathom and back.
 
 Reading goes through transformers' own class, so every file format and legacy key it accepts is accepted here, and a
 field of the family's config that the decoder does not implement is refused by name.
@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fathom.models import hf_versions
 from fathom.models.checkpoints import depth_attention as depth_attention_checkpoints
+from fathom.models.checkpoints import mixtures
 from fathom.models.checkpoints.adapter import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
 from fathom.models.registry import SECTIONS, build_options, lookup
@@ -45,12 +46,14 @@ class Family:
 
     fields: stock config field → Fathom field.   fixed: stock fields whose only implemented value is given.
     to_fathom / to_stock: state dicts, given the Fathom config.
+    backbone: Fathom's, where it is not of the stock family's name.
     """
 
     fields: dict[str, str]
     fixed: dict[str, Any]
     to_fathom: Callable[[State, FathomConfig], State]
     to_stock: Callable[[State, FathomConfig], State]
+    backbone: str | None = None
 
 
 SHARED = {
@@ -71,6 +74,10 @@ LLAMA_FIELDS = {
     },
     "rms_norm_eps": "norm_eps",
 }  # fmt: skip
+
+
+QWEN2_FIELDS = {theirs: ours for theirs, ours in LLAMA_FIELDS.items() if theirs not in ("head_dim", "attention_bias")}
+MIXTRAL_FIELDS = {theirs: ours for theirs, ours in LLAMA_FIELDS.items() if theirs != "attention_bias"}
 
 
 def same(state: State, config: FathomConfig) -> State:
@@ -194,8 +201,24 @@ STOCK: dict[str, Family] = {
         },
         to_fathom=gpt2_to_fathom, to_stock=gpt2_to_stock,
     ),
+    "qwen2": Family(
+        fields=QWEN2_FIELDS, fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same, backbone="llama"
+    ),
+    "qwen2_moe": Family(
+        fields=QWEN2_FIELDS, fixed={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        to_fathom=same, to_stock=mixtures.folded, backbone="llama",
+    ),
+    "mixtral": Family(
+        fields=MIXTRAL_FIELDS, fixed={"sliding_window": None, "router_jitter_noise": 0.0},
+        to_fathom=same, to_stock=mixtures.folded, backbone="llama",
+    ),
+    "qwen3_moe": Family(
+        fields=LLAMA_FIELDS, fixed={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        to_fathom=same, to_stock=mixtures.folded, backbone="qwen3",
+    ),
 }  # fmt: skip
-assert set(STOCK) == set(FAMILIES)
+MIXTURES = ("qwen2_moe", "mixtral", "qwen3_moe")
+assert {family.backbone or name for name, family in STOCK.items()} == set(FAMILIES)
 
 
 def refuse_unimplemented(stock: PreTrainedConfig) -> None:
@@ -229,6 +252,10 @@ def refuse_unimplemented(stock: PreTrainedConfig) -> None:
             "config field quantization_config: quantized weights are not implemented here; dequantize the model first"
         )
     known = BOOKKEEPING | set(family.fields) | set(family.fixed)
+    if stock.model_type in MIXTURES:
+        known |= set(mixtures.READ)
+    if family.backbone == "llama":
+        known.add("qkv_bias")
     for field in dataclasses.fields(type(stock)):  # type: ignore[arg-type]
         default = field.default if field.default is not dataclasses.MISSING else None
         value = getattr(stock, field.name, default)
@@ -245,11 +272,17 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
     if stock.model_type not in STOCK:
         raise ValueError(f"family {stock.model_type!r} is not supported; supported families: {', '.join(STOCK)}")
     refuse_unimplemented(stock)
-    fields = {ours: getattr(stock, theirs) for theirs, ours in STOCK[stock.model_type].fields.items()}
+    family = STOCK[stock.model_type]
+    fields = {ours: getattr(stock, theirs, None) for theirs, ours in family.fields.items()}
     if stock.model_type == "gpt_neox":  # one field there, three here: after the embedding, attention and MLP
         fields.update(embedding_dropout=stock.hidden_dropout, attention_output_bias=stock.attention_bias, mlp_bias=True)
         fields["partial_rotary_factor"] = stock.rope_parameters.get("partial_rotary_factor", 1.0)
-    fields.update(backbone=stock.model_type, init="hf", embed_scale=None, dtype=stock.dtype)
+    if stock.model_type in ("qwen2", "qwen2_moe"):
+        fields.update(head_dim=getattr(stock, "head_dim", None), attention_output_bias=False)
+        fields.update(attention_bias=getattr(stock, "qkv_bias", True), norm_eps=stock.rms_norm_eps)
+    if stock.model_type in MIXTURES:
+        fields["feed_forward"] = mixtures.section_of(stock)
+    fields.update(backbone=family.backbone or stock.model_type, init="hf", embed_scale=None, dtype=stock.dtype)
     fields["is_causal"] = getattr(stock, "is_causal", True)  # transformers reads it of any decoder
     return FathomConfig(**{**fields, **changes})
 
@@ -420,28 +453,43 @@ def damage_named(path: Any) -> Iterator[None]:
         raise ValueError(f"{damaged}: truncated or corrupt safetensors file ({error}); copy it again") from error
 
 
-def stock_config(config: FathomConfig) -> PreTrainedConfig:
-    """The stock config that computes the same function. Raises ValueError if no stock model of the family does."""
-    if not config.is_vanilla:
+def family_of(config: FathomConfig) -> str:
+    """The stock family whose class computes the model. Raises ValueError for a model with other methods than `moe`."""
+    plain = {name: section.plain for name, section in SECTIONS.items()}
+    if mixtures.is_mixture(config):
+        plain["feed_forward"] = ("moe",)
+    if any(getattr(config, section)["name"] not in names for section, names in plain.items()):
         active = {section: getattr(config, section)["name"] for section in SECTIONS}
         raise ValueError(f"only a vanilla model is a stock {config.backbone} model; this one has {active}")
-    family = STOCK[config.backbone]
-    fields = {theirs: getattr(config, ours) for theirs, ours in family.fields.items()}
+    if mixtures.is_mixture(config):
+        return mixtures.family_of(config)
+    biases = (config.attention_bias, config.attention_output_bias)
+    return "qwen2" if config.backbone == "llama" and biases == (True, False) else config.backbone
+
+
+def stock_config(config: FathomConfig) -> PreTrainedConfig:
+    """The stock config that computes the same function. Raises ValueError if no stock model of the family does."""
+    name = family_of(config)
+    fields = {theirs: getattr(config, ours) for theirs, ours in STOCK[name].fields.items()}
+    if mixtures.is_mixture(config):
+        fields.update(mixtures.stock_fields(config, name))
     if not config.is_causal:
         fields["is_causal"] = False
-    stock = CONFIG_MAPPING[config.backbone](**fields, dtype=config.dtype)
+    stock = CONFIG_MAPPING[name](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
     for field in FIELDS:
         ours, theirs = getattr(config, field), getattr(back, field)
-        if ours != theirs and field != "use_cache":
-            raise ValueError(f"{field}={ours!r} is no stock {config.backbone} model (that has {theirs!r})")
+        said = field in ("feed_forward", "intermediate_size") and name in MIXTURES  # by `mixtures`
+        if ours != theirs and field != "use_cache" and not said:
+            raise ValueError(f"{field}={ours!r} is no stock {name} model (that has {theirs!r})")
     return stock
 
 
 def save_stock(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Write a vanilla Fathom model as its family's stock checkpoint, embed_scale folded into the input table.
+    """Write a vanilla Fathom model, or a mixture of experts, as its family's stock checkpoint, embed_scale folded into
+    the input table.
 
-    Raises ValueError for a model with methods, with adapters, with offloaded weights, or with a tied head and
+    Raises ValueError for a model with other methods, with adapters, with offloaded weights, or with a tied head and
     embed_scale ≠ 1: scaling the shared table would change the head.
     """
     config: FathomConfig = copy.copy(model.config)  # type: ignore[assignment]
@@ -464,7 +512,7 @@ def save_stock(model: PreTrainedModel, folder: str | os.PathLike) -> None:
         state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * config.embed_scale
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(target, dtype=model.dtype)
-    state = STOCK[config.backbone].to_stock(state, config)
+    state = STOCK[family_of(config)].to_stock(state, config)
     expected = stock.state_dict().keys()
     if "lm_head.weight" in expected and "embed_out.weight" in state:
         state["lm_head.weight"] = state.pop("embed_out.weight")

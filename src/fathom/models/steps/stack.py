@@ -30,6 +30,7 @@ from fathom.models.slots import FLEX_FROM, restarts_are_documents
 from fathom.models.steps.cache import joined
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.models.steps.tokens import Chosen, Flat, ahead, choose, going_on, put, rounded
+from fathom.models.token_facts import TokenFacts
 from fathom.ops import range_attention
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.gather_slots import KeyValue, slots_of
@@ -448,6 +449,7 @@ class StepStack(Stack):
             read=read,
             earlier=earlier,
             auxiliary=self.auxiliary,
+            tokens=self.facts_of(chosen),
         )
         if self.graphs is not None and self.flat and not self.watched:
             inputs = self.graphed(stack, inputs)
@@ -456,6 +458,15 @@ class StepStack(Stack):
         hidden_states = stack(inputs)
         self.slots.append(stack.next_kv)
         return hidden_states
+
+    @torch.compiler.disable
+    def facts_of(self, chosen: Chosen | Flat) -> TokenFacts | None:
+        """What feed-forward networks may know of the chosen tokens."""
+        if self.tokens is None:
+            return None
+        real = chosen.take(self.real)
+        real = real if chosen.live is None else real & chosen.live
+        return TokenFacts(real, None if self.tokens.domains is None else chosen.take(self.tokens.domains))
 
     @torch.compiler.disable
     def graphed(self, stack: Stack, inputs: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Blocks in an order that is a function of the seed alone: of one text, or of several that are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+
+class ShuffledBlocks(torch.utils.data.Dataset):
+    """`length` blocks: pass after pass over `blocks`, each in its own permutation drawn from (seed, pass)."""
+
+    def __init__(self, blocks: datasets.Dataset, seed: int, length: int) -> None:
+        self.blocks, self.seed, self.length = blocks, seed, length
+        self._permutation: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.blocks[self.position(index)]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # the data loader's batched read
+        return self.blocks.__getitems__([self.position(index) for index in indices])
+
+    def position(self, index: int) -> int:
+        """Which block is the `index`-th to be read."""
+        epoch, offset = divmod(index, len(self.blocks))
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
+        return int(self._permutation[1][offset])
+
+
+class MixedBlocks(torch.utils.data.Dataset):
+    """`length` blocks of named sources: each is drawn from source s with probability w_s, from (seed, index) alone.
+
+    A source's own blocks come pass after pass, as `ShuffledBlocks` orders them. A block has `domains`, the number of
+    its source.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, datasets.Dataset],
+        weights: dict[str, float],
+        seed: int,
+        length: int,
+        caps: dict[str, float | None] | None = None,
+    ) -> None:
+        """`caps`: how often a source may be passed over at most. Raises ValueError for one that would be more often."""
+        self.sources, self.weights, self.caps, self.length = sources, weights, caps or {}, length
+        total = sum(weights.values())
+        shares = [weights[name] / total for name in sources]
+        self.chosen = (
+            np.random.default_rng([seed, len(sources)]).choice(len(sources), length, p=shares).astype(np.int16)
+        )
+        self.rank = np.zeros(length, dtype=np.int64)  # of a block among those of its source
+        for number in range(len(sources)):
+            mine = self.chosen == number
+            self.rank[mine] = np.arange(mine.sum())
+        counts = np.bincount(self.chosen, minlength=len(sources)).tolist()
+        self.parts = [ShuffledBlocks(blocks, seed, n) for blocks, n in zip(sources.values(), counts, strict=True)]
+        for name, epochs in self.epochs.items():
+            cap = self.caps.get(name)
+            if cap is not None and epochs > cap:
+                raise ValueError(
+                    f"data.train.{name}.max_epochs={cap:g}: the training would pass over it {epochs:.2f} times; give "
+                    "it a smaller weight, more text, or a higher cap"
+                )
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source is passed over."""
+        return {name: len(part) / len(part.blocks) for name, part in zip(self.sources, self.parts, strict=True)}
+
+    @property
+    def note(self) -> str:
+        said = (
+            f"{name} {len(part):,} blocks, {epochs:.2f} epochs"
+            for (name, epochs), part in zip(self.epochs.items(), self.parts, strict=True)
+        )
+        return f"Training text: {'; '.join(said)}."
+
+    def ordered(self, seed: int, length: int) -> MixedBlocks:
+        """The same sources in another order."""
+        return MixedBlocks(self.sources, self.weights, seed, length, self.caps)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(self.length))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = int(self.chosen[index])
+        return {**self.parts[number][int(self.rank[index])], "domains": number}

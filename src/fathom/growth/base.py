@@ -1,0 +1,57 @@
+"""The seam of the growth wing: what a method makes of one layer's feed-forward network."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fathom.growth.surgery import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowthMethod:
+    """Base of the methods. The fields of a subclass are its options, checked in `__post_init__`.
+
+    A method sees one layer at a time, so that a model larger than memory can grow.
+
+    Attributes:
+        branches: whether it takes further checkpoints, trained from the base on a text each.
+        changes: what of the branches may differ from the base.
+        fresh: no weight of the base is kept: all are drawn by the config's rule.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    equation: ClassVar[str]
+    paper: ClassVar[str] = ""
+    branches: ClassVar[str] = "none"  # or "some", "needed"
+    changes: ClassVar[str] = "feed-forward networks"  # or "everything"
+    fresh: ClassVar[bool] = False
+
+    def section(self, config: Any, branches: int) -> dict[str, Any]:
+        """The `feed_forward` section of the grown model. Raises ValueError where the sizes do not fit."""
+        raise NotImplementedError  # abstract
+
+    def network(
+        self, base: Network, branches: Sequence[Network], generator: torch.Generator, config: Any
+    ) -> dict[str, Tensor]:
+        """The tensors of the grown layer's feed-forward network, by their names in it.
+
+        base, branches: the dense networks of this layer.   config: the grown model's.
+        """
+        raise NotImplementedError  # abstract
+
+    def other(self, base: Tensor, branches: Sequence[Tensor]) -> Tensor:
+        """What a tensor outside the feed-forward networks becomes."""
+        return base
+
+    def start(self, branches: int) -> str:
+        """What the grown model computes before it trains, beside the dense one: "the dense model" if it is that."""
+        raise NotImplementedError  # abstract
+
+
+DENSE = "the dense model"

@@ -1,0 +1,27 @@
+"""Continued pretraining of the dense model itself: what every mixture must beat at equal training FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fathom.growth.base import DENSE, GrowthMethod
+from fathom.growth.surgery import dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued(GrowthMethod):
+    """No options."""
+
+    name = "continued"
+    summary = "The dense model goes on as it is: the baseline of every growth."
+    equation = "y = F(x)"
+
+    def section(self, config: Any, branches: int) -> dict[str, Any]:
+        return {"name": "dense"}
+
+    def network(self, base, branches, generator, config):
+        return dense(base)
+
+    def start(self, branches: int) -> str:
+        return DENSE
