@@ -93,9 +93,13 @@ def _fill_registries() -> None:
     import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
+    from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
+    from fathom.models.sequence_classification import FathomForSequenceClassification
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config

@@ -5,6 +5,9 @@ Y_n = mean of X_t,  ⌊nT/K⌋ ≤ t < ⌈(n+1)T/K⌉
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
 from fathom.encoders.shortening import Shortening, ShorteningOptions
@@ -19,7 +22,10 @@ class MeanPool(Shortening):
     equation = "Y_n = mean X_t,  ⌊nT/K⌋ ≤ t < ⌈(n+1)T/K⌉"
     variants = ({"ratio": 0.5}, {"ratio": 0.3})
     identity = {"ratio": 1.0, "global_residual": False, "residual": "filtered"}  # noqa: RUF012
-    Options = ShorteningOptions
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(ShorteningOptions):
+        """As of `fourier`."""
 
     def resample(self, x, cut):
         n = torch.arange(cut.most, device=x.device)
@@ -27,7 +33,7 @@ class MeanPool(Shortening):
         start, stop = n * length // kept, -(-(n + 1) * length // kept)
         stop = torch.minimum(stop, length)
         wide = torch.promote_types(x.dtype, torch.float32)
-        total = 0
+        total: Any = 0
         for shift in range(int((stop - start).max())):
             token = start + shift
             inside = (token < stop)[..., None]

@@ -9,8 +9,8 @@ all of them differ in A alone.
     post-norm (BART):   x ← layer(A x)
     pre-norm (ours):    S = A norm₁(x);   x ← R + attention(S),  R = S, or A x under `residual` "filtered"
 
-With the global residual the output has the source's length again: x₀ + Σ_j up(x_j) before the last norm, where x₀, x₁, …
-are the inputs of the shortening layers and the last layer's output.
+With the global residual the output has the source's length again: x₀ + Σ_j up(x_j) before the last norm, where x₀,
+x₁, … are the inputs of the shortening layers and the last layer's output.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Cut:
 
     method: Shortening
     first: int
-    lengths: Int[Tensor, "R"]
-    kept: Int[Tensor, "R"]
+    lengths: Int[Tensor, " R"]
+    kept: Int[Tensor, " R"]
     longest: int
     most: int
     order: Int[Tensor, "B T"] | None
@@ -76,7 +76,7 @@ class Cut:
 
 
 def stretch(
-    x: Float[Tensor, "B S d"], lengths: Int[Tensor, "R"], wanted: Int[Tensor, "R"], longest: int, how: str
+    x: Float[Tensor, "B S d"], lengths: Int[Tensor, " R"], wanted: Int[Tensor, " R"], longest: int, how: str
 ) -> Float[Tensor, "B longest d"]:
     """Rows of `lengths` tokens as rows of `wanted` tokens, each from the "nearest" (the one at ⌊tS/T⌋) or "linear" from
     the two around it, tokens being the centres of equal cells."""
@@ -99,7 +99,7 @@ class Shortening(Encoder):
     """Base of the methods that shorten. A subclass gives `resample`."""
 
     hosts: ClassVar[tuple[str, ...]] = ("decoder", "bart")
-    options: ShorteningOptions
+    options: Any
 
     def resample(self, x: Float[Tensor, "B T d"], cut: Cut) -> Float[Tensor, "B K d"]:
         """A x for left-aligned rows of `cut.lengths` tokens; what lies past a row's `cut.kept` tokens is masked."""

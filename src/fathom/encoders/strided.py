@@ -5,6 +5,7 @@ Y_n = X_⌊nT/K⌋
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from fathom.encoders.shortening import Cut, Shortening, ShorteningOptions, stretch
@@ -19,7 +20,10 @@ class Strided(Shortening):
     equation = "Y_n = X_⌊nT/K⌋"
     variants = ({"ratio": 0.5}, {"ratio": 0.3})
     identity = {"ratio": 1.0, "global_residual": False, "residual": "filtered"}  # noqa: RUF012
-    Options = ShorteningOptions
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(ShorteningOptions):
+        """As of `fourier`."""
 
     def resample(self, x: Any, cut: Cut) -> Any:
         return stretch(x, cut.lengths, cut.kept, cut.most, "nearest")

@@ -1,10 +1,11 @@
-"""Configs of the encoders that a method of the `encoder` section runs on: BART's, LongT5's, and the decoder's blocks."""
+"""Configs of the encoders that a method of the `encoder` section runs on: BART, LongT5, and the decoder's blocks."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
-from transformers import BartConfig, LongT5Config
+from transformers import BartConfig, LongT5Config, PreTrainedConfig
 
 from fathom.models import saved_files
 from fathom.models.configuration import FathomConfig
@@ -42,11 +43,11 @@ class EncoderSection:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; an `encoder` among `kwargs` is completed by the stored one and checked."""
-        if "encoder" in kwargs:
-            given = override_section(ENCODER, config_dict.get("encoder"), kwargs.pop("encoder"))
-            config_dict = {**config_dict, "encoder": given}
-        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        """As in transformers; our fields among `kwargs` are checked, and `encoder` completed by the stored one."""
+        own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
+        if "encoder" in own:
+            own["encoder"] = override_section(ENCODER, config_dict.get("encoder"), own["encoder"])
+        return super().from_dict({**config_dict, **own}, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
@@ -54,7 +55,7 @@ class EncoderSection:
         names = {"AutoConfig": type(self).__name__, auto: model}
         self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
         saved_files.write_code(save_directory)
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        PreTrainedConfig.save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
@@ -84,7 +85,7 @@ class FathomBartConfig(EncoderSection, BartConfig):
     stock = BartConfig
     auto_class = ("AutoModelForSeq2SeqLM", "FathomBartForConditionalGeneration")
 
-    encoder: dict[str, Any] | str | None = None
+    encoder: Any = None
 
 
 class FathomLongT5Config(EncoderSection, LongT5Config):
@@ -99,7 +100,7 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
     stock = LongT5Config
     auto_class = ("AutoModelForSeq2SeqLM", "FathomLongT5ForConditionalGeneration")
 
-    encoder: dict[str, Any] | str | None = None
+    encoder: Any = None
 
 
 class FathomEncoderConfig(EncoderSection, FathomConfig):
@@ -116,7 +117,7 @@ class FathomEncoderConfig(EncoderSection, FathomConfig):
     host = "decoder"
     auto_class = ("AutoModelForSequenceClassification", "FathomForSequenceClassification")
 
-    encoder: dict[str, Any] | str | None = None
+    encoder: Any = None
     is_causal: bool = False
     pooling: str = "cls"
     towers: int = 1

@@ -8,11 +8,24 @@ try:
         FathomBartConfig,
         FathomBartForConditionalGeneration,
         FathomConfig,
+        FathomEncoderConfig,
         FathomForCausalLM,
+        FathomForSequenceClassification,
+        FathomLongT5Config,
+        FathomLongT5ForConditionalGeneration,
     )
 except ModuleNotFoundError as error:
     if error.name != "fathom":
         raise  # fathom is there, and lacks something
     raise ImportError("this checkpoint needs Fathom, which is not installed: pip install fathom-lm") from error
 
-__all__ = ["FathomBartConfig", "FathomBartForConditionalGeneration", "FathomConfig", "FathomForCausalLM"]
+__all__ = [
+    "FathomBartConfig",
+    "FathomBartForConditionalGeneration",
+    "FathomConfig",
+    "FathomEncoderConfig",
+    "FathomForCausalLM",
+    "FathomForSequenceClassification",
+    "FathomLongT5Config",
+    "FathomLongT5ForConditionalGeneration",
+]

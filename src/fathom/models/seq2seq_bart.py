@@ -1,4 +1,4 @@
-"""BART with a method on its encoder: subclasses of transformers' own classes, which replace the encoder's forward alone.
+"""BART with a method on its encoder: subclasses of transformers' own classes with another encoder forward.
 
 The decoder, its caches and `generate` are transformers'. Parameters have the names of a stock checkpoint.
 """
@@ -23,12 +23,15 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from fathom.models.encoder_configs import FathomBartConfig
+from fathom.models.encoder_model import EncoderModel
 from fathom.models.registry import ENCODER, build_options, lookup
-from fathom.models.seq2seq import FathomSeq2Seq
 
 
 class FathomBartEncoderLayer(BartEncoderLayer):
     """transformers' layer, which may end with something before its last norm."""
+
+    dropout: Any
+    activation_dropout: Any
 
     def forward(
         self,
@@ -49,7 +52,10 @@ class FathomBartEncoderLayer(BartEncoderLayer):
 class FathomBartEncoder(BartEncoder):
     """BART's encoder, whose method runs the layers."""
 
-    def __init__(self, config: FathomBartConfig):
+    dropout: Any
+    layerdrop: Any
+
+    def __init__(self, config: Any):
         super().__init__(config)
         self.layers = nn.ModuleList(FathomBartEncoderLayer(config, layer_idx=i) for i in range(config.encoder_layers))
         self.method = lookup(ENCODER, config.encoder["name"])(config, build_options(ENCODER, config.encoder))
@@ -100,6 +106,7 @@ class FathomBartModel(BartModel):
     """BART's model, whose decoder reads what the encoder's method has made of the source."""
 
     config_class = FathomBartConfig
+    encoder: Any
 
     def __init__(self, config: FathomBartConfig):
         super().__init__(config)
@@ -134,7 +141,7 @@ class FathomBartModel(BartModel):
         )
 
 
-class FathomBartForConditionalGeneration(FathomSeq2Seq, BartForConditionalGeneration):
+class FathomBartForConditionalGeneration(EncoderModel, BartForConditionalGeneration):
     """`BartForConditionalGeneration` with a section `encoder`.
 
     `from_pretrained` reads stock BART checkpoints too; `encoder={"name": …}` beside the path puts a method on them.

@@ -112,7 +112,7 @@ def low_pass(x: Float[Tensor, "*rows n D"], kept: int, transform: str = "auto") 
 
 
 def low_pass_rows(
-    x: Float[Tensor, "B T D"], lengths: Int[Tensor, "B"], kept: Int[Tensor, "B"], most: int, transform: str = "auto"
+    x: Float[Tensor, "B T D"], lengths: Int[Tensor, " B"], kept: Int[Tensor, " B"], most: int, transform: str = "auto"
 ) -> Float[Tensor, "B most D"]:
     """`low_pass` of the first `lengths[b]` tokens of each row to `kept[b]`, zeros after them; `most` = max kept."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -127,7 +127,7 @@ def low_pass_rows(
 
 
 def low_pass_matrices(
-    lengths: Int[Tensor, "B"], kept: Int[Tensor, "B"], most: int, longest: int
+    lengths: Int[Tensor, " B"], kept: Int[Tensor, " B"], most: int, longest: int
 ) -> Float[Tensor, "B most longest"]:
     """A of every row in float64, zero beyond its own size."""
     device = lengths.device

@@ -1,4 +1,4 @@
-"""What encoder-decoder models with an `encoder` section share: loading and saving."""
+"""What models with an `encoder` section share: loading and saving."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 
-class FathomSeq2Seq(PreTrainedModel):
-    """Mixed into a stock class of transformers. Set `dropped`: patterns of a stock checkpoint's tensors without use."""
+class EncoderModel(PreTrainedModel):
+    """Alone, or mixed into a stock class of transformers.
+
+    Attributes:
+        dropped: patterns of the tensors of a stock checkpoint that have no use.
+    """
 
     dropped: ClassVar[tuple[str, ...]] = ()
 
@@ -19,9 +23,8 @@ class FathomSeq2Seq(PreTrainedModel):
         """As in transformers. Raises ValueError for a tensor that the files lack, and for one without a place that is
         not known to be without use: transformers would go on with random weights, or without them."""
         wanted = kwargs.pop("output_loading_info", False)
-        model, report = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        read: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, report = read
         unknown = [key for key in report["unexpected_keys"] if not any(re.search(p, key) for p in cls.dropped)]
         for names, fault in ((sorted(report["missing_keys"]), "is missing"), (sorted(unknown), "has no place")):
             if names and pretrained_model_name_or_path is not None:
@@ -44,7 +47,7 @@ class FathomSeq2Seq(PreTrainedModel):
                 f"encoder={name!r}: stock {stock.__name__} has no such encoder; save_pretrained keeps it, or load the "
                 "model with encoder='full' first"
             )
-        plain = stock(self.config.stock_config())
+        plain: Any = stock(self.config.stock_config())
         plain.load_state_dict(self.state_dict())
         plain.to(self.dtype)
         if self.generation_config is not None:
