@@ -56,8 +56,13 @@ class Encoder(Method):
 
     @classmethod
     def flops(cls, config: Any, options: Any, length: int) -> float:
-        """Matrix-product FLOPs of the encoder on a source of `length` tokens, a multiply-add counted as 2."""
-        raise NotImplementedError  # abstract
+        """Matrix-product FLOPs of the encoder's layers on `length` tokens, a multiply-add counted as 2."""
+        return config.num_hidden_layers * config.layer_flops(length, length)
+
+    @classmethod
+    def memory(cls, config: Any, options: Any, length: int) -> int:
+        """Positions of the output for a source of `length` tokens."""
+        return length
 
     @classmethod
     def unsupported(cls, config, options):

@@ -10,11 +10,12 @@ coefficient of every row (here `padding` "leak"), and counts a CLS token that it
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from fathom.encoders.shortening import Shortening, ShorteningOptions
 from fathom.models.method import check_choice
 from fathom.models.registry import register
-from fathom.ops.dct import low_pass, low_pass_rows
+from fathom.ops.dct import LONGEST_PRODUCT, low_pass, low_pass_rows
 
 
 @register("encoder", "fourier")
@@ -40,6 +41,12 @@ class Fourier(Shortening):
             super().__post_init__()
             check_choice("fourier", "rescale", self.rescale, ("none", "amplitude"))
             check_choice("fourier", "transform", self.transform, ("auto", "fft", "matmul"))
+
+    @classmethod
+    def map_flops(cls, options, before, after):
+        """2·K·T as a product, about 2·T·log₂T by FFT."""
+        by_fft = options.transform == "fft" or (options.transform == "auto" and before > LONGEST_PRODUCT)
+        return 2 * before * math.log2(before) if by_fft else 2 * after * before
 
     def resample(self, x, cut):
         if cut.order is None:

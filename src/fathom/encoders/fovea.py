@@ -67,10 +67,13 @@ class Fovea(Encoder):
         return FoveaAttention(config, has_relative_attention_bias)
 
     @classmethod
-    def nodes(cls, options: Any, length: int) -> float:
-        """n̄, nodes that a block reads of a source of `length` tokens, the mean."""
-        blocks = -(-length // options.block_len)
-        return mean_nodes(blocks, options.wing_size, options.stop_level, options.boundary)
+    def flops(cls, config, options, length):
+        """4·N·L·n̄·h·d a layer for scores and weighted values, n̄ the mean nodes of a block and N whole blocks."""
+        size = options.block_len
+        blocks = -(-length // size)
+        nodes = mean_nodes(blocks, options.wing_size, options.stop_level, options.boundary)
+        layer = config.layer_flops(length, 0) + 4 * blocks * size * size * nodes * config.inner
+        return config.num_layers * layer
 
 
 class FoveaAttention(LongT5LocalAttention):

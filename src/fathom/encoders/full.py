@@ -15,3 +15,7 @@ class Full(Encoder):
     summary = "The encoder as it is: all layers on all tokens."
     equation = "x ← layer_ℓ(x),  ℓ = 1 … L"
     hosts: ClassVar[tuple[str, ...]] = ("decoder", "bart", "longt5")
+
+    @classmethod
+    def flops(cls, config, options, length):
+        return config.own_flops(length) if config.host == "longt5" else super().flops(config, options, length)

@@ -112,10 +112,7 @@ class Shortening(Encoder):
         if mask is not None:
             order = torch.argsort(~mask, dim=1, stable=True)
             lengths = mask.sum(1).clamp(min=first + 1)
-        ratio = Fraction(str(self.options.ratio))
-        counted = lengths if self.options.count_cls else lengths - first
-        kept = -(-counted * ratio.numerator // ratio.denominator)
-        kept = torch.minimum(kept, lengths - first)
+        kept = kept_tokens(self.options, lengths, first)
         most = int(kept.max())
         return Cut(self, first, lengths - first, kept, length - first, most, order)
 
@@ -169,15 +166,37 @@ class Shortening(Encoder):
         self.host: str = config.host
 
     @classmethod
-    def lengths(cls, config: Any, options: Any, length: int) -> list[int]:
-        """Tokens that each layer reads, of a source of `length`."""
-        layers, ratio = config.num_hidden_layers, Fraction(str(options.ratio))
+    def lengths(cls, config: Any, options: Any, length: int) -> list[tuple[int, int]]:
+        """Of every layer, the tokens that come to it and those that it reads, of `length` without padding."""
+        layers, first = config.num_hidden_layers, getattr(config, "first", 0)
         found = []
         for index in range(layers):
+            before = length
             if index in options_places(options, config.host, layers):
-                length = -(-length * ratio.numerator // ratio.denominator)
-            found.append(length)
+                length = first + kept_tokens(options, length, first)
+            found.append((before, length))
         return found
+
+    @classmethod
+    def flops(cls, config, options, length):
+        """Every layer at its own length, and the map to it."""
+        total = 0.0
+        for before, after in cls.lengths(config, options, length):
+            total += config.layer_flops(after, after)
+            if after < before:
+                maps = 2 if config.host == "decoder" and options.residual == "filtered" else 1
+                first = getattr(config, "first", 0)
+                total += maps * cls.map_flops(options, before - first, after - first) * config.hidden_size
+        return total
+
+    @classmethod
+    def map_flops(cls, options: Any, before: int, after: int) -> float:
+        """Of A on one channel; 0 where it is no matrix product."""
+        return 0.0
+
+    @classmethod
+    def memory(cls, config, options, length):
+        return length if global_residual(options, config.host) else cls.lengths(config, options, length)[-1][1]
 
     @classmethod
     def unsupported(cls, config, options):
@@ -191,6 +210,15 @@ class Shortening(Encoder):
                     "give layers up to it"
                 )
         return reason
+
+
+def kept_tokens(options: Any, lengths: Any, first: int) -> Any:
+    """K = ⌈ρT⌉ in exact arithmetic, for whole numbers or tensors of them. T is without the `first` tokens, or with them
+    under `count_cls`; there are never more than there were."""
+    ratio = Fraction(str(options.ratio))
+    counted = lengths if options.count_cls else lengths - first
+    kept = -(-counted * ratio.numerator // ratio.denominator)
+    return torch.minimum(kept, lengths - first) if isinstance(kept, Tensor) else min(kept, lengths - first)
 
 
 def options_places(options: Any, host: str, layers: int) -> tuple[int, ...]:

@@ -20,6 +20,10 @@ class EncoderSection:
     auto_class: ClassVar[tuple[str, str]]  # of transformers, and the model's class
     encoder: Any
 
+    def layer_flops(self, tokens: float, keys: float) -> float:
+        """Matrix-product FLOPs of one encoder layer on `tokens` that each read `keys`, a multiply-add counted as 2."""
+        raise NotImplementedError  # abstract
+
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self.encoder = resolve_section(ENCODER, self.encoder)
@@ -73,6 +77,12 @@ class EncoderSection:
         return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
 
 
+def _decoder_layer(width: int, inner: int, weights: float, target: float, memory: float, keys: float) -> float:
+    """Of one decoder layer: self-attention, cross-attention over `memory` positions, feed-forward network."""
+    linear = 2 * target * (6 * width * inner + weights) + 2 * memory * 2 * width * inner
+    return linear + 4 * target * (keys + memory) * inner
+
+
 class FathomBartConfig(EncoderSection, BartConfig):
     """BART's config with a section `encoder`.
 
@@ -86,6 +96,19 @@ class FathomBartConfig(EncoderSection, BartConfig):
     auto_class = ("AutoModelForSeq2SeqLM", "FathomBartForConditionalGeneration")
 
     encoder: Any = None
+
+    def layer_flops(self, tokens: float, keys: float) -> float:
+        d = self.d_model
+        return 2 * tokens * (4 * d * d + 2 * d * self.encoder_ffn_dim) + 4 * tokens * keys * d
+
+    def decoder_flops(self, target: float, memory: float, keys: float) -> float:
+        """Matrix-product FLOPs of the decoder and its head on `target` tokens, of which each sees `keys`, and the keys
+        and values of `memory` positions."""
+        d = self.d_model
+        return (
+            self.decoder_layers * _decoder_layer(d, d, 2 * d * self.decoder_ffn_dim, target, memory, keys)
+            + 2 * target * d * self.vocab_size
+        )
 
 
 class FathomLongT5Config(EncoderSection, LongT5Config):
@@ -101,6 +124,36 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
     auto_class = ("AutoModelForSeq2SeqLM", "FathomLongT5ForConditionalGeneration")
 
     encoder: Any = None
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads."""
+        return self.num_heads * self.d_kv
+
+    @property
+    def feed_forward_weights(self) -> int:
+        return (3 if self.is_gated_act else 2) * self.d_model * self.d_ff
+
+    def layer_flops(self, tokens: float, keys: float) -> float:
+        return 2 * tokens * (4 * self.d_model * self.inner + self.feed_forward_weights) + 4 * tokens * keys * self.inner
+
+    def own_flops(self, length: int) -> float:
+        """Of the encoder with the attention that `encoder_attention_type` names: three blocks of keys for each of
+        queries, and one key for every `global_block_size` tokens."""
+        size = self.local_radius + 1
+        padded = -(-length // size) * size
+        layer = self.layer_flops(length, 0) + 4 * padded * 3 * size * self.inner
+        if self.encoder_attention_type == "transient-global":
+            anchors = length // self.global_block_size
+            layer += 2 * anchors * length * self.d_model  # their sums
+            layer += 4 * anchors * self.d_model * self.inner + 4 * padded * anchors * self.inner
+        return self.num_layers * layer
+
+    def decoder_flops(self, target: float, memory: float, keys: float) -> float:
+        """As of BART's config."""
+        layer = _decoder_layer(self.d_model, self.inner, self.feed_forward_weights, target, memory, keys)
+        layers = self.num_decoder_layers or self.num_layers
+        return layers * layer + 2 * target * self.d_model * self.vocab_size
 
 
 class FathomEncoderConfig(EncoderSection, FathomConfig):
@@ -121,6 +174,18 @@ class FathomEncoderConfig(EncoderSection, FathomConfig):
     is_causal: bool = False
     pooling: str = "cls"
     towers: int = 1
+
+    @property
+    def first(self) -> int:
+        """Tokens before the text: the CLS token, if there is one."""
+        return int(self.pooling == "cls")
+
+    def layer_flops(self, tokens: float, keys: float) -> float:
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        feed_forward: Any = lookup("feed_forward", self.feed_forward["name"])
+        whole = feed_forward.counts(self, build_options("feed_forward", self.feed_forward)).matmul
+        linear = 2 * self.hidden_size * self.head_dim * heads + whole / self.num_hidden_layers
+        return tokens * linear + 4 * tokens * keys * self.num_attention_heads * self.head_dim
 
     def _check(self) -> None:
         super()._check()
