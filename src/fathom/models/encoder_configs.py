@@ -98,15 +98,17 @@ class FathomBartConfig(EncoderSection, BartConfig):
     encoder: Any = None
 
     def layer_flops(self, tokens: float, keys: float) -> float:
-        d = self.d_model
-        return 2 * tokens * (4 * d * d + 2 * d * self.encoder_ffn_dim) + 4 * tokens * keys * d
+        d: Any = self.d_model
+        inner: Any = self.encoder_ffn_dim
+        return 2 * tokens * (4 * d * d + 2 * d * inner) + 4 * tokens * keys * d
 
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
         """Matrix-product FLOPs of the decoder and its head on `target` tokens, of which each sees `keys`, and the keys
         and values of `memory` positions."""
-        d = self.d_model
+        d: Any = self.d_model
+        layers: Any = self.decoder_layers
         return (
-            self.decoder_layers * _decoder_layer(d, d, 2 * d * self.decoder_ffn_dim, target, memory, keys)
+            layers * _decoder_layer(d, d, 2 * d * self.decoder_ffn_dim, target, memory, keys)
             + 2 * target * d * self.vocab_size
         )
 
