@@ -250,7 +250,10 @@ def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
     assert Results.load(tmp_path / "tiny" / "results.json") == results
     file = json.loads((tmp_path / "tiny" / "results.json").read_text())
     assert [(s["name"], s["better"]) for s in file["scores"]] == [(s.name, s.better) for s in loaded.task.scores]
-    assert file["task"] == loaded.task.section and file[f"{loaded.task.reference_name}_{headline.name}"] == results.reference
+    assert (
+        file["task"] == loaded.task.section
+        and file[f"{loaded.task.reference_name}_{headline.name}"] == results.reference
+    )
     page = (tmp_path / "tiny" / "report.html").read_text()
     for score in loaded.task.scores:
         assert f'data-name="{score.name}"' in page

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import datasets
 import torch
-from transformers import AutoModelForSequenceClassification, FNetConfig, NystromformerConfig
+from transformers import AutoModelForSequenceClassification, FNetConfig
 
 from fathom.cost.encoders import classifier_flops
 from fathom.data import DataConfig, PreparedData, Source
@@ -42,7 +42,6 @@ class Classification(EncoderTask):
     families: ClassVar[dict[str, Any]] = {
         "decoder": FathomEncoderConfig,
         "fnet": FNetConfig,
-        "nystromformer": NystromformerConfig,
     }
     auto = AutoModelForSequenceClassification
     specials = ("pad", "cls")  # the last id is the CLS token
