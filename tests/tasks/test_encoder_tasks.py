@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from cases import recipe
 from fathom.tasks import lookup
 from fathom.train import load_recipe
 from fathom.train.recipe import model_config
+from fathom_cli import main
 
 LED = {"attention_window": [8] * 2, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1}
 LED |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
@@ -118,3 +120,15 @@ def test_what_cannot_be_is_refused(task, sections, said, tmp_path):
         loaded = load(task, tmp_path, **sections)
         model_config(loaded, loaded.methods[0])
         loaded.task.prepare(loaded.data, tmp_path / ".data")
+
+
+def test_fathom_cost_prices_a_recipe_of_encoders(tmp_path, monkeypatch, capsys):
+    methods = ["full", {"name": "truncation"}]
+    load("seq2seq", tmp_path, methods=methods)
+    monkeypatch.setattr("sys.argv", ["fathom", "cost", str(tmp_path / "recipe.yaml"), "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    full, truncated = json.loads(capsys.readouterr().out)["models"]
+    assert full["parameters"] == truncated["parameters"] > full["non_embedding_parameters"]
+    assert truncated["kv_bytes_per_token"] * 2 == full["kv_bytes_per_token"] == 2 * 32 * 4
+    assert truncated["matmul"] < full["matmul"] == full["training_flops_per_token"] / 3
