@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
+from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config
 from fathom.version import __version__
 from fathom.vision import configuration as _vision_configuration
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     )
     from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
+    from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
+    from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
     from fathom.vision import FourierVLM, compress_vision
@@ -54,6 +58,9 @@ def _cache_methods() -> list[str]:
 
 _PLACES = {
     "FathomForCausalLM": "fathom.models.causal_lm",
+    "FathomForSequenceClassification": "fathom.models.sequence_classification",
+    "FathomBartForConditionalGeneration": "fathom.models.seq2seq_bart",
+    "FathomLongT5ForConditionalGeneration": "fathom.models.seq2seq_longt5",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
@@ -61,7 +68,8 @@ _PLACES = {
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
 _MODULES = ("lineage",)
-__all__ = ["FathomConfig", "__version__", *_PLACES, *_MODULES]
+_CONFIGS = {config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config)}
+__all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
@@ -78,19 +86,27 @@ def __dir__() -> list[str]:
 
 def _fill_registries() -> None:
     """Import the wings, whose methods register themselves, and hand the model to AutoModelForCausalLM."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     import fathom.depth
+    import fathom.encoders
     import fathom.feed_forward
     import fathom.mixers
     import fathom.positions
     import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
+    from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
+    from fathom.models.sequence_classification import FathomForSequenceClassification
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config
 # to build it from, and `import fathom` need not wait for either.
 registry.fill_with(_fill_registries)
-AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)
+for _config in (FathomConfig, *_CONFIGS.values()):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)

@@ -50,6 +50,11 @@ def command(
     else:
         (length, dtype, checkpointing, configs), note = _checkpoint(model), ""
     length = sequence_length or length
+    if model.endswith((".yaml", ".yml")) and (priced := _encoders(model, length)):
+        table = _table([{**dict.fromkeys(COLUMNS), **row} for row in priced["models"]])
+        note = f"\n\nPer token of a source of {length}: one example costs {length} times as much."
+        typer.echo(json.dumps(priced, indent=2) if json_output else table + note)
+        return
     rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
     if json_output:
         about = {"sequence_length": length, "kv_dtype": str(dtype).removeprefix("torch.")}
@@ -91,6 +96,29 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:
             "short for them has fewer."
         )
     return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs, note
+
+
+def _encoders(path: str, length: int) -> dict[str, Any] | None:
+    """The costs of a recipe whose task has encoders; None for a decoder's."""
+    import torch
+
+    from fathom.train.recipe import load_recipe, model_config
+
+    recipe = load_recipe(Path(path))
+    if recipe.task.checkpoint_fields is None:
+        return None
+    dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
+    rows = []
+    for method in recipe.methods:
+        config = model_config(recipe, method)
+        sizes = recipe.task.sizes(config, length, dtype)
+        training = recipe.task.training_flops(config, length, recipe.training.gradient_checkpointing)
+        rows.append({
+            "name": method.name, "parameters": sizes.parameters, "non_embedding_parameters": sizes.non_embedding,
+            "matmul": sizes.flops_per_token, "training_flops_per_token": training,
+            "kv_bytes_per_token": sizes.cache_bytes_per_token,
+        })  # fmt: skip
+    return {"sequence_length": length, "models": rows}
 
 
 def _checkpoint(checkpoint: str) -> tuple[int, Any, bool, list[tuple[str, Any]]]:

@@ -13,13 +13,15 @@ import pytest
 
 import fathom
 from fathom import caches, growth, lineage
-from fathom.models.registry import REGISTRIES
+from fathom.models.registry import ENCODERS, REGISTRIES
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
 # registry → name → the method's class
-CLASSES = {**REGISTRIES, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS}
+CLASSES = {
+    **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
+}  # fmt: skip
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
 every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 

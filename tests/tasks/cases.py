@@ -29,7 +29,35 @@ def sft(folder: Path) -> dict[str, Any]:
     return {"task": {"name": "sft", "questions": 9}, "data": {**data, "tokenizer": {"bpe": 270}, "block_size": 96}}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"causal_lm": causal_lm, "sft": sft}
+def seq2seq(folder: Path) -> dict[str, Any]:
+    rows = [{"source": prompt, "target": answer} for prompt, answer in ROWS]
+    data = write_rows(folder, rows)
+    model = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 1, "encoder_attention_heads": 2}
+    model |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}
+    task = {"name": "seq2seq", "target_tokens": 8, "answers": 9}
+    return {"task": task, "model": model, "data": {**data, "tokenizer": {"bpe": 270}, "block_size": 24}}
+
+
+def classification(folder: Path) -> dict[str, Any]:
+    rows = [
+        {"text": 3 * ("sea", "old")[index % 2] + prompt, "label": index % 2} for index, (prompt, _) in enumerate(ROWS)
+    ]
+    data = {**write_rows(folder, rows), "tokenizer": {"bpe": 270}, "block_size": 24}
+    model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "pooling": "mean"}
+    return {"task": {"name": "classification"}, "model": model, "data": data}
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Sixty to train on, the others held out."""
+    random.Random(0).shuffle(rows)
+    for name, some in (("train", rows[:60]), ("held-out", rows[60:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    return {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl")}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
+}  # fmt: skip
 
 
 def recipe(task: str, folder: Path, /, **sections: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from cases import CASES, recipe
+from rouge_score.rouge_scorer import RougeScorer
 from transformers import TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
@@ -144,6 +145,23 @@ def test_packing_changes_no_loss_in_training(tmp_path):
     torch.testing.assert_close(packed, unpacked, rtol=1e-5, atol=0)
 
 
+def of_targets(recipe: Recipe, rows: list[dict[str, str]], tokenizer: Any, model: Any) -> dict[str, float]:
+    nats = size = 0.0
+    found = []
+    for index, row in enumerate(rows):
+        source = torch.tensor([tokenizer(row["source"])["input_ids"]])
+        target = [*tokenizer(row["target"])["input_ids"], tokenizer.eos_token_id]
+        given = torch.tensor([[model.config.decoder_start_token_id, *target[:-1]]])
+        logits = model(input_ids=source, decoder_input_ids=given).logits[0]
+        nats += float(F.cross_entropy(logits, torch.tensor(target), reduction="sum"))
+        size += len(row["target"].encode())
+        if index < recipe.task.answers:
+            said = tokenizer.decode(model.generate(source, max_new_tokens=8, num_beams=1)[0], skip_special_tokens=True)
+            found.append(RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True).score(row["target"], said))
+    rouge = {name: sum(one[name].fmeasure for one in found) / len(found) for name in found[0]}
+    return {"target_bits_per_byte": nats / math.log(2) / size, **rouge}
+
+
 def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM) -> dict[str, float]:
     """Row by row from the files, with nothing of the task but its tokenizer."""
     tokenizer = data.tokenizer
@@ -157,6 +175,11 @@ def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: Fat
         text = "".join(tokenizer.decode(block["input_ids"][1:], skip_special_tokens=True) for block in data.validation)
         return {"bits_per_byte": float(nats) / math.log(2) / len(text.encode())}
     rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
+    if task == "classification":
+        said = [int(model(torch.tensor([tokenizer(row["text"])["input_ids"]])).logits.argmax()) for row in rows]
+        return {"accuracy": sum(a == row["label"] for a, row in zip(said, rows, strict=True)) / len(rows)}
+    if task == "seq2seq":
+        return of_targets(recipe, rows, tokenizer, model)
     nats = size = right = 0.0
     for index, row in enumerate(rows):
         prompt = tokenizer(f"### Instruction:\n{row['prompt']}\n\n### Response:\n")["input_ids"]
@@ -172,7 +195,7 @@ def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: Fat
 @pytest.mark.parametrize("task", tasks())
 def test_scores_are_those_of_the_files(trained, task):
     loaded, data, result = trained[task]
-    model = FathomForCausalLM.from_pretrained(result.model).eval()
+    model = loaded.task.model_class.from_pretrained(result.model).eval()
     with torch.no_grad():
         expected = independent_scores(task, loaded, data, model)
     assert result.scores == pytest.approx(expected, rel=1e-5)
@@ -199,7 +222,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path
     resumed = train_run(loaded, VANILLA, **arguments)
     assert resumed.interruptions == 1 and resumed.scores == pytest.approx(whole.scores, abs=1e-6)
     assert resumed.train_loss == pytest.approx(whole.train_loss, abs=1e-6)
-    other = dataclasses.replace(loaded, task=lookup("sft")(questions=3) if task == "sft" else lookup("sft")())
+    options: Any = {"sft": {"questions": 3}, "seq2seq": {"answers": 3}, "classification": {"label_field": "kind"}}
+    other = dataclasses.replace(loaded, task=lookup(task if task in options else "sft")(**options.get(task, {})))
     with pytest.raises(ValueError, match="holds another run: its task"):
         train_run(other, VANILLA, **arguments)
 
@@ -226,7 +250,10 @@ def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
     assert Results.load(tmp_path / "tiny" / "results.json") == results
     file = json.loads((tmp_path / "tiny" / "results.json").read_text())
     assert [(s["name"], s["better"]) for s in file["scores"]] == [(s.name, s.better) for s in loaded.task.scores]
-    assert file["task"] == loaded.task.section and file[f"unigram_{headline.name}"] == results.reference
+    assert (
+        file["task"] == loaded.task.section
+        and file[f"{loaded.task.reference_name}_{headline.name}"] == results.reference
+    )
     page = (tmp_path / "tiny" / "report.html").read_text()
     for score in loaded.task.scores:
         assert f'data-name="{score.name}"' in page
@@ -242,12 +269,12 @@ def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
     [
         (
             "causal_ml",
-            r"task: task 'causal_ml' does not exist \(did you mean 'causal_lm'\?\); available: causal_lm, sft",
+            r"task: task 'causal_ml' does not exist \(did you mean 'causal_lm'\?\); available: causal_lm, .*, sft",
         ),
         ({"name": "sftt"}, r"'sftt' does not exist \(did you mean 'sft'\?\)"),
         (
             {"packing": True},
-            r"task={'packing': True}: give a task's name, or a mapping with `name`; tasks: causal_lm, sft",
+            r"task={'packing': True}: give a task's name, or a mapping with `name`; tasks: causal_lm, .*, sft",
         ),
         (
             {"name": "sft", "paking": True},

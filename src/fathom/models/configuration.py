@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from fathom.models import saved_files
 from fathom.models.registry import (
+    ENCODER,
     SECTIONS,
     build_options,
     check_type,
@@ -156,6 +157,11 @@ class FathomConfig(PreTrainedConfig):
             )
         for field, value in kwargs.items():
             if isinstance(value, dict) and isinstance(value.get("name"), str):
+                if field == ENCODER:
+                    raise ValueError(
+                        f"encoder={value!r}: a causal decoder has none, as later tokens would reach earlier ones; use "
+                        "FathomEncoderConfig, FathomBartConfig or FathomLongT5Config"
+                    )
                 raise ValueError(
                     f"{field}={value!r}: the config has no section {field!r}{nearest(field, list(SECTIONS))}; its "
                     f"sections: {', '.join(SECTIONS)}"

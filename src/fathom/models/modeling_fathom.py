@@ -4,10 +4,28 @@ This file is saved with every Fathom checkpoint and named by `auto_map` in its c
 """
 
 try:
-    from fathom import FathomConfig, FathomForCausalLM
+    from fathom import (
+        FathomBartConfig,
+        FathomBartForConditionalGeneration,
+        FathomConfig,
+        FathomEncoderConfig,
+        FathomForCausalLM,
+        FathomForSequenceClassification,
+        FathomLongT5Config,
+        FathomLongT5ForConditionalGeneration,
+    )
 except ModuleNotFoundError as error:
     if error.name != "fathom":
         raise  # fathom is there, and lacks something
     raise ImportError("this checkpoint needs Fathom, which is not installed: pip install fathom-lm") from error
 
-__all__ = ["FathomConfig", "FathomForCausalLM"]
+__all__ = [
+    "FathomBartConfig",
+    "FathomBartForConditionalGeneration",
+    "FathomConfig",
+    "FathomEncoderConfig",
+    "FathomForCausalLM",
+    "FathomForSequenceClassification",
+    "FathomLongT5Config",
+    "FathomLongT5ForConditionalGeneration",
+]

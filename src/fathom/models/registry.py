@@ -38,14 +38,18 @@ SECTIONS: dict[str, Section] = {
     "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
 }
 _REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
+# The section of an encoder's config (models/encoder_configs.py), which no decoder has: encoders/base.py.
+ENCODER = "encoder"
+_ENCODERS: dict[str, type] = {}
 _fill: Callable[[], None] | None = None
 
 if TYPE_CHECKING:
     REGISTRIES: dict[str, dict[str, type]]
+    ENCODERS: dict[str, type]
 
 
 def fill_with(fill: Callable[[], None]) -> None:
-    """Have `fill` called once, before anyone reads `REGISTRIES`."""
+    """Have `fill` called once, before anyone reads `REGISTRIES` or `ENCODERS`."""
     global _fill
     _fill = fill
 
@@ -53,6 +57,8 @@ def fill_with(fill: Callable[[], None]) -> None:
 def __getattr__(name: str) -> Any:
     if name == "REGISTRIES":
         return filled()
+    if name == "ENCODERS":
+        return methods_of(ENCODER)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -65,11 +71,17 @@ def filled() -> dict[str, dict[str, type]]:
     return _REGISTRIES
 
 
+def methods_of(registry: str) -> dict[str, type]:
+    """The methods of one section, of the decoder or `encoder`, by name."""
+    decoder = filled()
+    return _ENCODERS if registry == ENCODER else decoder[registry]
+
+
 def register(registry: str, name: str) -> Callable[[type], type]:
     """Class decorator: make a method available as `FathomConfig(<registry>={"name": <name>, ...})`."""
 
     def add(cls: type) -> type:
-        methods = _REGISTRIES[registry]
+        methods = _ENCODERS if registry == ENCODER else _REGISTRIES[registry]
         if name in methods and methods[name].__qualname__ != cls.__qualname__:
             raise ValueError(f"{registry} method {name!r} is registered already, by {methods[name]}")
         cls.name, cls.registry = name, registry  # type: ignore[attr-defined]
@@ -87,7 +99,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 def lookup(registry: str, name: str) -> type:
     """The method class of that name. Raises ValueError that lists what exists."""
-    methods = filled()[registry]
+    methods = methods_of(registry)
     if name not in methods:
         raise ValueError(
             f"{registry} method {name!r} does not exist{nearest(name, list(methods))}; "
@@ -112,12 +124,12 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict
     Raises ValueError on an unknown method or option (naming the nearest real one) or an option out of range.
     """
     if section is None:
-        section = {"name": SECTIONS[registry].plain[0]}
+        section = {"name": "full" if registry == ENCODER else SECTIONS[registry].plain[0]}
     if isinstance(section, str):
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):
         raise ValueError(
-            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(filled()[registry]))}'
+            f'{registry} needs a "name", got {section!r}; available: {", ".join(sorted(methods_of(registry)))}'
         )
     options = {key: value for key, value in section.items() if key != "name"}
     cls = lookup(registry, section["name"])
@@ -140,7 +152,7 @@ def override_section(registry: str, stored: dict[str, Any] | str | None, given: 
     """
     if isinstance(given, str):
         given = {"name": given}
-    if not stored or not isinstance(given, dict) or given.get("name") not in filled()[registry]:
+    if not stored or not isinstance(given, dict) or given.get("name") not in methods_of(registry):
         return given
     stored = resolve_section(registry, stored)
     if given["name"] == stored["name"]:

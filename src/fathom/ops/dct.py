@@ -5,7 +5,13 @@
 
 Rows of M sum to 1 and M Mᵀ = (L/N) I. All in fp32 or wider (torch.fft has no bf16; twiddles need exact angles).
 
-On a grid both axes are resampled: Y = M_h X M_wᵀ for every channel.
+On a grid both axes are resampled: Y = M_h X M_wᵀ for every channel (`resample_grid`).
+
+The spectral filter of the Fourier Transformer is the same map without the factor, A = C_Lᵀ · [I_L 0] · C_N, A Aᵀ = I
+(`low_pass`, `low_pass_rows`). Its entries have a closed form, so that rows of several lengths need no product:
+
+    A[n,t] = (S(θ_n − φ_t) + S(θ_n + φ_t)) / 2√(NL),  S(α) = Σ_{|k|<L} cos kα = sin((L−½)α) / sin(α/2),
+    θ_n = π(2n+1)/2L,  φ_t = π(2t+1)/2N
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import functools
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.autocast import without_autocast
@@ -117,3 +123,64 @@ def resample_grid(
             out = along @ (down @ wide.flatten(-2)).unflatten(-1, (width, x.shape[-1]))
         scale = 1.0 if rescale == "amplitude" else math.sqrt(height * width / (h * w))
     return (out * scale if scale != 1.0 else out).flatten(-3, -2).to(x.dtype)
+
+
+# Up to this length one product with A is taken, above it the FFT: A of 64k tokens would have gigabytes.
+LONGEST_PRODUCT = 1024
+
+
+def low_pass(x: Float[Tensor, "*rows n D"], kept: int, transform: str = "auto") -> Float[Tensor, "*rows kept D"]:
+    """y = A x along the token axis (second to last), in the dtype of x: energy is kept, and a constant grows by √(n/L).
+
+    `transform`: "matmul", "fft", or "auto", which takes the first up to `LONGEST_PRODUCT` tokens.
+    """
+    n = x.shape[-2]
+    if kept == n:
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    with without_autocast(x.device.type):
+        if transform == "fft" or (transform == "auto" and n > LONGEST_PRODUCT):
+            return idct(dct(wide.transpose(-1, -2))[..., :kept]).transpose(-1, -2).to(x.dtype)
+        return (_low_pass_matrix(n, kept, wide.dtype, x.device) @ wide).to(x.dtype)
+
+
+def low_pass_rows(
+    x: Float[Tensor, "B T D"], lengths: Int[Tensor, " B"], kept: Int[Tensor, " B"], most: int, transform: str = "auto"
+) -> Float[Tensor, "B most D"]:
+    """`low_pass` of the first `lengths[b]` tokens of each row to `kept[b]`, zeros after them; `most` = max kept."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    with without_autocast(x.device.type):
+        if transform == "fft" or (transform == "auto" and x.shape[1] > LONGEST_PRODUCT):
+            out = wide.new_zeros(len(x), most, x.shape[2])
+            for n, k in set(zip(lengths.tolist(), kept.tolist(), strict=True)):
+                rows = (lengths == n) & (kept == k)
+                out[rows, :k] = low_pass(wide[rows, :n], k, "fft")
+            return out.to(x.dtype)
+        return (low_pass_matrices(lengths, kept, most, x.shape[1]).to(wide.dtype) @ wide).to(x.dtype)
+
+
+def low_pass_matrices(
+    lengths: Int[Tensor, " B"], kept: Int[Tensor, " B"], most: int, longest: int
+) -> Float[Tensor, "B most longest"]:
+    """A of every row in float64, zero beyond its own size."""
+    device = lengths.device
+    n, t = (torch.arange(size, device=device, dtype=torch.float64) for size in (most, longest))
+    size, length = kept.double()[:, None, None], lengths.double()[:, None, None]
+    theta, phi = math.pi * (2 * n[:, None] + 1) / (2 * size), math.pi * (2 * t + 1) / (2 * length)
+
+    def kernel(angle: Tensor) -> Tensor:
+        half = torch.sin(angle / 2)
+        zero = half.abs() < 1e-12
+        ratio = torch.sin((size - 0.5) * angle) / half.masked_fill(zero, 1.0)
+        return torch.where(zero, 2 * size - 1, ratio)
+
+    matrix = (kernel(theta - phi) + kernel(theta + phi)) / (2 * torch.sqrt(size * length))
+    inside = (n[:, None] < size) & (t < length)
+    same = (size == length) & (n[:, None] == t)  # nothing is cut: the identity, without rounding
+    return torch.where(inside, torch.where(size == length, same.double(), matrix), 0.0)
+
+
+@functools.lru_cache(maxsize=16)
+def _low_pass_matrix(n: int, kept: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "kept n"]:
+    with torch.inference_mode(False):  # kept, and training may come after inference
+        return low_pass_matrices(torch.tensor([n]), torch.tensor([kept]), kept, n)[0].to(device, dtype)

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from fathom.cost import forward_flops_per_token, kv_bytes_per_token, parameter_counts
 from fathom.data import PreparedData
 from fathom.inspect import StepMap, offered
-from fathom.models.registry import SECTIONS
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
@@ -67,7 +65,6 @@ def _describe(
     ]
     model: Any = task.model_class.from_pretrained(result.model)
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    counts = parameter_counts(config)
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     tail = history[-max(1, len(history) // 10) :]
     pictures = {
@@ -77,9 +74,10 @@ def _describe(
         for kind in offered(config)
     }
     ran = getattr(pictures.get(StepMap.name), "ran", None)  # what tokens that stop on their own really cost
+    sizes = task.sizes(config, recipe.data.block_size, dtype, ran)
     return Run(
         method=planned.method.name,
-        options={section: getattr(config, section) for section in SECTIONS},
+        options=task.sections(config),
         budget=planned.budget,
         seed=planned.seed,
         lr=result.lr,
@@ -87,14 +85,14 @@ def _describe(
         scores=scores,
         validation_loss=result.validation_loss,
         train_loss=statistics.fmean(point["loss"] for point in tail),
-        params=counts.total,
-        non_embedding_params=counts.non_embedding,
+        params=sizes.parameters,
+        non_embedding_params=sizes.non_embedding,
         train_tokens=result.tokens,
         train_flops=result.train_flops,
-        inference_flops_per_token=forward_flops_per_token(config, recipe.data.block_size, ran=ran).matmul,
+        inference_flops_per_token=sizes.flops_per_token,
         answer_flops=inference_flops(config, recipe, data, ran),
         train_examples=result.tokens / recipe.data.block_size * data.examples_per_sequence,
-        kv_bytes_per_token=kv_bytes_per_token(config, dtype, ran),
+        kv_bytes_per_token=sizes.cache_bytes_per_token,
         tokens_per_second=result.tokens_per_second,
         peak_memory_bytes=result.peak_memory_bytes,
         tokens_per_second_interval=result.tokens_per_second_interval,

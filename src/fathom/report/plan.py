@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fathom.cost import training_flops_per_token
 from fathom.data import PreparedData
 from fathom.models.configuration import FathomConfig
 from fathom.train import Budget, MethodConfig, Recipe, model_config
@@ -66,7 +65,7 @@ def _models(recipe: Recipe, budget: Budget, data: PreparedData) -> list[Planned]
     ]
     if budget.kind == "train_flops":
         costs = [
-            training_flops_per_token(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
+            recipe.task.training_flops(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
             for config in configs
         ]
         flops = costs[0] * tokens if budget.amount is None else budget.amount
@@ -90,6 +89,11 @@ def _models(recipe: Recipe, budget: Budget, data: PreparedData) -> list[Planned]
             raise ValueError(
                 "budgets: inference_flops adds layers to the cheaper methods, but model.checkpoint fixes them; "
                 "drop this budget or train from scratch"
+            )
+        if recipe.task.checkpoint_fields is not None:
+            raise ValueError(
+                f"budgets: inference_flops adds layers to a decoder, which task {recipe.task.name!r} has not; "
+                "drop this budget"
             )
         target = max(inference_flops(config, recipe, data) for config in configs)
         return [_deepen(model, recipe, data, target) for model in models]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fathom.cost import forward_flops_per_token, kv_bytes_per_token, parameter_counts, training_flops_per_token
 from fathom.data import DataConfig, PreparedData, collate
 from fathom.data.packing import IGNORED
-from fathom.models.registry import check_type, nearest
+from fathom.models.registry import SECTIONS, check_type, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +65,20 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the report says of a model's size. Attributes:
+    parameters, non_embedding: of the model, and without tables and head.
+    flops_per_token: matrix products of one forward, over the tokens of a sequence.
+    cache_bytes_per_token: what decoding keeps of a token.
+    """
+
+    parameters: int
+    non_embedding: int
+    flops_per_token: float
+    cache_bytes_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """Base of the tasks. The fields of a subclass are its options, checked in `__post_init__`.
 
@@ -78,6 +93,7 @@ class Task:
         reference_name: the model that knows frequencies alone, "unigram".
         reference_note: what that model knows, one sentence for the page.
         samples_note: how the samples on the page came about.
+        checkpoint_fields: what a recipe that starts from a checkpoint may change; None: a decoder's sections.
         invariants: which further tests of tests/tasks apply: "padding" (a row in a batch has the loss that it has
             alone), "packing" (option `packing` does not change a row's loss).
     """
@@ -92,6 +108,7 @@ class Task:
     reference_name: ClassVar[str]
     reference_note: ClassVar[str]
     samples_note: ClassVar[str]
+    checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -129,6 +146,33 @@ class Task:
         from fathom.models.causal_lm import FathomForCausalLM
 
         return FathomForCausalLM
+
+    @classmethod
+    def model_fields(cls) -> list[str]:
+        """What a recipe's `model` and `methods` may set, beside `checkpoint`."""
+        from fathom.models.configuration import FathomConfig
+
+        return list(FathomConfig.types())
+
+    def model_config(self, fields: dict[str, Any], data: DataConfig, tokenizer: Any) -> Any:
+        """The config of a model that is no decoder of ours, of a recipe's fields; None: it is one."""
+        return None
+
+    def sections(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The methods of a model, section by section."""
+        return {section: getattr(config, section) for section in SECTIONS}
+
+    def training_flops(
+        self, config: Any, block_size: int, checkpointing: bool, ran: Sequence[float] | None = None
+    ) -> float:
+        """Matrix-product FLOPs of training on one token of a sequence."""
+        return training_flops_per_token(config, block_size, checkpointing, ran=ran)
+
+    def sizes(self, config: Any, block_size: int, dtype: torch.dtype, ran: Sequence[float] | None = None) -> Sizes:
+        """Of a model, by measured shares `ran` of tokens that run each step, or with all of them."""
+        counts = parameter_counts(config)
+        flops = forward_flops_per_token(config, block_size, ran=ran).matmul
+        return Sizes(counts.total, counts.non_embedding, flops, kv_bytes_per_token(config, dtype, ran))
 
     def check(self, data: DataConfig) -> None:
         """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip

@@ -54,7 +54,7 @@ def build(cls: type[T], raw: Any, where: str = "") -> T:
     return cls(**{key: convert(value, hints[key], _join(where, key)) for key, value in raw.items()})
 
 
-def check_keys(raw: dict[str, Any], known: Iterable[str], where: str) -> None:
+def check_keys(raw: Iterable[Any], known: Iterable[str], where: str) -> None:
     """Raise ValueError for a key of `raw` that is not known, naming the nearest one."""
     names = list(known)
     for key in raw:

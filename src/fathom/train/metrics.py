@@ -61,12 +61,12 @@ class Metrics(TrainerCallback):
         folder: Path,
         tokens_per_step: int,
         flops_per_token: Callable[[Sequence[float] | None], float],
-        depth: DepthMethod,
+        depth: DepthMethod | None,
         feed_forward: type[FeedForward] = FeedForward,
     ) -> None:
         """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all."""
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
-        self.adaptive = bool(depth.segments)  # training skips steps of tokens that have stopped
+        self.adaptive = depth is not None and bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
         self.depth, self.feed_forward = depth, feed_forward
         self.dead = 0  # lines in a row that have dead experts
@@ -140,6 +140,8 @@ class Metrics(TrainerCallback):
 
     def add(self, output: FathomOutput) -> None:
         """Keep what one training forward said beside its loss, without waiting for the device."""
+        if self.depth is None:
+            return
         assert output.losses is not None and output.auxiliary is not None and output.trace is not None  # asked for
         for name, value in {**output.auxiliary, **output.losses}.items():
             if name in RESERVED or (name == "penalty" and name not in output.losses):

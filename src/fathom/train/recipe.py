@@ -27,8 +27,8 @@ from fathom.data import DataConfig, PreparedData, check_vocabulary, load_tokeniz
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
-from fathom.models.registry import REGISTRIES, SECTIONS, nearest
-from fathom.tasks import DEFAULT, Task, lookup
+from fathom.models.registry import ENCODER, ENCODERS, REGISTRIES, SECTIONS, nearest
+from fathom.tasks import DEFAULT, Task, lookup, tasks
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
 MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
@@ -68,9 +68,10 @@ class MethodConfig:
         entry = {"name": raw} if isinstance(raw, str) else raw
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise ValueError(f"{where}={raw!r}: give a method's name, or a mapping with `name`")
-        check_keys(entry, ["name", "lr", "seeds", *MODEL_FIELDS], where)
+        others = {field for task in tasks().values() for field in task.model_fields()}.difference(MODEL_FIELDS)
+        check_keys([key for key in entry if key not in others], ["name", "lr", "seeds", *MODEL_FIELDS], where)
         fields = {key: value for key, value in entry.items() if key not in ("name", "lr", "seeds")}
-        if not any(section in fields for section in METHOD_SECTIONS):
+        if not any(section in fields for section in (*METHOD_SECTIONS, *others)):
             fields[_registry_of(entry["name"], where)] = {"name": entry["name"]}
         lr = convert(entry.get("lr"), float | tuple[float, ...] | None, f"{where}.lr")
         seeds = convert(entry.get("seeds"), tuple[int, ...] | None, f"{where}.seeds")
@@ -199,7 +200,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
-        check_keys(self.model, ["checkpoint", *MODEL_FIELDS], "model")
+        check_keys(self.model, ["checkpoint", *self.task.model_fields()], "model")
+        for method in self.methods:
+            check_keys(method.fields, self.task.model_fields(), f"methods.{method.name}")
         for name in ("methods", "budgets"):
             _require(bool(getattr(self, name)), name, [], "not be empty")
         _check_seeds(self.seeds, "seeds")
@@ -212,12 +215,13 @@ class Recipe:
             twice = [value for value in values if values.count(value) > 1]
             _require(not twice, argument, twice[:1], "not be given twice")
         if "checkpoint" in self.model:
+            changeable = self.task.checkpoint_fields or CHECKPOINT_FIELDS
             for fields, where in ((self.model, "model"), *((m.fields, f"methods.{m.name}") for m in self.methods)):
                 for key in fields:
-                    if key not in ("checkpoint", *CHECKPOINT_FIELDS):
+                    if key not in ("checkpoint", *changeable):
                         raise ValueError(
                             f"{where}.{key} cannot be given: model.checkpoint fixes it "
-                            f"(only {', '.join(CHECKPOINT_FIELDS)} may change)"
+                            f"(only {', '.join(changeable)} may change)"
                         )
         if self.training.tokens is not None:  # how many tokens examples have, the data say
             self.check_trials(self.training.tokens)
@@ -303,6 +307,9 @@ def model_config(
     `tokenizer` is the prepared one; without it `{bpe: n}` counts as n tokens. Raises ValueError for fields that do not
     fit together and for a tokenizer with more ids than `vocab_size`.
     """
+    other = recipe.task.model_config({**recipe.model, **method.fields}, recipe.data, tokenizer)
+    if other is not None:
+        return other
     fields = {**_numbers(recipe.model, "model"), **_numbers(method.fields, f"methods.{method.name}")}
     if "checkpoint" in fields:
         config = _checkpoint_config(fields.pop("checkpoint"), fields)
@@ -349,7 +356,7 @@ def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig
 
 
 def _registry_of(name: str, where: str) -> str:
-    for registry, methods in REGISTRIES.items():
+    for registry, methods in (*REGISTRIES.items(), (ENCODER, ENCODERS)):
         if name in methods and name not in ("none", "standard"):
             return registry
     known = sorted(name for methods in REGISTRIES.values() for name in methods if name not in ("none", "standard"))

@@ -34,9 +34,9 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, StreamingBlocks
 from fathom.data.mixing import MixedBlocks
+from fathom.feed_forward.base import FeedForward
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import lookup
@@ -232,12 +232,14 @@ def train_run(
     if finished is not None and finished.model.is_dir():
         return finished
 
-    flops_per_token = training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing)
+    flops_per_token = task.training_flops(config, recipe.data.block_size, training.gradient_checkpointing)
     if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config)
     freeze(model, training.trains)
+    if training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
+        raise ValueError(f"training.compile={training.compile!r}: {task.name} models have no such layers; use true")
     if training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
@@ -248,9 +250,9 @@ def train_run(
     metrics = Metrics(
         folder,
         tokens_per_step,
-        lambda ran: training_flops_per_token(config, recipe.data.block_size, training.gradient_checkpointing, ran=ran),
-        model.depth,
-        lookup("feed_forward", config.feed_forward["name"]),  # type: ignore[arg-type]
+        lambda ran: task.training_flops(config, recipe.data.block_size, training.gradient_checkpointing, ran),
+        getattr(model, "depth", None),
+        lookup("feed_forward", config.feed_forward["name"]) if hasattr(config, "feed_forward") else FeedForward,  # type: ignore[arg-type]
     )
     trainer = FathomTrainer(
         task=task,
@@ -490,7 +492,9 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
     """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
     checkpoint = recipe.model.get("checkpoint")
-    make = recipe.task.model_class
+    make: Any = recipe.task.model_class
+    if not isinstance(config, make.config_class if hasattr(make, "config_class") else ()):  # one of the Auto classes
+        return make.from_config(config) if checkpoint is None else make.from_pretrained(checkpoint, config=config)
     if checkpoint is None:
         return make(config)
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}

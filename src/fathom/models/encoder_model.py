@@ -1,0 +1,55 @@
+"""What models with an `encoder` section share: loading and saving."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+
+class EncoderModel(PreTrainedModel):
+    """Alone, or mixed into a stock class of transformers.
+
+    Attributes:
+        dropped: patterns of the tensors of a stock checkpoint that have no use.
+    """
+
+    dropped: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises ValueError for a tensor that the files lack, and for one without a place that is
+        not known to be without use: transformers would go on with random weights, or without them."""
+        wanted = kwargs.pop("output_loading_info", False)
+        read: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, report = read
+        unknown = [key for key in report["unexpected_keys"] if not any(re.search(p, key) for p in cls.dropped)]
+        for names, fault in ((sorted(report["missing_keys"]), "is missing"), (sorted(unknown), "has no place")):
+            if names and pretrained_model_name_or_path is not None:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                raise ValueError(
+                    f"{pretrained_model_name_or_path}: tensor {names[0]!r}{more} {fault}: load a complete checkpoint "
+                    f"of this model, {model.config.model_type}"
+                )
+        return (model, report) if wanted else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+
+    def save_stock(self, folder: str | os.PathLike, stock: type[PreTrainedModel]) -> None:
+        """The model as a checkpoint of the stock class."""
+        name = self.config.encoder["name"]
+        if name != "full":
+            raise ValueError(
+                f"encoder={name!r}: stock {stock.__name__} has no such encoder; save_pretrained keeps it, or load the "
+                "model with encoder='full' first"
+            )
+        plain: Any = stock(self.config.stock_config())
+        plain.load_state_dict(self.state_dict())
+        plain.to(self.dtype)
+        if self.generation_config is not None:
+            plain.generation_config = self.generation_config
+        plain.save_pretrained(folder)
