@@ -287,6 +287,18 @@ class FathomConfig(PreTrainedConfig):
         return build_options("depth", self.depth).passes
 
     @property
+    def heads_seen(self) -> int:
+        """Query heads that attention sees: the projected ones, times what the positions make of each."""
+        method: Any = lookup("positions", self.positions["name"])
+        return self.num_attention_heads * method.heads(build_options("positions", self.positions))
+
+    @property
+    def score_channels(self) -> int:
+        """Channels of keys beside `head_dim`, by which the positions bias scores."""
+        method: Any = lookup("positions", self.positions["name"])
+        return method.channels(self, build_options("positions", self.positions))
+
+    @property
     def most_steps(self) -> int:
         """Forwards of the stack, one on the other's output, per token at inference: the passes, or the slots that a
         method runs one by one (Jacobi sweeps, which only parallelise them, not counted)."""
