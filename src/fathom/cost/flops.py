@@ -9,8 +9,8 @@ A method that gives a token S slots runs S times the linear maps a pass, and eac
 in all, S² growth.
 
 N_matmul: weights of the layers' linear maps. keys: mean number of keys a query reads, (T+1)/2 under a causal mask over
-T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads that attention sees, D head dim (scores and
-weighted values: with the channels of a score bias, positions/base.py).
+T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads that attention sees, D head dim, which in
+attention counts the channels of a score bias too (positions/base.py).
 
 Elementwise work is counted by one rule: every scalar addition, subtraction, multiplication and division is 1, and so
 is every evaluation of a scalar function (exp, rsqrt, an activation). A sum of n terms is n additions, as in a matrix

@@ -220,6 +220,12 @@ class FathomConfig(PreTrainedConfig):
                 "pip install --upgrade fathom-lm"
             ) from error
 
+    def _validate_yarn_by_turns_rope_parameters(self, rope: dict[str, Any], ignore_keys: set[str] | None = None):
+        """Where transformers looks for the check of a RoPE type of our own (positions/rotary.py)."""
+        optional = {"original_max_position_embeddings", "beta_fast", "beta_slow", "partial_rotary_factor"}
+        required = {"rope_type", "rope_theta", "factor"}
+        self._check_received_keys(rope["rope_type"], set(rope), required, optional, ignore_keys=ignore_keys)
+
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, with the version that wrote it."""
         return {**super().to_dict(), "fathom_version": __version__}

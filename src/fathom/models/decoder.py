@@ -54,6 +54,7 @@ class Attention(nn.Module):
         options = build_options("positions", config.positions)
         self.rotate = functools.partial(method.rotate, options)
         self.expand = functools.partial(method.expand, options)
+        self.score_channels = config.score_channels
         self.num_key_value_groups = config.heads_seen // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
@@ -126,9 +127,8 @@ class Attention(nn.Module):
         next_kv = None
         if read is not None:
             key, value, next_kv = read(key, value, earlier)
-        width = value.shape[-1]
-        if key.shape[-1] > width:  # channels of a score bias: kernels want values of the same width
-            value = F.pad(value, (0, key.shape[-1] - width))
+        if self.score_channels:  # keys have them: kernels want values of the same width
+            value = F.pad(value, (0, self.score_channels))
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, KeyBias):
@@ -145,7 +145,9 @@ class Attention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(output[..., :width].reshape(batch, length, -1)), weights, state, next_kv
+        if self.score_channels:
+            output = output[..., : self.head_dim]
+        return self.o_proj(output.reshape(batch, length, -1)), weights, state, next_kv
 
 
 class Block(GradientCheckpointingLayer):
