@@ -53,12 +53,12 @@ def build(family: str) -> torch.nn.Module:
     elif family == "qwen3_sliding":
         sliding = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
         model = Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=16, **sliding, **SIZES))
-    elif family in ("fathom", "depth_attention"):
+    elif family in ("fathom", "depth_attention", "rope_pp"):
         causal_lm = pytest.importorskip("fathom.models.causal_lm", reason="Fathom's own decoder is not in yet")
         from fathom.models.configuration import FathomConfig
 
-        mixer = {"mixer": "depth_attention"} if family == "depth_attention" else {}
-        config = FathomConfig(backbone="llama", num_key_value_heads=2, **mixer, **SIZES)
+        method = {"depth_attention": {"mixer": "depth_attention"}, "rope_pp": {"positions": "rope_pp"}}.get(family, {})
+        config = FathomConfig(backbone="llama", num_key_value_heads=2, **method, **SIZES)
         model = causal_lm.FathomForCausalLM(config)
     else:
         raise ValueError(family)
@@ -75,7 +75,7 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox", "qwen3_sliding", "fathom", "depth_attention")
+FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox", "qwen3_sliding", "fathom", "depth_attention", "rope_pp")
 SHARED: dict[str, torch.nn.Module] = {}
 
 

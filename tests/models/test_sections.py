@@ -41,8 +41,8 @@ class Doubled(Rotary):
         return 2
 
     @staticmethod
-    def expand(options, query):
-        return torch.stack((query, -query), dim=2).flatten(1, 2)
+    def expand(options, tables, query, key):
+        return torch.stack((query, -query), dim=2).flatten(1, 2), key
 
     @classmethod
     def read_stock(cls, state, config, options):

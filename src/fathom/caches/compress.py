@@ -351,6 +351,11 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
             f"{family}: attention with {named} is not supported, as caches compute plain softmax attention; use the "
             "full cache"
         )
+    if getattr(model.config, "score_channels", 0):
+        raise ValueError(
+            f"{family} with positions={model.config.positions['name']!r} has its tokens' positions in its keys, which "
+            "caches would change with them: use the full cache"
+        )
     if several := versions.slots_of_depth(model):
         raise ValueError(
             f"{family} with depth={model.config.depth['name']!r} keeps {several}: caches compress models with one slot "

@@ -53,7 +53,8 @@ def fill(cache: CompressedCache, model: nn.Module, batch: int, tokens: int) -> N
 
     for layer in cache.compressed_layers():
         state: Any = layer.states[0]
-        queries, heads = config.num_attention_heads, config.num_key_value_heads
+        queries = getattr(config, "heads_seen", config.num_attention_heads)  # of our own decoder
+        heads = config.num_key_value_heads
         if isinstance(state, (FullState, FourierState)):
             key, value = random(heads, tokens), random(heads, tokens)
             if isinstance(state, FullState):

@@ -9,7 +9,8 @@ A method that gives a token S slots runs S times the linear maps a pass, and eac
 in all, S² growth.
 
 N_matmul: weights of the layers' linear maps. keys: mean number of keys a query reads, (T+1)/2 under a causal mask over
-T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads, D head dim.
+T tokens, T without one. d hidden size, V vocabulary, L layers, H query heads that attention sees, D head dim, which in
+attention counts the channels of a score bias too (positions/base.py).
 
 Elementwise work is counted by one rule: every scalar addition, subtraction, multiplication and division is 1, and so
 is every evaluation of a scalar function (exp, rsqrt, an activation). A sum of n terms is n additions, as in a matrix
@@ -123,7 +124,7 @@ def flop_terms(config: FathomConfig, counts: dict[str, Counts], sequence_length:
         keys = depth.keys * mean_keys(config, sequence_length, causal)
     else:
         keys = sum(times * n * mean_keys(config, n * sequence_length, causal) for n, times in depth.forwards.items())
-    scores = heads_seen(config) * keys  # per layer
+    scores = config.heads_seen * keys  # per layer
     layers_elementwise = layers * (slots * block_elementwise(config) + (5 + depth.biased) * scores)
     layers_elementwise += slots * (positions.elementwise + feed_forward.elementwise)
     methods = repeats * (mixer.elementwise + residual.elementwise) + depth.elementwise
@@ -133,7 +134,7 @@ def flop_terms(config: FathomConfig, counts: dict[str, Counts], sequence_length:
     per_norm = norm_elementwise(config, config.hidden_size) + added
     return FlopTerms(
         linear=slots * (layers * 2 * attention_weights(config) + feed_forward.matmul),
-        attention=layers * 4 * config.head_dim * scores,
+        attention=layers * 4 * (config.head_dim + config.score_channels) * scores,
         head=depth.heads * 2 * config.hidden_size * config.vocab_size,
         method=depth.matmul + repeats * (mixer.matmul + residual.matmul) + slots * positions.matmul,
         elementwise=layers_elementwise + norms * per_norm + embedding + methods,
@@ -187,16 +188,10 @@ def mean_keys(config: FathomConfig, sequence_length: float, causal: bool) -> flo
     return visibility.mean_keys(sequence_length)
 
 
-def heads_seen(config: FathomConfig) -> int:
-    """Query heads that attention sees: the projected ones, times what the positions make of each."""
-    method: Any = lookup("positions", config.positions["name"])
-    return config.num_attention_heads * method.heads(build_options("positions", config.positions))
-
-
 def attention_weights(config: FathomConfig) -> int:
     """Weights of one layer's attention: queries d·H·D, output d·D·(heads that attention sees), keys and values d·G·D
     each."""
-    heads = config.num_attention_heads + heads_seen(config) + 2 * config.num_key_value_heads
+    heads = config.num_attention_heads + config.heads_seen + 2 * config.num_key_value_heads
     return config.hidden_size * config.head_dim * heads
 
 

@@ -62,9 +62,10 @@ def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) 
 def kv_bytes_per_token(
     config: FathomConfig, dtype: torch.dtype = torch.bfloat16, ran: Sequence[float] | None = None
 ) -> float:
-    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`, and of a
-    biased slot one fp32 (or wider) number; a mean, with measured shares `ran` (`method_counts`)."""
+    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`, of a key
+    the channels of a score bias too, and of a biased slot one fp32 (or wider) number; a mean, with measured shares
+    `ran` (`method_counts`)."""
     depth = method_counts(config, ran)["depth"]
-    layer = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    layer = config.num_key_value_heads * (2 * config.head_dim + config.score_channels) * dtype.itemsize
     bias = depth.biased * torch.promote_types(dtype, torch.float32).itemsize
     return depth.slots * (depth.passes * config.num_hidden_layers * layer + bias)

@@ -331,7 +331,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         Qwen3-MoE loads too.
 
         `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
-        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files. A
+        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
+        `rope_pp_mode` ("imag1" for EH, "imag2" for EC) reads a checkpoint of RoPE++'s authors, whose config lacks it. A
         head that differs from the input table is kept, whatever `tie_word_embeddings` says. An adapter of peft beside
         the weights, or alone and naming them, comes with them: merged into a stock checkpoint's, attached to a Fathom
         checkpoint's. Raises ValueError for any other tensor that is absent or has no place, another family, a config
@@ -371,6 +372,11 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         given, stored = checkpoints.configs(path, kwargs)
         checkpoints.check_depth(path, given, stored)
         staged = checkpoints.changed_sections(given, stored)
+        converts = checkpoints.converts(given, stored)
+        if converts:  # loaded as it is stored, then its tensors become what the method has of them
+            kwargs = {name: kwargs[name] for name in kwargs if name not in checkpoints.FIELDS}
+            kwargs["config"] = copy.deepcopy(given)
+            kwargs["config"].positions = stored.positions
         with checkpoints.changes_named(path, kwargs), hf_versions.weights_alone() as alone:
             direct = {} if staged else places
             loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs, **alone, **direct)
@@ -381,6 +387,14 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             model.depth.adapt(model.model, stored.depth)
         if "lm_head.weight" not in model.all_tied_weights_keys:  # the files have a head of its own
             model.config.tie_word_embeddings = False
+        if converts:
+            given.tie_word_embeddings, given.dtype = model.config.tie_word_embeddings, model.dtype
+            method, options = lookup("positions", given.positions["name"]), build_options("positions", given.positions)
+            state = method.read_stock(model.state_dict(), given, options)  # type: ignore[attr-defined]
+            kind: Any = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+            generation_config = model.generation_config
+            model = super().from_pretrained(None, config=given, state_dict=state, **kind)
+            model.generation_config = generation_config
         if staged:
             model = cls._placed(model, places)
         if adapter is not None:

@@ -226,6 +226,12 @@ class FathomConfig(PreTrainedConfig):
                 "pip install --upgrade fathom-lm"
             ) from error
 
+    def _validate_yarn_by_turns_rope_parameters(self, rope: dict[str, Any], ignore_keys: set[str] | None = None):
+        """Where transformers looks for the check of a RoPE type of our own (positions/rotary.py)."""
+        optional = {"original_max_position_embeddings", "beta_fast", "beta_slow", "partial_rotary_factor"}
+        required = {"rope_type", "rope_theta", "factor"}
+        self._check_received_keys(rope["rope_type"], set(rope), required, optional, ignore_keys=ignore_keys)
+
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, with the version that wrote it."""
         return {**super().to_dict(), "fathom_version": __version__}
@@ -291,6 +297,18 @@ class FathomConfig(PreTrainedConfig):
     def passes(self) -> int:
         """Forwards of the layer stack per token at inference (1 for vanilla)."""
         return build_options("depth", self.depth).passes
+
+    @property
+    def heads_seen(self) -> int:
+        """Query heads that attention sees: the projected ones, times what the positions make of each."""
+        method: Any = lookup("positions", self.positions["name"])
+        return self.num_attention_heads * method.heads(build_options("positions", self.positions))
+
+    @property
+    def score_channels(self) -> int:
+        """Channels of keys beside `head_dim`, by which the positions bias scores."""
+        method: Any = lookup("positions", self.positions["name"])
+        return method.channels(self, build_options("positions", self.positions))
 
     @property
     def most_steps(self) -> int:

@@ -55,8 +55,8 @@ class Attention(nn.Module):
         options = build_options("positions", config.positions)
         self.rotate = functools.partial(method.rotate, options)
         self.expand = functools.partial(method.expand, options)
-        seen = config.num_attention_heads * method.heads(options)  # heads that attention sees
-        self.num_key_value_groups = seen // config.num_key_value_heads
+        self.score_channels = config.score_channels
+        self.num_key_value_groups = config.heads_seen // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = config.is_causal  # what backends read where a forward's mask is None
@@ -65,7 +65,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(seen * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
+        seen_width = config.heads_seen * config.head_dim
+        self.o_proj = nn.Linear(seen_width, config.hidden_size, bias=config.attention_output_bias)
         self.o_proj.writes_residual = True  # type: ignore[assignment]  # initialization.py
         self.qk_norm = config.qk_norm
         if config.qk_norm:
@@ -118,7 +119,7 @@ class Attention(nn.Module):
         if mixer is not None:  # between the rotation and the cache write, so the cache holds what attention reads
             asked = query if asked is None else asked
             key, value, state = mixer(asked, key, value, sources, layer=self.layer_idx)
-        query = self.expand(query)
+        query, key = self.expand(position_embeddings, query, key)
 
         cache = past_key_values if cache is None else cache
         if cache is not None:
@@ -127,6 +128,8 @@ class Attention(nn.Module):
         next_kv = None
         if read is not None:
             key, value, next_kv = read(key, value, earlier)
+        if self.score_channels:  # keys have them: kernels want values of the same width
+            value = F.pad(value, (0, self.score_channels))
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, KeyBias):
@@ -143,6 +146,8 @@ class Attention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+        if self.score_channels:
+            output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(batch, length, -1)), weights, state, next_kv
 
 

@@ -167,6 +167,12 @@ def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, dept
             f"{CACHE_NAME} has {len(cache.layers)} layers, but depth={depth!r} keeps one for each of {passes} passes × "
             f"{config.num_hidden_layers} layers = {needed}; pass an empty DynamicCache() or let generate() make it"
         )
+    keys, heads = getattr(cache.layers[0], "keys", None) if cache.layers else None, config.num_key_value_heads
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4 and keys.shape[1] != heads:
+        raise ValueError(
+            f"{CACHE_NAME} holds {keys.shape[1]} key/value heads a token, but the model projects {heads}: it is of "
+            "another model; pass an empty DynamicCache()"
+        )
 
 
 def layers_lose_cache(model: PreTrainedModel) -> bool:

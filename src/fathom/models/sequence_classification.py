@@ -136,7 +136,7 @@ class FathomForSequenceClassification(EncoderModel):
         if cut is not None:
             attended, *_ = layer.self_attn(hidden_states=read, **inputs)
             x = x + layer.drop(attended)
-            x = x + layer.feed_forward(x)[0]
+            x = x + layer.feed_forward(x, None)[0]
         else:
             x = layer(x, residual=residual, **inputs)[0]
         return x if finish is None else finish(x)

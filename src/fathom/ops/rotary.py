@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def signed(sin: Float[Tensor, "#B T R"]) -> Float[Tensor, "#B T R"]:
+def signed(sin: Float[Tensor, "#B T *groups R"]) -> Float[Tensor, "#B T *groups R"]:
     """[−sin₁, sin₂]: what `turn` takes, made once for all that turn by the same positions."""
     first, second = sin.chunk(2, dim=-1)
     return torch.cat((-first, second), dim=-1)
@@ -50,15 +50,22 @@ class _Turn(torch.autograd.Function):
         return (grad * cos + turned).to(ctx.dtype).transpose(1, 2), None, None, None
 
 
+def by_head(table: Float[Tensor, "#B T *groups R"], heads: int) -> Float[Tensor, "#B n T R"]:
+    """A table as heads read it: one for all, or one for every `heads`/G heads in a row."""
+    if table.ndim == 3:
+        return table.unsqueeze(1)
+    return table.transpose(1, 2).repeat_interleave(heads // table.shape[2], dim=1)
+
+
 def turn(
     x: Float[Tensor, "B heads T D"],
-    cos: Float[Tensor, "#B T R"],
-    signed_sin: Float[Tensor, "#B T R"],
+    cos: Float[Tensor, "#B T *groups R"],
+    signed_sin: Float[Tensor, "#B T *groups R"],
     dtype: torch.dtype,
 ) -> Float[Tensor, "B heads T D"]:
     """`rotate` in `dtype`, given the signed sine."""
-    width = cos.shape[-1]
-    cos, signed_sin = cos.unsqueeze(1), signed_sin.unsqueeze(1)
+    width, heads = cos.shape[-1], x.shape[1]
+    cos, signed_sin = by_head(cos, heads), by_head(signed_sin, heads)
     form = _Turn.apply if torch.is_grad_enabled() and x.requires_grad else _turn
     if width == x.shape[-1]:
         return form(x, cos, signed_sin, dtype)
@@ -66,8 +73,18 @@ def turn(
 
 
 def rotate(
-    x: Float[Tensor, "B heads T D"], cos: Float[Tensor, "#B T R"], sin: Float[Tensor, "#B T R"]
+    x: Float[Tensor, "B heads T D"], cos: Float[Tensor, "#B T *groups R"], sin: Float[Tensor, "#B T *groups R"]
 ) -> Float[Tensor, "B heads T D"]:
     """Rotate queries or keys by their positions; R ≤ D channels turn, the rest passes through (cos and sin of batch 1
-    serve every row)."""
+    serve every row, without `groups` every head)."""
     return turn(x, cos, signed(sin), torch.promote_types(x.dtype, cos.dtype))
+
+
+def quarter_turn(x: Float[Tensor, "*batch D"], width: int, passthrough: str = "keep") -> Float[Tensor, "*batch D"]:
+    """J: −π/2 in every plane of the first `width` channels, [a, b] → [b, −a], which is −rotate_half. It commutes with
+    `rotate`. The other channels: "keep" or "zero"."""
+    first, second = x[..., :width].chunk(2, dim=-1)
+    if width == x.shape[-1]:
+        return torch.cat((second, -first), dim=-1)
+    rest = x[..., width:]
+    return torch.cat((second, -first, rest if passthrough == "keep" else torch.zeros_like(rest)), dim=-1)

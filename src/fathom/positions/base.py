@@ -19,10 +19,14 @@ class Positions(Method):
         E ← add(E, position_ids)                       before the first layer, in every pass
         t = tables(E, position_ids)                    once a forward; explicit tensors that all layers read
         q, k = rotate(options, t, …, q, k)             in every layer, after the QK-norm and before the mixer
-        q = expand(options, q)                         after the mixer: the heads that attention sees
+        q, k = expand(options, t, q, k)                after the mixer, before the cache: what attention reads
 
-    Cache and mixers hold what `rotate` gives. `rotate` and `expand` are functions of their arguments alone, so that
-    compiled and checkpointed layers read no state.
+    Mixers see what `rotate` gives, for the projected heads; the cache holds the keys that `expand` gives. Both are
+    functions of their arguments alone, so that compiled and checkpointed layers read no state.
+
+    A bias b_h(n, m) of head h on the score of query n and key m is a product like every other: `expand` appends
+    channels to queries and keys whose product it is (`channels`, and positions/alibi.py). So every backend, mask, cache
+    and depth method serves it, and a key keeps its position wherever a cache moves it.
     """
 
     wing: ClassVar[str] = "context"
@@ -33,25 +37,34 @@ class Positions(Method):
         """Query heads that attention sees for one projected query head."""
         return 1
 
+    @classmethod
+    def channels(cls, config: Any, options: Any) -> int:
+        """Channels that `expand` appends to a head's keys and queries."""
+        return 0
+
     def add(self, embeddings: Float[Tensor, "B T d"], position_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """The embeddings with what the method adds to them."""
         return embeddings
 
     def tables(self, x: Tensor, position_ids: Int[Tensor, "#B T"]) -> tuple[Tensor, ...] | None:
-        """What `rotate` reads of the positions, in x's dtype, each [B, T, …]; None if it reads nothing."""
+        """What `rotate` and `expand` read of the positions, in x's dtype, each [B, T, …]; None if they read nothing."""
         return None
 
     @staticmethod
     def rotate(
         options: Any, tables: tuple[Tensor, ...], dtype: torch.dtype, *states: Float[Tensor, "B n T D"] | None
     ) -> tuple[Tensor | None, ...]:
-        """Queries and keys by their positions, in `dtype`; only called with tables. What is None stays None."""
+        """Queries and keys by their positions (angles may differ by head), in `dtype`; only called with tables. What is
+        None stays None."""
         return states
 
     @staticmethod
-    def expand(options: Any, query: Float[Tensor, "B H T D"]) -> Float[Tensor, "B n*H T D"]:
-        """The heads that attention sees, `heads(options)` for each projected one, side by side."""
-        return query
+    def expand(
+        options: Any, tables: tuple[Tensor, ...] | None, query: Float[Tensor, "B H T D"], key: Float[Tensor, "B G T D"]
+    ) -> tuple[Float[Tensor, "B n*H T E"], Float[Tensor, "B G T E"]]:
+        """What attention reads: `heads(options)` query heads for each projected one, side by side, and queries and keys
+        with `channels` more."""
+        return query, key
 
     @classmethod
     def turned_channels(cls, config: Any, options: Any) -> int:

@@ -6,6 +6,7 @@ y = x · cos(n·ω) + rotate_half(x) · sin(n·ω)
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -33,9 +34,28 @@ class InFloat64(TorchFunctionMode):
         return out
 
 
+def yarn_by_turns(config: Any) -> tuple[Tensor, float]:
+    """YaRN as RoPE++'s authors compute it, and its factor of cos and sin.
+
+        ω ← (1−γ)·ω/s + γ·ω,   γ = clip((r − β_slow)/(β_fast − β_slow), 0, 1),   r = turns in the original positions
+
+    The ramp is linear in r; transformers' "yarn" has it linear in the number of the pair. The factor is 0.1·ln s + 1.
+    """
+    rope = config.rope_parameters
+    width = int(config.head_dim * rope["partial_rotary_factor"])
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+    slow, fast = rope.get("beta_slow", 1), rope.get("beta_fast", 32)
+    turns = rope.get("original_max_position_embeddings", config.max_position_embeddings) * frequencies / (2 * math.pi)
+    kept = ((turns - slow) / (fast - slow)).clamp(0, 1)
+    return (1 - kept) * frequencies / rope["factor"] + kept * frequencies, 0.1 * math.log(rope["factor"]) + 1
+
+
+OWN_TYPES = {"yarn_by_turns": yarn_by_turns}  # beside transformers'
+
+
 @register("positions", "rotary")
 class Rotary(Positions):
-    """cos and sin of position · frequency, for every RoPE type that transformers supports for Llama.
+    """cos and sin of position · frequency, for every RoPE type that transformers supports for Llama, and `OWN_TYPES`.
 
     `rope_parameters` of the config name the type. The frequencies come from transformers' own initialisation functions;
     "dynamic" and "longrope" update them with the longest position seen.
@@ -61,6 +81,8 @@ class Rotary(Positions):
     def initial_frequencies(self, dtype: torch.dtype) -> tuple[Tensor, float]:
         """Built in fp32, or in float64 for a float64 model; and the factor of cos and sin."""
         with InFloat64() if dtype == torch.float64 else contextlib.nullcontext():
+            if self.rope_type in OWN_TYPES:
+                return OWN_TYPES[self.rope_type](self.config)
             if self.rope_type != "default":
                 return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, None)
             width = int(self.config.head_dim * self.config.rope_parameters["partial_rotary_factor"])
@@ -123,12 +145,15 @@ class Rotary(Positions):
 
     @classmethod
     def unsupported(cls, config, options):
-        kinds = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
+        kinds = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"), *OWN_TYPES)
         rope = config.rope_parameters
         if rope["rope_type"] not in kinds:
             return f"rope_parameters={rope!r}: rope_type must be one of {', '.join(kinds)}"
         if not rope["rope_theta"] > 0:
             return f"rope_parameters={rope!r}: rope_theta must be positive"
+        fast, slow = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
+        if rope["rope_type"] in OWN_TYPES and not (rope.get("factor", 0) >= 1 and fast > slow):
+            return f"rope_parameters={rope!r}: needs a factor of at least 1, and beta_fast above beta_slow"
         turned = int(config.head_dim * rope.get("partial_rotary_factor", config.partial_rotary_factor))
         if turned < 2 or turned % 2:
             return f"head_dim={config.head_dim}: rotary positions turn {turned} of its channels; use an even number"

@@ -107,6 +107,7 @@ class Task:
     cost_heading: ClassVar[str]
     reference_name: ClassVar[str]
     reference_note: ClassVar[str]
+    mixes: ClassVar[bool] = False  # whether data.train may name several data sets with weights
     samples_note: ClassVar[str]
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
@@ -178,6 +179,11 @@ class Task:
         """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
         command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
         brings is imported in functions alone."""
+        if not self.mixes and not isinstance(data.train, str):
+            raise ValueError(
+                f"data.train={sorted(data.train)!r}: task {self.name!r} reads one data set; name it, or use task "
+                "'causal_lm'"
+            )
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         """Examples ready for the Trainer, and what scoring needs. Raises OSError or ValueError that names the field."""

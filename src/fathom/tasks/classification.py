@@ -79,6 +79,7 @@ class Classification(EncoderTask):
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
+        assert isinstance(data.train, str)  # `check`
         train = Source(data.train, data.train_split, argument="data.train", max_documents=data.max_documents)
         held_out = None
         if data.validation is not None:

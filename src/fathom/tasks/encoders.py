@@ -57,6 +57,7 @@ class EncoderTask(Task):
         return self.auto
 
     def check(self, data: DataConfig) -> None:
+        super().check(data)
         defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
         for name in _FIXED:
             if getattr(data, name) != defaults[name]:

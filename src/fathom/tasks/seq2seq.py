@@ -126,6 +126,7 @@ class Seq2Seq(EncoderTask):
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
         field = data.text_field
+        assert isinstance(data.train, str)  # `check`
         train = Source(data.train, data.train_split, field, "data.train", data.max_documents)
         held_out = None
         if data.validation is not None:

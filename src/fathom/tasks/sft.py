@@ -118,10 +118,7 @@ class SFT(Task):
         check_range("task sft", "questions", self.questions, 1)
 
     def check(self, data: DataConfig) -> None:
-        if not isinstance(data.train, str):
-            raise ValueError(
-                f"data.train={sorted(data.train)!r}: task 'sft' reads one data set; name it, or use task 'causal_lm'"
-            )
+        super().check(data)
         defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
         for name in _FIXED:
             if getattr(data, name) != defaults[name]:

@@ -33,7 +33,8 @@ from fathom.train.loading import build, check_keys, convert, parse_yaml
 
 MODEL_FIELDS = [name for name in FathomConfig.__annotations__ if name != "keys_to_ignore_at_inference"]
 METHOD_SECTIONS = tuple(SECTIONS)
-CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale")  # what may change on given weights
+# What may change on given weights; the last two extend a rotary model to longer texts.
+CHECKPOINT_FIELDS = (*METHOD_SECTIONS, "embed_scale", "rope_parameters", "max_position_embeddings")
 BUDGETS = ("tokens", "examples", "train_flops", "inference_flops")
 _FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
 
@@ -183,7 +184,7 @@ class Recipe:
     Attributes:
         name: of the experiment and its folder.
         model: fields of FathomConfig that all methods share; or `checkpoint`, a folder or hub name to start from, with
-            at most depth, mixer, residual and embed_scale beside it. From scratch, `vocab_size` and the special tokens
+            at most `CHECKPOINT_FIELDS` beside it. From scratch, `vocab_size` and the special tokens
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
         task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.

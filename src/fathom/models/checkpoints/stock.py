@@ -24,8 +24,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fathom.models import hf_versions
 from fathom.models.checkpoints import depth_attention as depth_attention_checkpoints
 from fathom.models.checkpoints import mixtures
+from fathom.models.checkpoints import rope_pp as rope_pp_checkpoints
 from fathom.models.checkpoints.adapter import merge_adapter
 from fathom.models.configuration import FAMILIES, FathomConfig
+from fathom.models.method import Method
 from fathom.models.registry import SECTIONS, build_options, lookup
 
 State = dict[str, Tensor]
@@ -317,8 +319,16 @@ def load_stock(
     if stock_config.model_type == FathomConfig.model_type:
         return None
     stock_config, changes = depth_attention_checkpoints.translate(stock_config, changes)
+    mode = kwargs.pop("rope_pp_mode", None)
     kind = {name: kwargs.pop(name) for name in KIND if name in kwargs}
     dtype = kind.get("dtype", kind.pop("torch_dtype", "auto"))
+    if mode is not None:
+        stock_config, state = rope_pp_checkpoints.read(path, stock_config, mode)
+        changes.setdefault("positions", {"name": "rope_pp"})
+        config, stored = (config_from_stock(stock_config, **part) for part in (changes, {"positions": "rope_pp"}))
+        kind["dtype"] = config.dtype = next(iter(state.values())).dtype if dtype in ("auto", None) else dtype
+        return config, stored, state, None, kind
+    rope_pp_checkpoints.refuse_without_mode(path, stock_config)
     if "gguf_file" in hub:  # dequantised on reading
         stock_config.quantization_config = None
     config = config_from_stock(stock_config, **changes)
@@ -346,6 +356,14 @@ def load_stock(
 def changed_sections(given: FathomConfig, stored: FathomConfig) -> list[re.Pattern[str]]:
     """Patterns of the parameters that methods of `given` may add to a checkpoint whose config is `stored`, or leave."""
     return [part.owns for name, part in SECTIONS.items() if getattr(given, name) != getattr(stored, name)]
+
+
+def converts(given: FathomConfig, stored: FathomConfig) -> bool:
+    """Whether the positions of `given` make other tensors of those of an ordinary checkpoint, as `stored` is one."""
+    if given.positions == stored.positions or stored.positions["name"] not in SECTIONS["positions"].plain:
+        return False
+    method: Any = lookup("positions", given.positions["name"])
+    return method.read_stock.__func__ is not Method.read_stock.__func__  # type: ignore[attr-defined]
 
 
 def check_names(

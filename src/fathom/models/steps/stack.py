@@ -246,12 +246,13 @@ class StepStack(Stack):
 
     def flat_pays(self) -> bool:
         """A dense mask of all rows' slots would have B times the scores of masks by row; the kernel skips them."""
-        return self.kernel(self.position_ids.numel()) and not self.position_ids.is_meta
+        plain = not self.position_ids.is_meta and not self.decoder.config.score_channels
+        return plain and self.kernel(self.position_ids.numel())
 
     def ranges_served(self) -> bool:
         """Whether `range_attention` has kernels for this model and device."""
         config, table = self.decoder.config, self.decoder.embed_tokens.weight
-        heads = config.num_attention_heads // config.num_key_value_heads
+        heads = config.heads_seen // config.num_key_value_heads
         sdpa = "sdpa" in config._attn_implementation  # type: ignore[operator]
         return sdpa and range_attention.serves(table.device.type, config.head_dim, heads, table.dtype)
 
@@ -509,7 +510,7 @@ class StepStack(Stack):
         """The mask in the form that the backend reads."""
         if self.ranged and isinstance(chosen, Flat):
             config = self.decoder.config
-            heads = config.num_attention_heads // config.num_key_value_heads
+            heads = config.heads_seen // config.num_key_value_heads
             # of all tokens there are so many blocks that the order does not matter
             listed = heads if len(chosen.index) < self.real.numel() else None
             slots, bounds = sum(self.sizes), self.bounds
