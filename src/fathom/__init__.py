@@ -20,7 +20,7 @@ from fathom.version import __version__
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
     from fathom import lineage
-    from fathom.caches import (
+    from fathom.caches import (  # type: ignore[no-redef]  # mypy takes the function for its module
         H2O,
         KIVI,
         TOVA,

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches import versions
 from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
+from fathom.decoding.prompt import tokens_at_once
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import missing
 
@@ -115,6 +116,13 @@ class CacheMethod(ABC):
     def sequential(self) -> bool:
         """Whether a text gives the same outputs into whichever calls it is cut."""
         return False
+
+    def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
+        """How many tokens of so long a prompt `generate()` reads at once; None: all.
+
+        Here parts where they change nothing. A method whose definition looks at the whole prompt reads it whole.
+        """
+        return tokens_at_once(rows, length) if self.sequential else None
 
     @abstractmethod
     def new_state(self, context: LayerContext) -> State: ...

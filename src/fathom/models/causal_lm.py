@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from fathom.decoding import entry
 from fathom.models import hf_versions, saved_files
 from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
@@ -300,6 +301,12 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             if reason:
                 raise ValueError(f"new_num_tokens={new_num_tokens} with depth={self.depth.name!r}: {reason}")
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Greedy decoding and sampling run in Fathom's own loop, token for token the same, and long
+        prompts are read in parts (`fathom.decoding`)."""
+        cut = entry.exact_cut if self.depth.parts_are_exact else entry.whole_prompt
+        return entry.generate(self, super().generate, *args, cut=cut, **kwargs)
 
     def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.assistant_early_exit is not None:  # it sets num_hidden_layers, and layers run all the same
