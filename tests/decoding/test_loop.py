@@ -20,7 +20,7 @@ from transformers import (
 
 from fathom.caches import TreeKV, compress
 from fathom.decoding import switch
-from fathom.decoding.entry import say
+from fathom.decoding.switch import say
 from fathom.models.hf_versions import CACHE_NAME
 from tiny import VOCABULARY, tiny_model, tokens
 from tiny_checkpoint import tiny_tokenizer

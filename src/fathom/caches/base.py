@@ -650,6 +650,18 @@ class CompressedCache(Cache):
             else:
                 layer.reorder_cache(chosen)  # type: ignore[arg-type]
 
+    def addresses(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where the states lie and their shapes: while these stay, a step can be replayed at fixed addresses."""
+        states = [state for layer in self.compressed_layers() for state in layer.states]
+        return [(x.data_ptr(), tuple(x.shape)) for state in states for _, x in state.tensors()]
+
+    def count(self, tokens: int) -> None:
+        """So many tokens were stored by a replay, in which no layer counts them; negative: they were not."""
+        for layer in self.compressed_layers():
+            layer.seen += tokens
+            for state in layer.states:
+                state.seen += tokens
+
     def nbytes(self) -> int:
         """Bytes of all layers: compressed states (with statistics, indices, scales) and transformers' own layers."""
         return sum(layer_bytes(layer) for layer in self.layers)

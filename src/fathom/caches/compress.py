@@ -44,7 +44,12 @@ class Forward(threading.local):
 
 
 class Hook:
-    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models."""
+    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models.
+
+    only_python: it launches nothing that a replay of the step would lack (`fathom.decoding.fixed`).
+    """
+
+    only_python = True
 
     def __init__(self, call: Callable[..., Any] | None):
         self.call = call

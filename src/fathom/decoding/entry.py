@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from fathom.decoding import switch
 from fathom.decoding.loop import sample
 from fathom.decoding.prompt import tokens_at_once
-
-logger = logging.getLogger("fathom.decoding")
+from fathom.decoding.switch import say
 
 NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]  # generate()'s arguments, in order
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -68,7 +66,7 @@ def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole
             kwargs = _with_config(kwargs, prefill_chunk_size=size)
     reason = _reason(model, config, mode, kwargs, of_model)
     if reason:
-        say(reason)
+        say(f"transformers' own loop runs this generate(): {reason}")
         return stock(**kwargs)
     if config.stop_strings is not None:  # transformers hands no tokenizer on beside `custom_generate`
         tokenizer = kwargs.pop("tokenizer", None)
@@ -79,12 +77,6 @@ def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole
         kwargs = {**_with_config(kwargs, stop_strings=None), "stopping_criteria": criteria}
     loop = functools.partial(sample, streamer=kwargs.get("streamer"))
     return stock(**{**kwargs, "custom_generate": loop})
-
-
-@functools.lru_cache(maxsize=256)
-def say(reason: str) -> None:
-    """Once: why a call does not run in our loop."""
-    logger.debug("transformers' own loop runs this generate(): %s", reason)
 
 
 def _reason(model: Any, config: GenerationConfig, mode: Any, kwargs: dict[str, Any], of_model: dict[str, Any]) -> str:

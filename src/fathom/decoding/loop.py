@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from fathom.decoding.fixed import FixedStep, unsuited
+from fathom.decoding.graphs import recorder_for
 from fathom.decoding.growing import give_room
+from fathom.decoding.switch import say
 from fathom.models.hf_versions import CACHE_NAME
 
 
@@ -38,7 +41,7 @@ def sample(
     if not getattr(cache, "_is_user_defined", False):
         give_room(cache, input_ids.shape[1], stopping_criteria.max_length)
     output = model._prefill(input_ids, config, model_kwargs)
-    step = Step(model, output[CACHE_NAME], input_ids, model_kwargs)
+    step = step_for(model, output[CACHE_NAME], model_kwargs)
     stop = Stop(stopping_criteria)
     pad: Any = config._pad_token_tensor if stop.pads else None  # type: ignore[attr-defined]
     pad = None if pad is None else pad.to(input_ids.device)
@@ -71,8 +74,19 @@ def sample(
         streamer.end()
     if not config.return_dict_in_generate:
         return input_ids
-    found: dict[str, Any] = {"sequences": input_ids, "scores": scores, "logits": kept, CACHE_NAME: step.cache}
+    found: dict[str, Any] = {"sequences": input_ids, "scores": scores, "logits": kept, CACHE_NAME: step.finish()}
     return GenerateDecoderOnlyOutput(**found)
+
+
+def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> Any:
+    """What runs the steps behind this prompt: recorded where the device and the model allow it."""
+    recorder = recorder_for(model.device)
+    reason = "" if recorder is None else unsuited(model, cache, model_kwargs)
+    if recorder is not None and not reason:
+        return FixedStep(model, cache, cache.get_seq_length(), model_kwargs, recorder)
+    if reason:
+        say(f"steps are not recorded: {reason}")
+    return Step(model, cache, model_kwargs)
 
 
 class Stop:
@@ -100,16 +114,18 @@ class Stop:
 class Step:
     """One forward of one new token a row, on the cache that holds the text before: token [B,1] → logits [B,V]."""
 
-    def __init__(self, model: Any, cache: Any, input_ids: Tensor, model_kwargs: dict[str, Any]):
+    def __init__(self, model: Any, cache: Any, model_kwargs: dict[str, Any]):
         self.model, self.cache = model, cache
         kept = {"attention_mask", "position_ids", CACHE_NAME}
         self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
         self.inputs |= {CACHE_NAME: cache, "return_dict": True}
-        self.length = input_ids.shape[1]
         positions = model_kwargs.get("position_ids")
         self.position = None if positions is None else positions[..., -1:]
-        mask = model_kwargs.get("attention_mask")
-        self.mask = mask
+        self.mask = model_kwargs.get("attention_mask")
+
+    def finish(self) -> Any:
+        """The cache that holds the text."""
+        return self.cache
 
     def __call__(self, token: Tensor) -> Tensor:
         inputs = self.inputs

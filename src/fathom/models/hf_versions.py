@@ -74,8 +74,11 @@ def visible_mask(
         return None
     if not visibility.is_causal:
         return _other_mask(config, inputs_embeds, attention_mask, cache, position_ids, visibility)
-    if sdpa and attention_mask is None and cache is not None and _continues(cache, inputs_embeds.shape[1]):
-        return Newest()
+    if sdpa and attention_mask is None and cache is not None and _keeps_all(cache):
+        if inputs_embeds.shape[1] == 1:
+            return None  # sees everything
+        if cache.get_seq_length():
+            return Newest()
     if not getattr(config, "is_causal", True):  # transformers' builder would follow the config
         config = copy.copy(config)
         config.is_causal = True
@@ -88,15 +91,12 @@ def visible_mask(
     )
 
 
-def _continues(cache: Cache, length: int) -> bool:
-    """Whether several new tokens come behind all those that a cache keeps: a later part of a long prompt. The builder
+def _keeps_all(cache: Cache) -> bool:
+    """Whether new tokens come behind all those before. For several, such as a later part of a long prompt, the builder
     would make a [B, 1, T, cached + T] mask, which grows with the text and costs the causal kernel."""
-    if length == 1 or torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
+    if torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
         return False
-    if any(type(layer) not in GROWING for layer in cache.layers):
-        return False
-    seen = cache.get_seq_length()
-    return seen > 0 and cache.get_mask_sizes(length, 0)[0] == seen + length
+    return all(type(layer) in GROWING for layer in cache.layers)
 
 
 def _other_mask(
