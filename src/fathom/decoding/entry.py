@@ -43,17 +43,17 @@ def whole_prompt(rows: int, length: int, padded: bool) -> int | None:
     return None
 
 
+def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """generate()'s arguments by name."""
+    return {**dict(zip(NAMES, args)), **kwargs}
+
+
 def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole_prompt, **kwargs: Any) -> Any:
     """What `model.generate(*args, **kwargs)` gives, where `stock` is transformers' method.
 
     cut: how a long prompt is read, unless the caller sets `prefill_chunk_size`.
-
-    Raises:
-        ValueError: draft_passes where the mode or the model does not speculate.
     """
-    if len(args) > len(NAMES):
-        return stock(*args, **kwargs)  # transformers says what is wrong
-    kwargs = {**dict(zip(NAMES, args)), **kwargs}
+    kwargs = named(args, kwargs)
     if not switch.FAST or kwargs.get("custom_generate") is not None or kwargs.get("cache_implementation") == "paged":
         return stock(**kwargs)
     given = {name: value for name, value in kwargs.items() if name not in (*NAMES, *NEITHER)}
