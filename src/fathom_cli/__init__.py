@@ -24,6 +24,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "train": "fathom_cli.train:command",
     "compare": "fathom_cli.compare:command",
     "generate": "fathom_cli.generate:command",
+    "serve": "fathom_cli.serve:command",
     "evaluate": "fathom_cli.evaluate:command",
     "inspect": "fathom_cli.inspect:command",
     "cost": "fathom_cli.cost:command",

@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 logger = logging.getLogger("fathom.decoding")
 
 # The option that says how many passes there are, and how many are meant by 0 of it.
-PASSES = {name: ("steps", 1) for name in ("pondering", "adaponderlm", "adaptive_latent_cot")} | {"loop": ("passes", 0)}
+PASSES = dict.fromkeys(("pondering", "adaponderlm", "adaptive_latent_cot"), ("steps", 1)) | {"loop": ("passes", 0)}
 
 
 @dataclasses.dataclass
