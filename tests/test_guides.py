@@ -55,6 +55,7 @@ PARSED = (
     "fathom --install-completion",  # would change the shell's files
     'fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream',  # after the demo
     "fathom cache bench MODEL --text book.txt",  # run by tests/caches/test_guide.py, on a shorter text
+    "fathom serve MODEL --cache treekv --budget 1024",  # until it is stopped; run by tests/serve
     "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare recipes/seq2seq_cpu.yaml",  # two minutes
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs

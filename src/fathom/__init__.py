@@ -22,7 +22,7 @@ from fathom.vision import configuration as _vision_configuration
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
     from fathom import lineage
-    from fathom.caches import (
+    from fathom.caches import (  # type: ignore[no-redef]  # mypy takes the function for its module
         H2O,
         KIVI,
         TOVA,

@@ -25,6 +25,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "compare": "fathom_cli.compare:command",
     "grow": "fathom_cli.grow:command",
     "generate": "fathom_cli.generate:command",
+    "serve": "fathom_cli.serve:command",
     "evaluate": "fathom_cli.evaluate:command",
     "inspect": "fathom_cli.inspect:command",
     "cost": "fathom_cli.cost:command",

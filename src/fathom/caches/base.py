@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches import versions
 from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
+from fathom.decoding.prompt import tokens_at_once
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import missing
 
@@ -115,6 +116,13 @@ class CacheMethod(ABC):
     def sequential(self) -> bool:
         """Whether a text gives the same outputs into whichever calls it is cut."""
         return False
+
+    def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
+        """How many tokens of so long a prompt `generate()` reads at once; None: all.
+
+        Here parts where they change nothing. A method whose definition looks at the whole prompt reads it whole.
+        """
+        return tokens_at_once(rows, length) if self.sequential else None
 
     @abstractmethod
     def new_state(self, context: LayerContext) -> State: ...
@@ -641,6 +649,18 @@ class CompressedCache(Cache):
                 layer.select_rows(local, len(chosen))
             else:
                 layer.reorder_cache(chosen)  # type: ignore[arg-type]
+
+    def addresses(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where the states lie and their shapes: while these stay, a step can be replayed at fixed addresses."""
+        states = [state for layer in self.compressed_layers() for state in layer.states]
+        return [(x.data_ptr(), tuple(x.shape)) for state in states for _, x in state.tensors()]
+
+    def count(self, tokens: int) -> None:
+        """So many tokens were stored by a replay, in which no layer counts them; negative: they were not."""
+        for layer in self.compressed_layers():
+            layer.seen += tokens
+            for state in layer.states:
+                state.seen += tokens
 
     def nbytes(self) -> int:
         """Bytes of all layers: compressed states (with statistics, indices, scales) and transformers' own layers."""

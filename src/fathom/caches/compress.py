@@ -9,6 +9,7 @@ What it installs on the model, and takes away again on exit:
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -25,6 +26,7 @@ from fathom.caches import versions
 from fathom.caches.base import CacheMethod, CacheShape, CompressedCache, CompressedLayer, LayerContext, RowGroups
 from fathom.caches.rope import SlotRope
 from fathom.caches.trial import lent_attention, pads_are_exact, rotates_half_split
+from fathom.decoding import entry
 
 ATTENTION = "fathom_cache"
 LOCK = threading.RLock()  # a model is looked at and bound by one thread at a time
@@ -42,7 +44,12 @@ class Forward(threading.local):
 
 
 class Hook:
-    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models."""
+    """A hook of `compress`. In a copy of the model (deepcopy, pickle) it does nothing: copies are stock models.
+
+    only_python: it launches nothing that a replay of the step would lack (`fathom.decoding.fixed`).
+    """
+
+    only_python = True
 
     def __init__(self, call: Callable[..., Any] | None):
         self.call = call
@@ -77,6 +84,13 @@ class Binding:
         self.takes_positions = versions.takes_positions(self.model)
         self.pads_are_exact = True  # until `compress` has tried
         self.forward = Forward()
+
+    def cut(self, rows: int, length: int, padded: bool) -> int | None:
+        """How many tokens of so long a prompt are read at once; None: all."""
+        depth = getattr(self.model, "depth", None)
+        if depth is not None and not depth.parts_are_exact:
+            return None
+        return self.method.prompt_part(rows, length, padded)
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
         """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
@@ -261,7 +275,27 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
                     handle = module.register_forward_pre_hook(Hook(_without_rotation(binding)), with_kwargs=True)
                     stack.callback(handle.remove)
             stack.enter_context(lent_attention(inner, ATTENTION, _attention))
+            inner.__dict__["generate"] = Generate(inner)
+            stack.callback(inner.__dict__.pop, "generate", None)
         yield model
+
+
+class Generate:
+    """`model.generate` under `compress`: Fathom's loop (`fathom.decoding`), and long prompts in parts.
+
+    In a copy of the model, which is a stock model, it is transformers' own.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        stock = functools.partial(GenerationMixin.generate, model)
+        binding = _binding(versions.attention_modules(model)[0])
+        if binding is None:
+            return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+        return entry.generate(model, stock, *args, cut=binding.cut, **kwargs)
 
 
 def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False) -> CompressedCache:

@@ -6,6 +6,7 @@ its state is then the same as after any longer text), so no prompt has to be rea
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from fathom.caches.methods.full import Full, FullState
 from fathom.caches.methods.kivi import KIVIState
 from fathom.caches.methods.vqkv import VQState
 from fathom.caches.versions import CACHE_NAME
+from fathom.decoding.graphs import CudaGraphs
 from fathom.ops.cached_attention import causal_attention
 
 PART = 2048  # tokens that are filled in at a time
@@ -210,13 +212,11 @@ def _measure(
         # replays read what the cache held before the captured step: keep it alive
         held = [] if cache is None else [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
         places = {x.data_ptr() for x in held}
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            step()
+        replay = CudaGraphs().record(step)
         if cache is not None:
             after = [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
             result["grows"] = any(x.data_ptr() not in places for x in after)
-        seconds = timed(captured.replay, repeats, device)
+        seconds = timed(replay, repeats, device)
         del held
     else:
         seconds = timed(step, repeats, device)
@@ -226,6 +226,32 @@ def _measure(
         "seconds_per_step": median,
         "spread": [min(seconds), max(seconds)],
         "tokens_per_second": batch / median,
+    }
+
+
+def generate_speed(
+    model: nn.Module, method: CacheMethod | None, context: int, batch: int, tokens: int = 64, repeats: int = 5
+) -> dict[str, Any]:
+    """Seconds of a decode step as `generate()` gives it: a call with `tokens` new tokens less one with a single one,
+    over random prompts. method: None for the full cache, without `compress`."""
+    device, inner = versions.execution_device(model), versions.causal_lm(model)
+    ids = torch.randint(1, versions.text_config(inner).vocab_size, (batch, context), device=device)
+
+    def run(new: int) -> Any:
+        return inner.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
+
+    with contextlib.nullcontext() if method is None else compress(model, method):
+        first, whole = timed(lambda: run(1), repeats, device), timed(lambda: run(tokens), repeats, device)
+    seconds = [(b - statistics.median(first)) / (tokens - 1) for b in whole]
+    median = statistics.median(seconds)
+    return {
+        "context": context,
+        "batch": batch,
+        "mode": "generate",
+        "seconds_per_step": median,
+        "spread": [min(seconds), max(seconds)],
+        "tokens_per_second": batch / median,
+        "bytes_per_step": bytes_per_step(model, Full() if method is None else method, context, batch),
     }
 
 

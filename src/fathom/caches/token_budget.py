@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, storage_bytes
+from fathom.decoding.prompt import tokens_at_once
 from fathom.ops.cached_attention import causal_attention, observed_attention
 from fathom.ops.slot_decode import slot_decode
 from fathom.ops.take_slots import take_slots
@@ -23,6 +24,7 @@ from fathom.ops.take_slots import take_slots
 # States made while this is set remember the true position of every slot (for pictures; not counted as cache bytes).
 tracking: contextvars.ContextVar[bool] = contextvars.ContextVar("tracking", default=False)
 
+LONG, PART = 8192, 2048  # tokens: prompts of more are read in parts of so many
 COUNT_BYTES = 4  # of the queries that saw a slot (int32)
 
 
@@ -86,6 +88,21 @@ class TokenBudget(CacheMethod):
     @property
     def sequential(self) -> bool:
         return self.call_length() == 1
+
+    def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
+        """Of a prompt longer than `LONG` tokens, `PART` at a time: what a token sees of those before is then a cache
+        that was compressed after each part, nearer to the definition (after each token) than one call.
+
+        The numbers do not depend on how many rows there are. Rows of other lengths would be cut elsewhere: with pads
+        the prompt is read whole, so that a row stays the row alone. Where a call is processed `chunk` tokens at a
+        time, parts of whole chunks change nothing.
+        """
+        step = self.call_length()
+        if step == 1:
+            return tokens_at_once(rows, length)
+        if padded or length <= LONG:
+            return None
+        return PART if step is None else max(1, PART // step) * step
 
     def layer_budget(self, context: LayerContext) -> int:
         return self.budget

@@ -105,6 +105,11 @@ class DepthMethod(Method):
         return 1
 
     @property
+    def parts_are_exact(self) -> bool:
+        """Whether a text gives the same outputs into whichever calls it is cut."""
+        return True
+
+    @property
     def scores(self) -> Iterable[nn.Module]:
         """What reads the states between two forwards of the stack and is worth compiling with its layers."""
         return ()

@@ -110,6 +110,10 @@ class PonderLM2(DepthMethod):
             self.scale = nn.Parameter(torch.empty(1))
 
     @property
+    def parts_are_exact(self) -> bool:
+        return self.options.prefill == "sequential"  # Jacobi sweeps settle within a tolerance, over a call's thoughts
+
+    @property
     def slots(self) -> int:
         return self.options.thoughts + 1
 

@@ -154,6 +154,10 @@ class PonderLM3(DepthMethod):
             self.router = Router(config.hidden_size, self.slots, options.router == "mlp")
 
     @property
+    def parts_are_exact(self) -> bool:
+        return self.options.prefill == "sequential"  # Jacobi sweeps settle within a tolerance, over a call's thoughts
+
+    @property
     def slots(self) -> int:
         return self.options.thoughts + 1
 

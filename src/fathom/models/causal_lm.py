@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from fathom.decoding import entry
+from fathom.decoding.speculation import Speculation, speculate
 from fathom.models import hf_versions, saved_files
 from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
@@ -71,6 +73,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         self.compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the vocabulary, by what they were before
         self.step_graphs: StepGraphs | None = None
         self.foresight: Foresight | None = None
+        self.speculation: Speculation | None = None  # of the last generate() that drafted
         self.post_init()
 
     @classmethod
@@ -310,6 +313,19 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             if reason:
                 raise ValueError(f"new_num_tokens={new_num_tokens} with depth={self.depth.name!r}: {reason}")
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def generate(self, *args: Any, draft_passes: int | None = None, draft_tokens: int = 4, **kwargs: Any) -> Any:
+        """As in transformers. Greedy decoding and sampling run in Fathom's own loop, token for token the same, and long
+        prompts are read in parts (`fathom.decoding`).
+
+        `draft_passes` drafts `draft_tokens` tokens at a time with so few passes, and verifies them in one full forward:
+        the outputs are distributed as without it, and `model.speculation` then says how many were accepted.
+        """
+        if draft_passes is not None:
+            kwargs = entry.named(args, kwargs)
+            return speculate(self, super().generate, draft_passes, draft_tokens, kwargs)
+        cut = entry.exact_cut if self.depth.parts_are_exact else entry.whole_prompt
+        return entry.generate(self, super().generate, *args, cut=cut, **kwargs)
 
     def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.assistant_early_exit is not None:  # it sets num_hidden_layers, and layers run all the same

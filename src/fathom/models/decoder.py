@@ -25,6 +25,7 @@ from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
 from fathom.models.token_facts import TokenFacts
 from fathom.ops.biased_attention import KeyBias, biased_attention
+from fathom.ops.cached_attention import Newest, newest_attention
 from fathom.ops.eager_attention import eager_attention
 from fathom.ops.range_attention import ranged_attention
 from fathom.ops.token_blocks import TokenRanges
@@ -136,6 +137,8 @@ class Attention(nn.Module):
             attend = functools.partial(biased_attention, attend)
         elif isinstance(attention_mask, TokenRanges):
             attend = ranged_attention
+        elif isinstance(attention_mask, Newest):
+            attend = newest_attention
         output, weights = attend(
             self,
             query,

@@ -22,12 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import find_adapter_config_file
 
+from fathom.decoding.growing import GrowingLayer
 from fathom.ops.biased_attention import FlexBias
+from fathom.ops.cached_attention import Newest
 from fathom.ops.visibility import CAUSAL, Visibility
+
+GROWING = (DynamicLayer, GrowingLayer)  # cache layers that keep every token
 
 # The name under which this version's models, layers and outputs carry the cache.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -69,6 +74,11 @@ def visible_mask(
         return None
     if not visibility.is_causal:
         return _other_mask(config, inputs_embeds, attention_mask, cache, position_ids, visibility)
+    if sdpa and attention_mask is None and cache is not None and _keeps_all(cache):
+        if inputs_embeds.shape[1] == 1:
+            return None  # sees everything
+        if cache.get_seq_length():
+            return Newest()
     if not getattr(config, "is_causal", True):  # transformers' builder would follow the config
         config = copy.copy(config)
         config.is_causal = True
@@ -79,6 +89,14 @@ def visible_mask(
         position_ids=position_ids,
         **{CACHE_NAME: cache},
     )
+
+
+def _keeps_all(cache: Cache) -> bool:
+    """Whether new tokens come behind all those before. For several, such as a later part of a long prompt, the builder
+    would make a [B, 1, T, cached + T] mask, which grows with the text and costs the causal kernel."""
+    if torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
+        return False
+    return all(type(layer) in GROWING for layer in cache.layers)
 
 
 def _other_mask(

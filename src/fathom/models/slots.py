@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fathom.decoding.growing import GrowingLayer
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
@@ -247,7 +248,7 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
             f"{hf_versions.CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty "
             "DynamicCache()"
         )
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, SlotLayer, RaggedSlotLayer}
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
     if kinds:
         raise ValueError(
             f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "

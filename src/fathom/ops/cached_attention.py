@@ -8,13 +8,14 @@ by block. Query head h reads key/value head h // (H/G). Softmax in fp32, or wide
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from fathom.ops.kernels import wants_gradient
@@ -46,7 +47,28 @@ def causal_attention(
         return F.scaled_dot_product_attention(query, key, value, **options)
     if m == n:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
+    if query.is_cuda or m * n <= SCORES_AT_ONCE:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
+    outputs, end = [], n - m  # elsewhere SDPA writes the mask out
+    for part in query.split(max(1, SCORES_AT_ONCE // n), dim=2):
+        end += part.shape[2]
+        visible = torch.ones(part.shape[2], end, dtype=torch.bool, device=query.device).tril(end - part.shape[2])
+        keys, values = key[:, :, :end], value[:, :, :end]
+        outputs.append(F.scaled_dot_product_attention(part, keys, values, attn_mask=visible, **options))
+    return torch.cat(outputs, dim=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest:
+    """The mask of queries that are the newest tokens of a cache without pads: `causal_attention` writes none out."""
+
+
+def newest_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Newest, scaling: float, dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B m H Dv"], None]:  # fmt: skip
+    """`causal_attention` as transformers' `AttentionInterface` wants it."""
+    return causal_attention(query, key, value, scaling, dropout).transpose(1, 2), None
 
 
 def observed_attention(

@@ -54,6 +54,10 @@ class SnapKV(TokenBudget):
     def shortest_call(self) -> int:
         return max(2, self.n_recent)
 
+    def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
+        """None: the window that chooses is the end of the whole prompt, not of each part."""
+        return None
+
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         context = LayerContext(layer, shape.layers, None)
         kept = self.kept_of_prompt(prompt, context) if prompt >= self.shortest_call else prompt

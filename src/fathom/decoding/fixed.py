@@ -1,0 +1,180 @@
+"""One decode step at fixed addresses, recorded once and replayed for every token.
+
+Token, position, place and mask lie in buffers of their own; the step advances position and place itself. A full cache
+lies in buffers with room (`growing.bucket`), of which the mask shows what is filled; when they are full they grow by a
+bucket, and the step is recorded again. A compressed cache whose budget is full is overwritten in place, and needs none.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from fathom.decoding.graphs import Recorder
+from fathom.decoding.growing import GrowingLayer, bucket
+from fathom.models.hf_versions import CACHE_NAME
+
+logger = logging.getLogger("fathom.decoding")
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values [B,G,room,D] at one address; a new token goes to `place` [1], which all layers share."""
+
+    def __init__(self, layer: DynamicLayer, place: Tensor, length: int, room: int):
+        super().__init__()
+        self.place, self.device, self.is_initialized = place, layer.device, True
+        self.keys, self.values = self.roomy(layer.keys, length, room), self.roomy(layer.values, length, room)
+
+    @staticmethod
+    def roomy(held: Any, length: int, room: int) -> Tensor:
+        new = held.new_zeros(*held.shape[:2], room, held.shape[3])  # the mask hides what is not filled, but not NaN
+        new[:, :, :length] = held[:, :, :length]
+        return new
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        keys.index_copy_(2, self.place, key_states.to(keys.dtype))
+        values.index_copy_(2, self.place, value_states.to(values.dtype))
+        return keys, values
+
+
+def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
+    """Why a step of this model cannot be recorded; "" where it can."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if type(cache) is DynamicCache:
+        kinds = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "GrowingLayer"}
+        if kinds:
+            return f"cache layers {', '.join(sorted(kinds))} have no fixed shape"
+        if attention != "sdpa":
+            return f"attn_implementation={attention!r}: only sdpa reads a mask of one key a slot"
+    elif not hasattr(cache, "addresses"):
+        return f"a {type(cache).__name__} may move"
+    if getattr(cache, "_is_user_defined", False):
+        return "the cache is the caller's own"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model is quantised"
+    if model_kwargs.get("position_ids") is None or model_kwargs["position_ids"].ndim != 2:
+        return "positions are not [rows, tokens]"
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            return f"accelerate moves the weights of {name or 'the model'}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not getattr(hook, "only_python", False) for hook in hooks):
+            return f"{name or 'the model'} has forward hooks, which a replay would not call"
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            return "the model is compiled"
+    return ""
+
+
+class FixedStep:
+    """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
+
+    recorded: how often the step has been recorded so far.
+    """
+
+    def __init__(self, model: Any, cache: Any, length: int, model_kwargs: dict[str, Any], recorder: Recorder):
+        self.model, self.cache, self.recorder, self.length = model, cache, recorder, length
+        device, positions = model.device, model_kwargs["position_ids"]
+        kept = {"attention_mask", "position_ids", CACHE_NAME}
+        self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
+        self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
+        self.replay: Any = None
+        self.before: Any = None  # addresses of a compressed cache before the last step
+        self.warm = False
+        self.position = (positions[:, -1:].to(device) + 1).clone()
+        self.place = torch.full((1,), length, device=device)
+        self.logits: Tensor | None = None
+        mask = model_kwargs.get("attention_mask")
+        if self.full:
+            rows = cache.layers[0].keys.shape[0]
+            self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.visible = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
+            self.visible[:, 0, 0] = True if mask is None else mask.to(device).bool()
+            self.grow()
+        else:
+            self.token = torch.zeros(cache.compressed_layers()[0].batch_size, 1, dtype=torch.long, device=device)
+
+    @property
+    def room(self) -> int:
+        return self.visible.shape[3]
+
+    def grow(self) -> None:
+        """Room for more tokens, one layer after the other: other addresses, so the step is recorded anew."""
+        room = bucket(self.length)
+        visible = self.visible.new_zeros(*self.visible.shape[:3], room)
+        visible[..., : self.length] = self.visible[..., : self.length]
+        self.visible, self.replay = visible, None
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
+            layer.keys = layer.values = None
+
+    def run(self) -> None:
+        """The step itself: what is recorded."""
+        inputs = self.inputs
+        if self.full:
+            self.visible.index_fill_(3, self.place, True)
+            inputs = {**inputs, "attention_mask": self.visible}
+        output = self.model(
+            input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
+        )
+        if self.logits is None:
+            self.logits = torch.empty_like(output.logits[:, -1])
+        self.logits.copy_(output.logits[:, -1])
+        self.position.add_(1)
+        self.place.add_(1)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        if self.full and self.length == self.room:
+            self.grow()
+            logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
+        self.token.copy_(token)
+        self.length += 1
+        if self.replay is None and self.may_record():
+            self.replay = self.record()
+        if self.replay is None:
+            self.run()
+            self.warm = True
+        else:
+            self.replay()
+            if not self.full:
+                self.cache.count(1)
+        assert self.logits is not None
+        return self.logits
+
+    def may_record(self) -> bool:
+        """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
+        if self.given_up or not self.warm:
+            return False
+        if self.full:
+            return True
+        before, self.before = self.before, self.cache.addresses()
+        return self.before == before
+
+    def record(self) -> Any:
+        """The recorded step; None where it cannot be recorded: then it runs as it is, and no other try is made."""
+        try:
+            replay = self.recorder.record(self.run)
+        except RuntimeError as error:  # out of memory, or an operation that waits for the device
+            logger.warning("a decode step could not be recorded, and runs kernel by kernel: %s", error)
+            self.given_up = True
+            return None
+        if not self.full:
+            self.cache.count(-1)  # the layers counted a token while they were recorded
+        self.recorded += 1
+        return replay
+
+    def finish(self) -> Any:
+        """The cache as other calls know it: growing layers, without the room behind the text."""
+        if self.full:
+            for number, layer in enumerate(self.cache.layers):
+                grown = GrowingLayer()
+                grown.device, grown.is_initialized = layer.device, True
+                grown.keys, grown.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+                self.cache.layers[number] = grown
+        return self.cache

@@ -1,0 +1,36 @@
+"""A step recorded once and replayed: what `fixed.py` needs of CUDA graphs, so that a test can put a double there.
+
+The contract: `record(function)` notes what `function` launches without running it, and returns what runs it. A replay
+reads and writes the tensors that `function` named when it was recorded, at the same addresses; Python does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Recorder(Protocol):
+    """What records a step."""
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]: ...
+
+
+class CudaGraphs:
+    """CUDA graphs on the current device, in one memory pool. Not run yet: no GPU was there when it was written."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            function()
+        return graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records steps on this device; None: nothing does."""
+    return CudaGraphs() if device.type == "cuda" else None

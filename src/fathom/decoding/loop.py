@@ -1,0 +1,141 @@
+"""Greedy decoding and sampling: transformers' loop with less between two forwards. Tokens, scores and logits are equal.
+
+    read the prompt → logits → processors → argmax or a draw → pads for finished rows → stop? → one step → logits …
+
+What is left out costs a fifth of a step or more in small models: inputs that are prepared anew from the whole text,
+masks and positions that grow by concatenation, and stopping criteria that build tensors to compare two lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from fathom.decoding.fixed import FixedStep, unsuited
+from fathom.decoding.graphs import recorder_for
+from fathom.decoding.growing import give_room
+from fathom.decoding.switch import say
+from fathom.models.hf_versions import CACHE_NAME
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Token ids [B, prompt + new], or transformers' output with them where `return_dict_in_generate` asks for it.
+
+    Arguments as transformers gives them to a `custom_generate`.
+    """
+    config = generation_config
+    cache = model_kwargs.get(CACHE_NAME)
+    if not getattr(cache, "_is_user_defined", False):
+        give_room(cache, input_ids.shape[1], stopping_criteria.max_length)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and bool(mask.all()):  # 5.17 hands it on, and a mask costs the causal kernel
+            model_kwargs["attention_mask"] = None
+    output = model._prefill(input_ids, config, model_kwargs)
+    step = step_for(model, output[CACHE_NAME], model_kwargs)
+    stop = Stop(stopping_criteria)
+    pad: Any = config._pad_token_tensor if stop.pads else None  # type: ignore[attr-defined]
+    pad = None if pad is None else pad.to(input_ids.device)
+    scores: Any = () if config.return_dict_in_generate and config.output_scores else None
+    kept: Any = () if config.return_dict_in_generate and config.output_logits else None
+    running = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    logits = output.logits[:, -1]
+    del output  # its logits may be those of a long prompt
+    with model._optimize_model_for_decode():
+        while True:
+            raw = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
+            score = logits_processor(input_ids, raw) if logits_processor else raw
+            if scores is not None:
+                scores += (score,)
+            if kept is not None:
+                kept += (raw,)
+            if config.do_sample:
+                token = torch.multinomial(score.softmax(-1), num_samples=1).squeeze(1)
+            else:
+                token = score.argmax(-1)
+            if stop.pads:
+                token = token * running + pad * (1 - running)
+            input_ids = torch.cat((input_ids, token[:, None]), dim=-1)
+            if streamer is not None:
+                streamer.put(token.cpu())
+            if stop(input_ids, scores, running):
+                break
+            logits = step(token[:, None])
+    if streamer is not None:
+        streamer.end()
+    if not config.return_dict_in_generate:
+        return input_ids
+    found: dict[str, Any] = {"sequences": input_ids, "scores": scores, "logits": kept, CACHE_NAME: step.finish()}
+    return GenerateDecoderOnlyOutput(**found)
+
+
+def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> Any:
+    """What runs the steps behind this prompt: recorded where the device and the model allow it."""
+    recorder = recorder_for(model.device)
+    reason = "" if recorder is None else unsuited(model, cache, model_kwargs)
+    if recorder is not None and not reason:
+        return FixedStep(model, cache, cache.get_seq_length(), model_kwargs, recorder)
+    if reason:
+        say(f"steps are not recorded: {reason}")
+    return Step(model, cache, model_kwargs)
+
+
+class Stop:
+    """Whether every row has finished; `running` [B] is set to 0 where one has.
+
+    Lengths are compared on the CPU, ends of text in one operation; other criteria are called as they are.
+    pads: whether finished rows get pads, as they do where an end of text is known.
+    """
+
+    def __init__(self, criteria: Any):
+        self.longest = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=None)
+        self.ends = [each for each in criteria if type(each) is EosTokenCriteria]
+        self.others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
+
+    def __call__(self, input_ids: Tensor, scores: Any, running: Tensor) -> bool:
+        full = self.longest is not None and input_ids.shape[1] >= self.longest
+        if not self.ends and not self.others:
+            return full
+        for each in (*self.ends, *self.others):
+            running &= ~each(input_ids, scores)
+        return full or not bool(running.any())
+
+
+class Step:
+    """One forward of one new token a row, on the cache that holds the text before: token [B,1] → logits [B,V]."""
+
+    def __init__(self, model: Any, cache: Any, model_kwargs: dict[str, Any]):
+        self.model, self.cache = model, cache
+        kept = {"attention_mask", "position_ids", CACHE_NAME}
+        self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
+        self.inputs |= {CACHE_NAME: cache, "return_dict": True}
+        positions = model_kwargs.get("position_ids")
+        self.position = None if positions is None else positions[..., -1:]
+        self.mask = model_kwargs.get("attention_mask")
+
+    def finish(self) -> Any:
+        """The cache that holds the text."""
+        return self.cache
+
+    def __call__(self, token: Tensor) -> Tensor:
+        inputs = self.inputs
+        if self.position is not None:
+            self.position = self.position + 1
+            inputs = {**inputs, "position_ids": self.position.to(self.model.device)}
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+            inputs = {**inputs, "attention_mask": self.mask.to(self.model.device)}
+        return self.model(input_ids=token.to(self.model.device), **inputs).logits[:, -1]

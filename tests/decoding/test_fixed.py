@@ -1,0 +1,194 @@
+"""A recorded step on a CPU: the double below replays its operations on the very tensors that were recorded.
+
+What is tested is the discipline that a CUDA graph needs: fixed addresses, no number of Python's that changes from step
+to step, no waiting for values. The capture itself needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fathom.decoding.loop as loop
+from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.decoding import switch
+from fathom.decoding.fixed import FixedStep, unsuited
+from fathom.models.hf_versions import CACHE_NAME
+from tiny import assert_close, tiny_model, tokens
+
+WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operation with its tensors, and what the tensors from outside held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(function).startswith(WAITING):
+            raise RuntimeError(f"{function} waits for the device")
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                place = x.untyped_storage().data_ptr()
+                if place not in self.made and place not in self.before:
+                    flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+                    self.before[place] = flat, flat.clone()
+        out = function(*args, **kwargs)
+        self.made |= {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, torch.Tensor)} - {
+            *self.before
+        }
+        self.calls.append((function, args, kwargs, out))
+        return out
+
+
+class Double:
+    """Stands for CUDA graphs: `record` runs nothing that lasts, a replay writes where the recording wrote."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.recordings = 0
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        with Recording() as recording:
+            function()
+        for now, before in recording.before.values():
+            now.copy_(before)
+        self.recordings += 1
+
+        def replay() -> None:
+            for call, args, kwargs, out in recording.calls:
+                self.operations += 1
+                again = call(*args, **kwargs)
+                for to, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(to, torch.Tensor) and to.data_ptr() != new.data_ptr():
+                        to.copy_(new)
+
+        return replay
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Double:
+    double = Double()
+    monkeypatch.setattr(loop, "recorder_for", lambda device: double)
+    return double
+
+
+def generated(model: Any, batch: dict[str, Any], fast: bool, **options: Any) -> Any:
+    switch.FAST = fast
+    try:
+        torch.manual_seed(1)
+        return model.generate(
+            **batch, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            **{"max_new_tokens": 24, "do_sample": False, **options},
+        )  # fmt: skip
+    finally:
+        switch.FAST = True
+
+
+def padded(rows: int = 2, length: int = 9) -> dict[str, Any]:
+    ids, mask = tokens(rows, length), torch.ones(rows, length, dtype=torch.long)
+    ids[0, :4], mask[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def same(ours: Any, stock: Any) -> None:
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert_close(torch.stack(ours.logits), torch.stack(stock.logits), 2e-5)
+
+
+FIELDS: list[dict[str, Any]] = [
+    {}, {"family": "gpt2"}, {"depth": {"name": "loop", "passes": 2}}, {"depth": {"name": "pondering", "steps": 1}},
+    {"mixer": {"name": "depth_attention"}}, {"residual": {"name": "attnres"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Double) -> None:
+    model = tiny_model(**fields)
+    for batch, options in ((padded(), {}), ({"input_ids": tokens(1, 6)}, {"do_sample": True, "temperature": 0.8})):
+        double.recordings = 0
+        same(generated(model, batch, True, **options), generated(model, batch, False, **options))
+        assert double.recordings == 1 and double.operations
+
+
+def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Double) -> None:
+    model, batch = tiny_model(max_position_embeddings=256), padded()
+    ours, stock = (generated(model, batch, fast, max_new_tokens=130) for fast in (True, False))
+    same(ours, stock)
+    assert double.recordings == 2
+    for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
+        assert_close(mine.keys, theirs.keys)
+        assert mine.get_seq_length() == theirs.get_seq_length()
+
+
+@pytest.mark.parametrize("positions", ["slot", "original"])
+@pytest.mark.parametrize(
+    "method",
+    [TreeKV, StreamingLLM, H2O, TOVA, WeightedKV],
+)
+def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> None:
+    model = tiny_model(max_position_embeddings=128)
+    sizes: dict[str, Any] = {"budget": 16, "positions": positions, "n_sink": 2}
+    if method is TreeKV:
+        sizes |= {"n_recent": 6, "block": 3}
+    with compress(model, method(**sizes)):
+        for batch in ({"input_ids": tokens(2, 20)}, padded(2, 20)):
+            ours, stock = (generated(model, batch, fast) for fast in (True, False))
+            same(ours, stock)
+            assert ours[CACHE_NAME].get_seq_length() == stock[CACHE_NAME].get_seq_length()
+            for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
+                assert [state.seen for state in mine.states] == [state.seen for state in theirs.states]
+    assert double.recordings
+
+
+def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:
+    model = tiny_model()
+    out = model(tokens(1, 6), use_cache=True)
+    kwargs = {"position_ids": torch.arange(6)[None], "use_cache": True, "logits_to_keep": 1}
+    step = FixedStep(model, out[CACHE_NAME], 6, kwargs, double)
+    step(tokens(1, 1))
+    step(tokens(1, 1, seed=2))
+    held = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
+    held += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
+    logits = step(tokens(1, 1, seed=3)).data_ptr()
+    for seed in range(4, 9):
+        assert step(tokens(1, 1, seed=seed)).data_ptr() == logits
+    again = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
+    again += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
+    assert held == again and step.recorded == 1 and int(step.place) == 14
+
+
+def test_what_cannot_be_recorded_runs_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        def record(self, function: Any) -> Any:
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(loop, "recorder_for", lambda device: Full())
+    model = tiny_model()
+    same(generated(model, padded(), True), generated(model, padded(), False))
+    assert [record.message for record in caplog.records if "3 GiB" in record.message]
+
+
+def test_models_that_a_replay_would_miss_are_not_recorded(double: Double) -> None:
+    model = tiny_model()
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    generated(model, padded(), True)
+    assert not double.recordings
+    cache = model(tokens(1, 4), use_cache=True)[CACHE_NAME]
+    assert "forward hooks" in unsuited(model, cache, {"position_ids": torch.arange(4)[None]})
+    handle.remove()
+    adaptive = tiny_model(depth={"name": "adaponderlm"})
+    same(generated(adaptive, padded(), True), generated(adaptive, padded(), False))
+    assert not double.recordings
