@@ -19,7 +19,7 @@ from fathom.version import __version__
 
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
-    from fathom import lineage
+    from fathom import diffusion, lineage
     from fathom.caches import (
         H2O,
         KIVI,
@@ -37,8 +37,10 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
         compress,
         compression_report,
     )
+    from fathom.diffusion import DiffusionGenerationConfig
     from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
 
@@ -52,12 +54,14 @@ def _cache_methods() -> list[str]:
 
 _PLACES = {
     "FathomForCausalLM": "fathom.models.causal_lm",
+    "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
+    "DiffusionGenerationConfig": "fathom.diffusion",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
-_MODULES = ("lineage",)
+_MODULES = ("diffusion", "lineage")
 __all__ = ["FathomConfig", "__version__", *_PLACES, *_MODULES]
 
 
@@ -75,16 +79,19 @@ def __dir__() -> list[str]:
 
 def _fill_registries() -> None:
     """Import the wings, whose methods register themselves, and hand the model to AutoModelForCausalLM."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     import fathom.depth
+    import fathom.diffusion
     import fathom.feed_forward
     import fathom.mixers
     import fathom.positions
     import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.masked_diffusion import FathomForMaskedDiffusion
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    AutoModelForMaskedLM.register(FathomConfig, FathomForMaskedDiffusion, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, lineage
+from fathom import caches, diffusion, lineage
 from fathom.models.registry import REGISTRIES
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
+USED = {"cache": caches.METHODS, "policy": diffusion.POLICIES, "block_cache": diffusion.BLOCK_CACHES}
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
 every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 
@@ -30,12 +31,13 @@ def taker(entry: Entry) -> type:
     """The real class whose fields are the options."""
     if entry.section:
         return REGISTRIES[entry.registry][entry.name].Options
-    return caches.METHODS[entry.name]
+    return USED[entry.registry][entry.name]
 
 
 def test_every_method_is_in_the_catalogue_once():
     real = [(registry, name) for registry, methods in REGISTRIES.items() for name in methods]
-    real += [("cache", name) for name in caches.METHODS] + [("lineage", name) for name in lineage.METHODS]
+    real += [(registry, name) for registry, methods in USED.items() for name in methods]
+    real += [("lineage", name) for name in lineage.METHODS]
     assert sorted((entry.registry, entry.name) for entry in entries()) == sorted(real)
 
 
@@ -50,7 +52,7 @@ def test_what_the_catalogue_says_is_what_the_class_says(entry):
             expected = [(f.name, f.default) for f in dataclasses.fields(getattr(importlib.import_module(module), name))]
             assert [(option.name, option.default) for option in entry.options] == expected
         return
-    cls = REGISTRIES[entry.registry][entry.name] if entry.section else caches.METHODS[entry.name]
+    cls = REGISTRIES[entry.registry][entry.name] if entry.section else USED[entry.registry][entry.name]
     assert (entry.summary, entry.equation, entry.paper) == (cls.summary, " ".join(cls.equation.split()), cls.paper)
     assert entry.call == cls.__name__
     assert Path(fathom.__file__).parent.parent / entry.source == Path(importlib.import_module(cls.__module__).__file__)

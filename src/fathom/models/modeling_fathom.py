@@ -4,10 +4,10 @@ This file is saved with every Fathom checkpoint and named by `auto_map` in its c
 """
 
 try:
-    from fathom import FathomConfig, FathomForCausalLM
+    from fathom import FathomConfig, FathomForCausalLM, FathomForMaskedDiffusion
 except ModuleNotFoundError as error:
     if error.name != "fathom":
         raise  # fathom is there, and lacks something
     raise ImportError("this checkpoint needs Fathom, which is not installed: pip install fathom-lm") from error
 
-__all__ = ["FathomConfig", "FathomForCausalLM"]
+__all__ = ["FathomConfig", "FathomForCausalLM", "FathomForMaskedDiffusion"]

@@ -93,6 +93,7 @@ class Task:
     reference_note: ClassVar[str]
     samples_note: ClassVar[str]
     invariants: ClassVar[tuple[str, ...]] = ()
+    numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> Task:
@@ -130,6 +131,10 @@ class Task:
 
         return FathomForCausalLM
 
+    def model_fields(self, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        """Fields of FathomConfig for a method's model, given those of the recipe and the tokenizer, if it is known."""
+        return fields
+
     def check(self, data: DataConfig) -> None:
         """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
         command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
@@ -146,6 +151,10 @@ class Task:
     def forward(self, model: Any, **batch: Any) -> Any:
         """The model's output for a batch in training and on held-out examples, with `loss`: the model's own."""
         return model(**batch)
+
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Labels, of which those other than −100 are what the training loss of a step is divided by."""
+        return batch["labels"]
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """How many predictions the loss of a batch is the mean over."""

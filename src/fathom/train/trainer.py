@@ -156,6 +156,10 @@ class FathomTrainer(Trainer):
             self.metrics.add(output)
         return (loss, output) if return_outputs else loss
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        counted = [{"labels": self.task.counted(batch)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(counted, device)
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
 
@@ -252,7 +256,9 @@ def train_run(
         targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
         model=model,
         args=arguments,
-        train_dataset=_ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size),
+        train_dataset=_ordered(
+            data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size, task.numbered
+        ),
         eval_dataset=data.validation,
         processing_class=data.tokenizer,
     )
@@ -468,15 +474,17 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> A
     if checkpoint is None:
         return make(config)
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
+    if config.diffusion["name"] != "none":
+        changes["diffusion"] = config.diffusion
     if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
         return make.from_pretrained(checkpoint, config=config, dtype=torch.float32)
     return make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
 
 
-def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
+def _ordered(data: PreparedData, seed: int, length: int, numbered: bool) -> torch.utils.data.Dataset:
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
-    return ShuffledBlocks(data.train, seed, length)
+    return ShuffledBlocks(data.train, seed, length, numbered)
 
 
 def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:

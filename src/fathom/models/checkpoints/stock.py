@@ -170,6 +170,10 @@ STOCK: dict[str, Family] = {
         fields={**LLAMA_FIELDS, "mlp_bias": "mlp_bias"}, fixed={"pretraining_tp": 1}, to_fathom=same, to_stock=same
     ),
     "qwen3": Family(fields=LLAMA_FIELDS, fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same),
+    "qwen2": Family(
+        fields={ours: theirs for ours, theirs in LLAMA_FIELDS.items() if ours not in ("attention_bias", "head_dim")},
+        fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same,
+    ),
     "gpt_neox": Family(
         fields={
             **SHARED, "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
@@ -251,6 +255,10 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
         fields["partial_rotary_factor"] = stock.rope_parameters.get("partial_rotary_factor", 1.0)
     fields.update(backbone=stock.model_type, init="hf", embed_scale=None, dtype=stock.dtype)
     fields["is_causal"] = getattr(stock, "is_causal", True)  # transformers reads it of any decoder
+    if getattr(stock, "mask_token_id", None) is not None:  # as `stock_config` writes it
+        fields["diffusion"] = {
+            "name": "masked", "mask_token_id": stock.mask_token_id, "shift": getattr(stock, "shift", False)
+        }  # fmt: skip
     return FathomConfig(**{**fields, **changes})
 
 
@@ -429,6 +437,8 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
     fields = {theirs: getattr(config, ours) for theirs, ours in family.fields.items()}
     if not config.is_causal:
         fields["is_causal"] = False
+    if config.diffusion["name"] != "none":
+        fields.update({name: value for name, value in config.diffusion.items() if name != "name"})
     stock = CONFIG_MAPPING[config.backbone](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
     for field in FIELDS:
