@@ -368,7 +368,7 @@ class Sampler:
             if guided:
                 free = self.head(states[rows + rows_at, index])
                 logits = free + (config.cfg_scale + 1) * (logits - free)
-            return logits
+            return self.without_forbidden(logits)
 
         row, column = candidates.nonzero(as_tuple=True)
         logits = states_of(row, at[row, column])
@@ -413,9 +413,13 @@ class Sampler:
         return view.tokens.masked_fill(~chosen, -1), probability
 
     def head(self, states: Float[Tensor, "N d"]) -> Float[Tensor, "N V"]:
-        """Logits in fp32 or wider; the mask token, and EOS where it is suppressed, have no probability."""
+        """Logits in fp32 or wider."""
         logits = self.model.get_output_embeddings()(states)
-        logits = without_token(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.mask_id)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+        """The mask token, and EOS where it is suppressed, have no probability."""
+        logits = without_token(logits, self.mask_id)
         if self.config.suppress_eos == "logit":
             for token in self.eos:
                 logits = without_token(logits, token)

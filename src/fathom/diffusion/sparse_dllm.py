@@ -174,8 +174,8 @@ class SparseState(BlockState):
             return -distance.to(torch.float32).repeat(rows, 1)
         if method.score == "random":  # every row of a batch as alone: counted from the block, not from the padding
             generator = torch.Generator().manual_seed(method.seed + len(self.layers))
-            noise = torch.rand(2, self.passes.length, generator=generator).to(query.device)
-            return noise[(self.outside >= self.block.stop).long(), distance - 1].repeat(rows, 1)
+            noise = torch.rand(self.passes.length, 2, generator=generator).to(query.device)
+            return noise[distance - 1, (self.outside >= self.block.stop).long()].repeat(rows, 1)
         if method.score_dtype == "float32":
             wide = torch.promote_types(query.dtype, torch.float32)
             query, key = query.to(wide), key.to(wide)

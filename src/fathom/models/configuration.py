@@ -49,19 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-6,
         "partial_rotary_factor": 1.0,
     },
-    "qwen2": {
-        "norm": "rmsnorm",
-        "positions": "rotary",
-        "qk_norm": False,
-        "parallel_residual": False,
-        "gated_mlp": True,
-        "attention_bias": True,
-        "attention_output_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "norm_eps": 1e-6,
-        "partial_rotary_factor": 1.0,
-    },
     "gpt_neox": {
         "norm": "layernorm",
         "positions": "rotary",
@@ -86,6 +73,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
     },
+    "qwen2": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "qk_norm": False,
+        "parallel_residual": False,
+        "gated_mlp": True,
+        "attention_bias": True,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "norm_eps": 1e-6,
+        "partial_rotary_factor": 1.0,
+    },
 }
 
 # Default of fields that __post_init__ fills: from the family, or from other fields.
@@ -96,7 +96,7 @@ class FathomConfig(PreTrainedConfig):
     """Configuration of the Fathom decoder.
 
     Attributes:
-        backbone: family whose structure is the default: "llama", "qwen3", "qwen2", "gpt_neox" or "gpt2".
+        backbone: family whose structure is the default: "llama", "qwen3", "gpt_neox", "gpt2" or "qwen2".
         vocab_size, hidden_size, num_hidden_layers, max_position_embeddings: sizes, named as in transformers.
         num_attention_heads, num_key_value_heads, head_dim: heads; None: as many key/value heads as query heads, and
             hidden_size / num_attention_heads.

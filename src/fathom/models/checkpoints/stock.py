@@ -170,10 +170,6 @@ STOCK: dict[str, Family] = {
         fields={**LLAMA_FIELDS, "mlp_bias": "mlp_bias"}, fixed={"pretraining_tp": 1}, to_fathom=same, to_stock=same
     ),
     "qwen3": Family(fields=LLAMA_FIELDS, fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same),
-    "qwen2": Family(
-        fields={ours: theirs for ours, theirs in LLAMA_FIELDS.items() if ours not in ("attention_bias", "head_dim")},
-        fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same,
-    ),
     "gpt_neox": Family(
         fields={
             **SHARED, "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
@@ -197,6 +193,10 @@ STOCK: dict[str, Family] = {
             "add_cross_attention": False,
         },
         to_fathom=gpt2_to_fathom, to_stock=gpt2_to_stock,
+    ),
+    "qwen2": Family(
+        fields={ours: theirs for ours, theirs in LLAMA_FIELDS.items() if ours not in ("attention_bias", "head_dim")},
+        fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same,
     ),
 }  # fmt: skip
 assert set(STOCK) == set(FAMILIES)
