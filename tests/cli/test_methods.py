@@ -17,7 +17,9 @@ from fathom.models.registry import REGISTRIES
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
-USED = {"cache": caches.METHODS, "policy": diffusion.POLICIES, "block_cache": diffusion.BLOCK_CACHES}
+USED = {"cache": caches.METHODS}
+for method in diffusion.METHODS.values():
+    USED.setdefault(method.registry, {})[method.name] = method
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
 every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 

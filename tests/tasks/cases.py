@@ -29,7 +29,13 @@ def sft(folder: Path) -> dict[str, Any]:
     return {"task": {"name": "sft", "questions": 9}, "data": {**data, "tokenizer": {"bpe": 270}, "block_size": 96}}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"causal_lm": causal_lm, "sft": sft}
+def masked_diffusion(folder: Path) -> dict[str, Any]:
+    return {**causal_lm(folder), "task": {"name": "masked_diffusion", "draws": 3, "random_length": 0.3}}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "causal_lm": causal_lm, "sft": sft, "masked_diffusion": masked_diffusion,
+}  # fmt: skip
 
 
 def recipe(task: str, folder: Path, /, **sections: Any) -> dict[str, Any]:

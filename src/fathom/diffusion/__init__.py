@@ -17,6 +17,7 @@ from fathom.diffusion.entropy import Entropy
 from fathom.diffusion.entropy_bounded import EntropyBounded
 from fathom.diffusion.fourier import Fourier
 from fathom.diffusion.left_to_right import LeftToRight
+from fathom.diffusion.longllada import LongLLaDA
 from fathom.diffusion.low_confidence import LowConfidence
 from fathom.diffusion.margin import Margin
 from fathom.diffusion.prefix import Prefix
@@ -32,10 +33,10 @@ POLICIES: dict[str, Any] = {
     )
 }  # fmt: skip
 BLOCK_CACHES: dict[str, Any] = {cache.name: cache for cache in (Prefix, Dual, DKVCache, SparseDLLM)}
-METHODS: dict[str, Any] = {**POLICIES, **BLOCK_CACHES}
+METHODS: dict[str, Any] = {**POLICIES, **BLOCK_CACHES, LongLLaDA.name: LongLLaDA}
 
 __all__ = [
     "BLOCK_CACHES", "METHODS", "POLICIES", "Block", "BlockCache", "DKVCache", "DiffusionGenerationConfig",
-    "DiffusionOutput", "Dual", "Dynamic", "Entropy", "EntropyBounded", "Fourier", "LeftToRight", "LowConfidence",
-    "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate", "masked", "none",
+    "DiffusionOutput", "Dual", "Dynamic", "Entropy", "EntropyBounded", "Fourier", "LeftToRight", "LongLLaDA",
+    "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate", "masked", "none",
 ]  # fmt: skip

@@ -240,8 +240,8 @@ class Sampler:
                 "to have it filled"
             )
         if self.shift:
-            first = real.int().argmax(1)
-            alone = ~real.any(1) | (inputs.gather(1, first[:, None])[:, 0] == self.mask_id if inputs.shape[1] else True)
+            before = (real & (inputs != self.mask_id)).cumsum(1) == 0  # the first given token
+            alone = ~real.any(1) | (real & before).any(1)
             if alone.any():
                 raise ValueError(
                     f"inputs: row {int(alone.nonzero()[0])} has no first token, which predicts the next one of a "

@@ -158,8 +158,9 @@ class MaskedDiffusion(Task):
         if self.rows is not None:  # the EOS tokens after the answer are learned
             batch["labels"] = torch.where(places > ends[:, None], batch["input_ids"], batch["labels"])
         generators = [torch.Generator().manual_seed(mixed(int(seed), int(number))) for seed, number in draws]
-        if self.rows is None and torch.rand((), generator=generators[0]) < self.random_length:
-            length = int(torch.randint(2, len(places) + 1, (), generator=generators[0]))
+        of_batch = torch.Generator().manual_seed(mixed(int(draws[0][0]), -2 - int(draws[0][1])))  # no row's own
+        if self.rows is None and torch.rand((), generator=of_batch) < self.random_length:
+            length = int(torch.randint(2, len(places) + 1, (), generator=of_batch))
             batch = {name: x[:, :length] for name, x in batch.items()}
         t = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in generators])
         if self.antithetic:
