@@ -53,6 +53,7 @@ PARSED = (
     'fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream',  # after the demo
     "fathom cache bench MODEL --text book.txt",  # run by tests/caches/test_guide.py, on a shorter text
     "fathom compare recipes/sft_cpu.yaml",  # a minute
+    "fathom compare recipes/diffusion_cpu.yaml",  # minutes
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",

@@ -38,5 +38,6 @@ METHODS: dict[str, Any] = {**POLICIES, **BLOCK_CACHES, LongLLaDA.name: LongLLaDA
 __all__ = [
     "BLOCK_CACHES", "METHODS", "POLICIES", "Block", "BlockCache", "DKVCache", "DiffusionGenerationConfig",
     "DiffusionOutput", "Dual", "Dynamic", "Entropy", "EntropyBounded", "Fourier", "LeftToRight", "LongLLaDA",
-    "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate", "masked", "none",
+    "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate",
+    "masked", "none",
 ]  # fmt: skip

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from fathom.models.causal_lm import FathomForCausalLM, slice_positions
+from fathom.models.checkpoints import diffusion as diffusion_checkpoints
+from fathom.models.checkpoints.stock import FIELDS, check_names
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
 from fathom.models.registry import build_options, lookup
@@ -36,6 +39,25 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         super().__init__(config)
         self.objective: Any = lookup("diffusion", config.diffusion["name"])
         self.diffusion = build_options("diffusion", config.diffusion)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of FathomForCausalLM; checkpoints of LLaDA and Dream in their authors' layouts load too, without their
+        code (checkpoints/diffusion.py)."""
+        path = pretrained_model_name_or_path
+        if path is None or isinstance(kwargs.get("config"), FathomConfig):
+            return super().from_pretrained(path, *args, **kwargs)
+        changes = {name: kwargs[name] for name in FIELDS if name in kwargs}
+        found = diffusion_checkpoints.load(path, changes)
+        if found is None:
+            return super().from_pretrained(path, *args, **kwargs)
+        config, state = found
+        kind = {"dtype": config.dtype, **{name: value for name, value in kwargs.items() if name not in changes}}
+        model, report = PreTrainedModel.from_pretrained.__func__(  # type: ignore[attr-defined]
+            cls, None, config=config, state_dict=state, output_loading_info=True, **kind
+        )
+        check_names(path, report["missing_keys"], report["unexpected_keys"])
+        return model
 
     @can_return_tuple
     def forward(
