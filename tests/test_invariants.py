@@ -59,8 +59,6 @@ def cases() -> list[typing.Any]:
     out = []
     for registry, methods in REGISTRIES.items():
         for name, method in methods.items():
-            if registry == "diffusion":
-                continue  # no causal language models: tests/diffusion
             if registry != "depth" and name == SECTIONS[registry].plain[0]:
                 continue
             for options in method.variants:

@@ -25,6 +25,7 @@ class Masked(Objective):
     summary = "The model predicts hidden tokens from all others of the row, so text is filled in any order."
     equation = "−log p(x) ≤ E_t E_hidden [1/t · Σ_{j hidden} −log p(x_j | tokens not hidden)]"
     paper = "2502.09992"
+    variants = ()  # the suite of causal language models does not run it: tests/diffusion
 
     @dataclasses.dataclass(frozen=True)
     class Options:
