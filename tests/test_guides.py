@@ -58,6 +58,7 @@ PARSED = (
     "fathom serve MODEL --cache treekv --budget 1024",  # until it is stopped; run by tests/serve
     "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare recipes/seq2seq_cpu.yaml",  # two minutes
+    "fathom compare recipes/diffusion_cpu.yaml",  # minutes
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",

@@ -19,6 +19,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "gpt_neox": {},
     "gpt2": {},
+    "qwen2": {"num_key_value_heads": 2},
 }
 
 

@@ -21,7 +21,7 @@ from fathom.vision import configuration as _vision_configuration
 
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
-    from fathom import lineage
+    from fathom import diffusion, lineage
     from fathom.caches import (  # type: ignore[no-redef]  # mypy takes the function for its module
         H2O,
         KIVI,
@@ -39,8 +39,10 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
         compress,
         compression_report,
     )
+    from fathom.diffusion import DiffusionGenerationConfig
     from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
@@ -61,13 +63,15 @@ _PLACES = {
     "FathomForSequenceClassification": "fathom.models.sequence_classification",
     "FathomBartForConditionalGeneration": "fathom.models.seq2seq_bart",
     "FathomLongT5ForConditionalGeneration": "fathom.models.seq2seq_longt5",
+    "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
+    "DiffusionGenerationConfig": "fathom.diffusion",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
     **dict.fromkeys(("compress_vision", "FourierVLM"), "fathom.vision"),
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
-_MODULES = ("lineage",)
+_MODULES = ("diffusion", "lineage")
 _CONFIGS = {config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config)}
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
@@ -86,20 +90,28 @@ def __dir__() -> list[str]:
 
 def _fill_registries() -> None:
     """Import the wings, whose methods register themselves, and hand the model to AutoModelForCausalLM."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+    )
 
     import fathom.depth
+    import fathom.diffusion
     import fathom.encoders
     import fathom.feed_forward
     import fathom.mixers
     import fathom.positions
     import fathom.residuals
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    AutoModelForMaskedLM.register(FathomConfig, FathomForMaskedDiffusion, exist_ok=True)
     AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)

@@ -55,7 +55,14 @@ def command(
 
     from transformers.utils import logging
 
-    from fathom.evaluate import evaluate_tasks, evaluate_text, find_tasks, load_checkpoint, read_documents
+    from fathom.evaluate import (
+        TextBound,
+        evaluate_tasks,
+        evaluate_text,
+        find_tasks,
+        load_checkpoint,
+        read_documents,
+    )
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -71,6 +78,10 @@ def command(
             *([f"documents      {score.documents:,}, each by itself"] if score.documents > 1 else []),
             f"window {score.window}, stride {score.stride}",
         ]
+        if isinstance(score, TextBound):
+            result["upper_bound"], result["bits_per_byte_error"] = True, score.bits_per_byte_error
+            lines[0] = lines[0] + ", upper bound"
+            lines[1] = f"{lines[1]}, upper bound ± {score.bits_per_byte_error:.4f} ({score.draws} draws)"
     else:
         names = [name.strip() for name in str(tasks).split(",") if name.strip()]
         if not names:

@@ -23,9 +23,15 @@ def command(
         float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=2**63 - 1)] = 0,
+    steps: Annotated[int | None, typer.Option(help="Diffusion: steps in all; default: one a token.", min=1)] = None,
+    block_length: Annotated[
+        int | None, typer.Option(help="Diffusion: tokens of a block; default: 32, or the whole.", min=1)
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
+    block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
     device: Device = None,
 ) -> None:
-    """Continue a text.
+    """Continue a text. Of diffusion models, in blocks: `fathom methods` lists policies and block caches.
 
     \b
     Example:
@@ -43,6 +49,7 @@ def command(
     from transformers.utils import logging
 
     from fathom.evaluate import load_checkpoint
+    from fathom.evaluate.bound import is_diffusion
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -57,6 +64,29 @@ def command(
             f"--max-new-tokens={max_new_tokens}: with the prompt's {length} tokens that is more than the model's "
             f"{limit} positions; at most {max(0, limit - length)} are possible"
         )
+    diffusion = {"steps": steps, "block_length": block_length, "policy": policy, "block_cache": block_cache}
+    diffusion = {name: value for name, value in diffusion.items() if value is not None}
+    if is_diffusion(model):
+        if block_length is None and max_new_tokens % 32:
+            diffusion["block_length"] = None
+        done = length
+
+        def say(ids: Any, stop: int) -> None:
+            nonlocal done
+            typer.echo(tokenizer.decode(ids[0, done:stop], skip_special_tokens=True), nl=False)
+            done = stop
+
+        if stream:
+            typer.echo(prompt, nl=False)
+        ids = model.generate(
+            inputs["input_ids"], inputs["attention_mask"], max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, seed=seed, on_block=say if stream else None, **diffusion,
+        )  # fmt: skip
+        typer.echo("" if stream else tokenizer.decode(ids[0], skip_special_tokens=True))
+        return
+    if diffusion:
+        name = next(iter(diffusion)).replace("_", "-")
+        raise ValueError(f"--{name}: {checkpoint} is no diffusion model, it writes from left to right; leave it out")
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:  # 0 and None are transformers' "off" for top_k and top_p
         options.update(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)

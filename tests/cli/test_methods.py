@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, growth, lineage
+from fathom import caches, diffusion, growth, lineage
 from fathom.models.registry import ENCODERS, REGISTRIES
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
@@ -22,6 +22,8 @@ from tiny_checkpoint import run_cli
 CLASSES = {
     **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
 }  # fmt: skip
+for _method in diffusion.METHODS.values():
+    CLASSES.setdefault(_method.registry, {})[_method.name] = _method
 CARDS = Path(__file__).parents[2] / "docs" / "methods"
 every_method = pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 

@@ -55,8 +55,13 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
     return {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl")}
 
 
+def masked_diffusion(folder: Path) -> dict[str, Any]:
+    return {**causal_lm(folder), "task": {"name": "masked_diffusion", "draws": 3, "random_length": 0.3}}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
+    "masked_diffusion": masked_diffusion,
 }  # fmt: skip
 
 

@@ -366,6 +366,8 @@ def _check_model(model: PreTrainedModel, modules: list[Any], layers: list[Any], 
         raise ValueError(f"{family} is on the meta device: load the weights first")
     if any(_binding(module) is not None for module in modules):
         raise ValueError(f"{family} is under compress already: leave that context first")
+    if (getattr(model.config, "diffusion", None) or {}).get("name", "none") != "none":
+        raise ValueError(f"{family} is a diffusion model: caches evict causally; give its generate() a block_cache")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{family} is an encoder-decoder: caches compress decoder-only models")
     if versions.shares_keys(model):

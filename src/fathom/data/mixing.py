@@ -11,20 +11,25 @@ import torch
 
 
 class ShuffledBlocks(torch.utils.data.Dataset):
-    """`length` blocks: pass after pass over `blocks`, each in its own permutation drawn from (seed, pass)."""
+    """`length` blocks: pass after pass over `blocks`, each in its own permutation drawn from (seed, pass).
+    `numbered`: a block also says under "draw" the seed, and as how manyth it is read."""
 
-    def __init__(self, blocks: datasets.Dataset, seed: int, length: int) -> None:
-        self.blocks, self.seed, self.length = blocks, seed, length
+    def __init__(self, blocks: datasets.Dataset, seed: int, length: int, numbered: bool = False) -> None:
+        self.blocks, self.seed, self.length, self.numbered = blocks, seed, length, numbered
         self._permutation: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.blocks[self.position(index)]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # the data loader's batched read
-        return self.blocks.__getitems__([self.position(index) for index in indices])
+        blocks = self.blocks.__getitems__([self.position(index) for index in indices])
+        if self.numbered:
+            for block, index in zip(blocks, indices, strict=True):
+                block["draw"] = torch.tensor([self.seed, index])
+        return blocks
 
     def position(self, index: int) -> int:
         """Which block is the `index`-th to be read."""

@@ -3,11 +3,20 @@
 from fathom.evaluate.load_model import load_checkpoint
 from fathom.evaluate.steps_run import Steps, is_adaptive, steps_run
 from fathom.evaluate.tasks import evaluate_tasks, find_tasks
-from fathom.evaluate.text import TextScore, bits_per_byte, evaluate_text, read_documents, read_text, text_loss
+from fathom.evaluate.text import (
+    TextBound,
+    TextScore,
+    bits_per_byte,
+    evaluate_text,
+    read_documents,
+    read_text,
+    text_loss,
+)
 from fathom.evaluate.unigram import unigram_loss
 
 __all__ = [
     "Steps",
+    "TextBound",
     "TextScore",
     "bits_per_byte",
     "evaluate_tasks",

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom import FathomForCausalLM  # importing it registers FathomConfig with the Auto classes
@@ -60,7 +66,8 @@ def load_checkpoint(
         return authors.to(place).eval(), tokenizer
     with damage_named(checkpoint), hf_versions.weights_alone() as alone:
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            diffusion = family == FathomConfig.model_type and config.diffusion["name"] != "none"
+            loaded: Any = (AutoModelForMaskedLM if diffusion else AutoModelForCausalLM).from_pretrained(
                 weights, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code, **alone
             )
         except OSError as error:

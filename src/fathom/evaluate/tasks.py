@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from fathom.evaluate.bound import is_diffusion
 from fathom.models.registry import nearest
 
 BOOTSTRAPS = 1000  # resamples for the standard error of metrics that have no closed form (perplexity)
@@ -44,6 +45,8 @@ def evaluate_tasks(
             raise ValueError(f"{argument}={value}: must be at least {least}")
     if apply_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError("apply_chat_template: the tokenizer has no chat template; leave it out")
+    if is_diffusion(model):
+        raise ValueError(f"{type(model).__name__}: lm_eval tasks are not implemented for diffusion models; use --text")
     manager = find_tasks(tasks, task_dir) if manager is None else manager
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -36,7 +36,7 @@ from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.models.steps.stack import StepStack
 from fathom.models.token_facts import TokenFacts
 from fathom.models.vocabulary import Vocabulary
-from fathom.ops.cross_entropy import IGNORE, cross_entropy
+from fathom.ops.cross_entropy import IGNORE, cross_entropy, without_token
 from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 
 # What data collators tell flash kernels of packed documents, in tokens.
@@ -65,7 +65,15 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     _can_compile_fullgraph = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
+    predicts: tuple[str, ...] = ("none",)  # methods of the `diffusion` section that this class is for
+
     def __init__(self, config: FathomConfig):
+        if config.diffusion["name"] not in self.predicts:
+            named = config.diffusion["name"]
+            right = "FathomForCausalLM (AutoModelForCausalLM)"
+            if named != "none":
+                right = "FathomForMaskedDiffusion (AutoModelForMaskedLM)"
+            raise ValueError(f"diffusion={named!r}: {type(self).__name__} is not its class; use {right}")
         super().__init__(config)
         self.model = Decoder(config)
         self.depth = lookup("depth", config.depth["name"])(config, build_options("depth", config.depth))
@@ -123,6 +131,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
+        scales, excluded = kwargs.pop("loss_scales", None), kwargs.pop("excluded_token", None)  # masked_diffusion.py
         if cache is not None and past_key_values is not None and past_key_values is not cache:
             raise ValueError("pass exactly one of cache and past_key_values: they are names of one argument")
         cache = past_key_values if cache is None else cache
@@ -168,10 +177,12 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
             if out.objective is not None:
                 total = out.objective * own
             elif self.training and plain_weight(self.lm_head, out.hidden_states.device) is not None:
-                total, _ = self.vocabulary().loss(out.hidden_states, targets)
+                total, _ = self.vocabulary().loss(out.hidden_states, targets, scales, excluded)
             else:
                 logits = self.lm_head(out.hidden_states)
-                total = cross_entropy(logits.flatten(0, 1), targets.flatten()).sum()
+                logits = logits if excluded is None else without_token(logits, excluded)
+                each = cross_entropy(logits.flatten(0, 1), targets.flatten())
+                total = (each if scales is None else each * scales.flatten()).sum()
                 logits = slice_positions(logits, logits_to_keep)
             items = own if num_items_in_batch is None else num_items_in_batch
             loss = total / items

@@ -74,6 +74,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
     },
+    "qwen2": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "qk_norm": False,
+        "parallel_residual": False,
+        "gated_mlp": True,
+        "attention_bias": True,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "norm_eps": 1e-6,
+        "partial_rotary_factor": 1.0,
+    },
 }
 
 # Default of fields that __post_init__ fills: from the family, or from other fields.
@@ -84,7 +97,7 @@ class FathomConfig(PreTrainedConfig):
     """Configuration of the Fathom decoder.
 
     Attributes:
-        backbone: family whose structure is the default: "llama", "qwen3", "gpt_neox" or "gpt2".
+        backbone: family whose structure is the default: "llama", "qwen3", "gpt_neox", "gpt2" or "qwen2".
         vocab_size, hidden_size, num_hidden_layers, max_position_embeddings: sizes, named as in transformers.
         num_attention_heads, num_key_value_heads, head_dim: heads; None: as many key/value heads as query heads, and
             hidden_size / num_attention_heads.
@@ -103,6 +116,8 @@ class FathomConfig(PreTrainedConfig):
             Learned positions are not scaled.
         depth, mixer, residual, positions, feed_forward: `{"name": …, options}`, the methods; see `fathom methods`.
             `positions` defaults to the family's.
+        diffusion: what the model predicts: "none" the next token; others hidden tokens of a row, seen from both
+            sides, so that `is_causal` is False with them.
 
     Raises:
         ValueError: an unknown family, method or option, a size that does not divide, an unsupported combination.
@@ -144,6 +159,7 @@ class FathomConfig(PreTrainedConfig):
     residual: dict[str, Any] = DERIVED
     positions: dict[str, Any] = DERIVED
     feed_forward: dict[str, Any] = DERIVED
+    diffusion: dict[str, Any] = DERIVED
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -191,6 +207,8 @@ class FathomConfig(PreTrainedConfig):
 
         for section in SECTIONS:
             setattr(self, section, resolve_section(section, getattr(self, section)))
+        if self.diffusion["name"] != "none":
+            self.is_causal = False
 
         scale_embeds = self.depth.get("scale_embeds")
         if scale_embeds is not None:  # a method's option sets the decoder's field; nothing multiplies twice
@@ -238,7 +256,8 @@ class FathomConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
-        self.auto_map = dict(saved_files.AUTO_MAP)
+        plain = self.diffusion["name"] == "none"
+        self.auto_map = dict(saved_files.AUTO_MAP if plain else saved_files.DIFFUSION_AUTO_MAP)
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -285,7 +304,10 @@ class FathomConfig(PreTrainedConfig):
             refuse("embed_scale", self.embed_scale, "must be positive")
         depth: Any = lookup("depth", self.depth["name"])
         if not self.is_causal and not depth.sees_anyone(self, build_options("depth", self.depth)):
-            refuse("is_causal", False, f"depth={self.depth['name']!r} gives a token slots or steps of causal order")
+            reason = f"depth={self.depth['name']!r} gives a token slots or steps of causal order"
+            if self.diffusion["name"] != "none":
+                refuse("diffusion", self.diffusion["name"], f"its tokens see all of a row, and {reason}; use another")
+            refuse("is_causal", False, reason)
         for registry in SECTIONS:
             section = getattr(self, registry)
             method = lookup(registry, section["name"])

@@ -36,6 +36,7 @@ SECTIONS: dict[str, Section] = {
     "residual": Section(("standard",), re.compile(r"model\.residual\.")),
     "positions": Section(("rotary", "learned"), re.compile(r"model\.(position_method|embed_positions|rotary_emb)\.")),
     "feed_forward": Section(("dense",), re.compile(r"model\.layers\.\d+\.mlp\.")),
+    "diffusion": Section(("none", "masked"), re.compile(r"(?!)")),  # what it predicts; no parameters of its own
 }
 _REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
 # The section of an encoder's config (models/encoder_configs.py), which no decoder has: encoders/base.py.

@@ -18,6 +18,10 @@ AUTO_MAP = {
     "AutoConfig": f"{CODE.stem}.FathomConfig",
     "AutoModelForCausalLM": f"{CODE.stem}.FathomForCausalLM",
 }
+DIFFUSION_AUTO_MAP = {
+    "AutoConfig": f"{CODE.stem}.FathomConfig",
+    "AutoModelForMaskedLM": f"{CODE.stem}.FathomForMaskedDiffusion",
+}
 CARD = """\
 ---
 library_name: transformers

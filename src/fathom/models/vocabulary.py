@@ -16,6 +16,7 @@ from fathom.ops.cross_entropy import (
     linear_cross_entropy,
     losses_of_chunk,
     token_cross_entropies,
+    without_token,
 )
 from fathom.ops.vocabulary_mixture import mixture_of_chunk, vocabulary_mixture
 
@@ -48,15 +49,23 @@ class Vocabulary:
         return mixed if self.scale == 1.0 else mixed * self.scale
 
     def loss(
-        self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]
+        self,
+        hidden_states: Float[Tensor, "B T d"],
+        targets: Int[Tensor, "B T"],
+        scales: Float[Tensor, "B T"] | None = None,
+        excluded: int | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
-        """The sum of `losses`, and these without gradient: for training, at the price of the sum alone."""
+        """The sum of `losses`, and these without gradient: for training, at the price of the sum alone. `scales`
+        multiply them; `excluded` is a token that has no probability."""
         weight = plain_weight(self.head, hidden_states.device)
         if weight is None:  # an adapter's dropout is of states
-            losses = cross_entropy(self.head(hidden_states).flatten(0, 1), targets.flatten())
+            logits = self.head(hidden_states).flatten(0, 1)
+            logits = logits if excluded is None else without_token(logits, excluded)
+            losses = cross_entropy(logits, targets.flatten())
+            losses = losses if scales is None else losses * scales.flatten()
             return losses.sum(), losses.detach().view_as(targets)
         of_chunk = self.compiled.get(gradients_of_chunk, gradients_of_chunk)
-        return linear_cross_entropy(hidden_states, weight, targets, of_chunk=of_chunk)
+        return linear_cross_entropy(hidden_states, weight, targets, of_chunk=of_chunk, scales=scales, excluded=excluded)
 
     def losses(self, hidden_states: Float[Tensor, "B T d"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """−log p of every target token, 0 where it is −100."""

@@ -23,6 +23,12 @@ IGNORE = -100
 CHUNK_TOKENS = 8192  # 8192 tokens × 50k vocabulary × 2 bytes = 0.8 GB of transient logits
 
 
+def without_token(logits: Float[Tensor, "*n V"], token: int) -> Float[Tensor, "*n V"]:
+    """The logits with that of one token at −∞, so that it has no probability."""
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(columns == token, float("-inf"))
+
+
 def cross_entropy(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
     """−log softmax(logits)[target] of every token, 0 without one; in fp32 or wider: the reference."""
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -58,13 +64,21 @@ def token_cross_entropies(
 
 
 def gradients_of_chunk(
-    hidden: Float[Tensor, "N d"], weight: Float[Tensor, "V d"], targets: Int[Tensor, " N"], wanted: bool
+    hidden: Float[Tensor, "N d"],
+    weight: Float[Tensor, "V d"],
+    targets: Int[Tensor, " N"],
+    wanted: bool,
+    scales: Float[Tensor, " N"] | None = None,
+    excluded: int | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"] | None]:
-    """The cross-entropies, and where wanted the gradient of the logits of their sum, in the dtype of the product."""
+    """The cross-entropies, and where wanted the gradient of the logits of their sum, in the dtype of the product.
+    `scales` multiply them; `excluded` is a token that has no probability."""
     logits = F.linear(hidden, weight)
     dtype = logits.dtype
+    if excluded is not None:
+        logits = without_token(logits, excluded)
     logits = logits.to(torch.promote_types(dtype, torch.float32))
-    valid = targets != IGNORE
+    valid = (targets != IGNORE) if scales is None else (targets != IGNORE) * scales.to(logits.dtype)
     safe = targets.clamp(min=0)
     # softmax written out: the compiler then finds maximum and sum in one reading
     logits = logits - logits.amax(dim=-1, keepdim=True)
@@ -83,14 +97,23 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, of_chunk: Callable[..., Any]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        of_chunk: Callable[..., Any],
+        scales: Tensor | None,
+        excluded: int | None,
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         operand = weight.to(product_dtype(weight))  # once for all products
         losses, of_hidden, of_weight = [], [], None
-        for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            found, of_logits = of_chunk(h, operand, y, need_hidden or need_weight)
+        parts = [hidden.split(chunk), targets.split(chunk)] + ([] if scales is None else [scales.split(chunk)])
+        for h, y, *of_part in zip(*parts, strict=True):
+            more = () if scales is None and excluded is None else (*(of_part or [None]), excluded)
+            found, of_logits = of_chunk(h, operand, y, need_hidden or need_weight, *more)
             losses.append(found)
             if need_hidden:
                 of_hidden.append(of_logits @ operand)
@@ -115,7 +138,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         # grad_total, a wide number, leaves a gradient its dtype; rounded to that, 1/items would scale all of it wrongly
         scaled = [None if g is None else g * grad_total for g in ctx.saved_tensors]
-        return scaled[0], scaled[1], None, None, None
+        return scaled[0], scaled[1], None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -124,10 +147,14 @@ def linear_cross_entropy(
     targets: Int[Tensor, "B T"],
     chunk: int = CHUNK_TOKENS,
     of_chunk: Callable[..., Any] = gradients_of_chunk,
+    scales: Float[Tensor, "B T"] | None = None,
+    excluded: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
     """Sum over all targets ≠ −100 of −log softmax(h Wᵀ)[target], in fp32 or wider; and its terms, which have no
-    gradient. `of_chunk`: `gradients_of_chunk`, or that function compiled."""
+    gradient. `of_chunk`: `gradients_of_chunk`, or that function compiled. `scales` multiply the terms; `excluded` is a
+    token that has no probability."""
     total, losses = LinearCrossEntropy.apply(
-        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), chunk, of_chunk
-    )
+        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), chunk, of_chunk,
+        None if scales is None else scales.reshape(-1), excluded,
+    )  # fmt: skip
     return total, losses.view(targets.shape)

@@ -111,6 +111,7 @@ class Task:
     samples_note: ClassVar[str]
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
+    numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> Task:
@@ -175,6 +176,10 @@ class Task:
         flops = forward_flops_per_token(config, block_size, ran=ran).matmul
         return Sizes(counts.total, counts.non_embedding, flops, kv_bytes_per_token(config, dtype, ran))
 
+    def completed(self, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        """Fields of FathomConfig for a method's model, given those of the recipe and the tokenizer, if it is known."""
+        return fields
+
     def check(self, data: DataConfig) -> None:
         """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
         command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
@@ -196,6 +201,10 @@ class Task:
     def forward(self, model: Any, **batch: Any) -> Any:
         """The model's output for a batch in training and on held-out examples, with `loss`: the model's own."""
         return model(**batch)
+
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Labels, of which those other than −100 are what the training loss of a step is divided by."""
+        return batch["labels"]
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """How many predictions the loss of a batch is the mean over."""

@@ -313,7 +313,7 @@ def model_config(
         return other
     fields = {**_numbers(recipe.model, "model"), **_numbers(method.fields, f"methods.{method.name}")}
     if "checkpoint" in fields:
-        config = _checkpoint_config(fields.pop("checkpoint"), fields)
+        config = _checkpoint_config(fields.pop("checkpoint"), recipe.task.completed(fields, tokenizer))
     else:
         fields.setdefault("max_position_embeddings", recipe.data.block_size)
         if tokenizer is None and isinstance(recipe.data.tokenizer, str):
@@ -324,7 +324,7 @@ def model_config(
             fields.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
             for special in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 fields.setdefault(special, getattr(tokenizer, special))
-        config = FathomConfig(**fields)
+        config = FathomConfig(**recipe.task.completed(fields, tokenizer))
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, recipe.model.get("checkpoint", "the model"))
     if config.positions["name"] == "learned" and recipe.data.block_size > config.max_position_embeddings:

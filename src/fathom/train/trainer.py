@@ -158,6 +158,10 @@ class FathomTrainer(Trainer):
             self.metrics.add(output)
         return (loss, output) if return_outputs else loss
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        counted = [{"labels": self.task.counted(batch)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(counted, device)
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
 
@@ -244,7 +248,8 @@ def train_run(
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
-    order = _ordered(data, recipe.data.seed + seed, steps * tokens_per_step // recipe.data.block_size)
+    length = steps * tokens_per_step // recipe.data.block_size
+    order = _ordered(data, recipe.data.seed + seed, length, task.numbered)
     if isinstance(order, MixedBlocks):
         data = dataclasses.replace(data, notes=(*data.notes, order.note))
     metrics = Metrics(
@@ -498,17 +503,19 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> A
     if checkpoint is None:
         return make(config)
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
+    if config.diffusion["name"] != "none":
+        changes["diffusion"] = config.diffusion
     if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
         return make.from_pretrained(checkpoint, config=config, dtype=torch.float32)
     return make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
 
 
-def _ordered(data: PreparedData, seed: int, length: int) -> torch.utils.data.Dataset:
+def _ordered(data: PreparedData, seed: int, length: int, numbered: bool) -> torch.utils.data.Dataset:
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
     if isinstance(data.train, MixedBlocks):
         return data.train.ordered(seed, length)
-    return ShuffledBlocks(data.train, seed, length)
+    return ShuffledBlocks(data.train, seed, length, numbered)
 
 
 def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:

@@ -204,7 +204,7 @@ STOCK: dict[str, Family] = {
         to_fathom=gpt2_to_fathom, to_stock=gpt2_to_stock,
     ),
     "qwen2": Family(
-        fields=QWEN2_FIELDS, fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same, backbone="llama"
+        fields=QWEN2_FIELDS, fixed={"use_sliding_window": False}, to_fathom=same, to_stock=same
     ),
     "qwen2_moe": Family(
         fields=QWEN2_FIELDS, fixed={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -286,6 +286,10 @@ def config_from_stock(stock: PreTrainedConfig, **changes: Any) -> FathomConfig:
         fields["feed_forward"] = mixtures.section_of(stock)
     fields.update(backbone=family.backbone or stock.model_type, init="hf", embed_scale=None, dtype=stock.dtype)
     fields["is_causal"] = getattr(stock, "is_causal", True)  # transformers reads it of any decoder
+    if getattr(stock, "mask_token_id", None) is not None:  # as `stock_config` writes it
+        fields["diffusion"] = {
+            "name": "masked", "mask_token_id": stock.mask_token_id, "shift": getattr(stock, "shift", False)
+        }  # fmt: skip
     return FathomConfig(**{**fields, **changes})
 
 
@@ -493,6 +497,8 @@ def stock_config(config: FathomConfig) -> PreTrainedConfig:
         fields.update(mixtures.stock_fields(config, name))
     if not config.is_causal:
         fields["is_causal"] = False
+    if config.diffusion["name"] != "none":
+        fields.update({name: value for name, value in config.diffusion.items() if name != "name"})
     stock = CONFIG_MAPPING[name](**fields, dtype=config.dtype)
     back = config_from_stock(stock, init=config.init, embed_scale=config.embed_scale)
     for field in FIELDS:

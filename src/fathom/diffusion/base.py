@@ -1,0 +1,175 @@
+"""The seam of the diffusion wing: what a sampler is put together from.
+
+Four independent axes, each a frozen dataclass (or a name) whose fields are its options:
+
+    objective     what the model predicts: a method of the config's section `diffusion`
+    policy        which hidden tokens a step reveals
+    schedule      how many (schedules.py)
+    block cache   which tokens a step computes, and what attention reads of the others
+
+`sampling.py` has the one loop that they plug into. Shapes: B rows, R rows of the model's batch (2 B under guidance), L
+columns of the canvas (prompt and answer), n tokens of the current block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fathom.models.method import Method
+
+if TYPE_CHECKING:
+    from fathom.diffusion.passes import Columns, Passes
+
+
+class Objective(Method):
+    """What the model predicts. It adds no parameters; `generate` is the sampler of models that it trains."""
+
+    wing: ClassVar[str] = "diffusion"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The columns start … stop − 1 of the canvas, which are filled in `steps` steps.
+
+    Attributes:
+        shift: the state of a column predicts the token of the next one.
+    """
+
+    index: int
+    start: int
+    stop: int
+    steps: int
+    shift: bool
+
+    @property
+    def first(self) -> int:
+        """The first column whose state predicts a token of the block."""
+        return max(self.start - self.shift, 0)
+
+    def predictors(self, device: torch.device) -> Int[Tensor, " n"]:
+        """The column whose state predicts each token of the block."""
+        return (torch.arange(self.start, self.stop, device=device) - int(self.shift)).clamp(min=0)
+
+
+@dataclasses.dataclass
+class View:
+    """What a step knows about the current block.
+
+    Attributes:
+        candidates: tokens that are hidden, and predicted by this step's pass.
+        log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
+        tokens: what would be revealed where; 0 elsewhere.
+        probability: of these tokens in `log_probs`; 0 elsewhere.
+        hidden: the states that predict the block's tokens, what the head reads.
+        others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
+            policies that say `beyond_block`.
+        step, steps: of this block.
+        generators: of the rows.
+    """
+
+    candidates: Bool[Tensor, "B n"]
+    log_probs: Float[Tensor, "N V"]
+    tokens: Int[Tensor, "B n"]
+    probability: Float[Tensor, "B n"]
+    hidden: Float[Tensor, "B n d"]
+    others: tuple[Float[Tensor, " M"], Int[Tensor, " M"]] | None
+    step: int
+    steps: int
+    generators: Sequence[torch.Generator]
+
+    def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B n"]:
+        """Values of the candidates at their places; 0 elsewhere."""
+        out = values.new_zeros(self.candidates.shape)
+        out[self.candidates] = values
+        return out
+
+    @property
+    def entropy(self) -> Float[Tensor, "B n"]:
+        """Of the candidates' distributions, in nats; 0 elsewhere."""
+        log_probs = self.log_probs
+        return self.spread(-(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)).sum(-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Which candidates a step reveals: those of highest rank, as many as `count` says. Equal ranks: the earlier one.
+
+    Attributes:
+        beyond_block: it reads `View.others`.
+        whole_block: it reads `View.hidden` of all tokens of the block.
+    """
+
+    registry: ClassVar[str] = "policy"
+    beyond_block: ClassVar[bool] = False
+    whole_block: ClassVar[bool] = False
+
+    def new_memory(self, rows: int) -> Any:
+        """What the policy keeps from step to step of one generate() call."""
+        return None
+
+    def rank(self, view: View, memory: Any) -> Float[Tensor, "B n"]:
+        """Higher is revealed earlier; only the candidates' ranks count."""
+        raise NotImplementedError  # abstract
+
+    def count(self, view: View, order: Int[Tensor, "B n"], quota: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """How many each row reveals, given the block's places in the order of their ranks and the schedule's quota."""
+        return quota
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCache:
+    """Which columns a step computes. The base computes all of them and keeps nothing.
+
+    Attributes:
+        whole_block: every pass predicts all tokens of the block.
+    """
+
+    registry: ClassVar[str] = "block_cache"
+    whole_block: ClassVar[bool] = True
+
+    def check(self, block: Block) -> None:
+        """Raise ValueError for steps or shift that the cache cannot serve."""
+
+    def new_state(self, passes: Passes) -> BlockState:
+        return BlockState(self, passes)
+
+    def first_reveal(self, block: Block, step: int) -> bool:
+        """Whether this step reveals the block's first token and nothing else (Sparse-dLLM on shifted models)."""
+        return False
+
+
+class BlockState:
+    """The cache of one generate() call. `states` runs the pass of a step."""
+
+    def __init__(self, method: Any, passes: Passes):
+        self.method, self.passes = method, passes
+
+    def begin(self, block: Block) -> None:
+        """A new block: what was kept of the one before is gone."""
+        self.block = block
+
+    def states(
+        self, canvas: Int[Tensor, "R L"], hidden: Bool[Tensor, "R L"], step: int, quota: Int[Tensor, " R"]
+    ) -> tuple[Float[Tensor, "R m d"], Columns]:
+        """The states of the columns that this step computes.
+
+        hidden: columns that hold the mask token.
+        quota: hidden tokens of the block, by row, that the step must predict at least.
+        """
+        return self.passes.full(canvas)
+
+    def nbytes(self) -> int:
+        """Of the keys and values that are kept."""
+        return 0
+
+
+def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> None:
+    """Raise ValueError unless `fine`, naming the method, the option, the value and what would be right."""
+    if not fine:
+        raise ValueError(f"{name} option {option}={value!r}: must be {rule}")

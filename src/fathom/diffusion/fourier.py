@@ -1,0 +1,144 @@
+"""FourierSampler (arXiv 2601.23182): structure before detail, by a band that slides over the spectrum of the block.
+
+h: the states that the head reads for the block's n tokens, [n, d]; step i of s, u = i/(s − 1) (1 for s = 1).
+
+    X = rfft(h along tokens),  K = ⌊n/2⌋ + 1 bins;   w = max(1, ⌊ρK⌋);   c = ⌊u (K − w)⌋
+    Y = irfft(X on bins c … c + w − 1);   E_j = Σ_d Y_jd²;   φ_j = E_j / (max E + 1e−8)
+    v = variance of the highest probabilities over hidden tokens;   pct = 100 · share of the history below v
+    β = β_min + (1 − Φ(3 (pct − 50)/50)) (β_max − β_min)
+    rank_j = p_j(x_j) + β φ_j
+
+Only the order of revealing changes, not what is predicted. Revealed tokens take part in the spectrum and in the
+maximum. The history holds the last `history_size` variances, the current one included; a single hidden token has none.
+The authors' code keeps one history for all rows and lets NaN into it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fathom.diffusion.base import Policy, View, check_option
+from fathom.models.method import check_choice, check_range
+
+
+def band(length: int, rho: float, step: int, steps: int) -> tuple[int, int, int]:
+    """(K, first bin, width) of the window at this step, in exact arithmetic."""
+    bins = length // 2 + 1
+    width = max(1, int(Fraction(str(rho)) * bins))
+    first = bins - width if steps <= 1 else (bins - width) * step // (steps - 1)
+    return bins, first, width
+
+
+def band_score(hidden: Float[Tensor, "B n d"], first: int, width: int) -> Float[Tensor, "B n"]:
+    """φ: the energy of the bins first … first + width − 1 by token, over its maximum in the row."""
+    length = hidden.shape[1]
+    spectrum = torch.fft.rfft(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=1)
+    inside = torch.zeros_like(spectrum)
+    inside[:, first : first + width] = spectrum[:, first : first + width]
+    energy = torch.fft.irfft(inside, n=length, dim=1).square().sum(-1)
+    return energy / (energy.amax(1, keepdim=True) + 1e-8)
+
+
+def calibrate(history: collections.deque[float], value: float, low: float, high: float) -> float:
+    """β for a variance, which joins the history. An undefined one leaves it, and gives the largest β."""
+    if math.isnan(value):
+        return high
+    history.append(value)
+    percent = 100 * sum(old < value for old in history) / len(history)
+    share = 0.5 * (1 + math.erf(3 * (percent - 50) / 50 / math.sqrt(2)))
+    return low + (1 - share) * (high - low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fourier(Policy):
+    """Probability plus the energy of the block's states in a band that slides from low to high frequencies.
+
+    rho: ρ, the share of the bins that the band covers, in (0, 1]; the paper has 0.4 for LLaDA, 0.2 for LLaDA-1.5.
+    beta_min, beta_max: range of the weight β of the energy.
+    history_size: variances that β compares with.
+    history: "per_row", or "global": one variance and history of the whole batch, as in the authors' code.
+    variance_scope: "sequence": over all hidden tokens that a pass predicts; "block": those of the block.
+    gate: g, reveal only among the share g + (1 − g)(i + 1)/s of the block with most energy first; None: no gate.
+    phi: "band"; or an ablation, "low" (the band does not slide), "noise" (uniform random energies).
+    """
+
+    rho: float = 0.4
+    beta_min: float = 0.4
+    beta_max: float = 0.6
+    history_size: int = 20
+    history: str = "per_row"
+    variance_scope: str = "sequence"
+    gate: float | None = None
+    phi: str = "band"
+
+    name = "fourier_sampler"
+    paper = "2601.23182"
+    summary = "Reveal by probability plus the block's energy in a band that slides from low to high frequencies."
+    equation = "rank_j = p_j(x_j) + β φ_j;  φ_j ∝ Σ_d irfft(rfft(h) on bins c … c+w−1)_jd²;  c = ⌊u (K − w)⌋"
+    whole_block = True
+
+    def __post_init__(self):
+        check_option(self.name, "rho", self.rho, 0 < self.rho <= 1, "above 0 and at most 1")
+        check_option(self.name, "beta_min", self.beta_min, 0 <= self.beta_min < math.inf, "finite and at least 0")
+        fine = self.beta_min <= self.beta_max < math.inf
+        check_option(self.name, "beta_max", self.beta_max, fine, f"finite and at least beta_min={self.beta_min:g}")
+        check_range(self.name, "history_size", self.history_size, 1)
+        check_choice(self.name, "history", self.history, ("per_row", "global"))
+        check_choice(self.name, "variance_scope", self.variance_scope, ("sequence", "block"))
+        check_choice(self.name, "phi", self.phi, ("band", "low", "noise"))
+        fine = self.gate is None or 0 < self.gate <= 1
+        check_option(self.name, "gate", self.gate, fine, "None, or above 0 and at most 1")
+
+    @property
+    def beyond_block(self) -> bool:  # type: ignore[override]
+        return self.variance_scope == "sequence"
+
+    def new_memory(self, rows: int) -> Any:
+        histories = rows if self.history == "per_row" else 1
+        return [collections.deque(maxlen=self.history_size) for _ in range(histories)]
+
+    def rank(self, view, memory):
+        phi = self.energies(view)
+        beta = [
+            calibrate(history, value, self.beta_min, self.beta_max)
+            for history, value in zip(memory, self.variances(view), strict=True)
+        ]
+        weight = torch.tensor(beta, dtype=phi.dtype, device=phi.device)[:, None]
+        rank = view.probability.to(phi.dtype) + weight * phi
+        if self.gate is None:
+            return rank
+        share = self.gate + (1 - self.gate) * (view.step + 1) / view.steps
+        kept = max(1, math.ceil(share * phi.shape[1]))
+        outside = phi < phi.topk(kept, dim=1).values[:, -1:]
+        return rank - outside * (2 + 2 * self.beta_max)  # below all inside, so that a quota is still served
+
+    def energies(self, view: View) -> Float[Tensor, "B n"]:
+        """φ of this step."""
+        length = view.candidates.shape[1]
+        if self.phi == "noise":
+            device = view.candidates.device
+            return torch.stack([torch.rand(length, generator=g, device=device) for g in view.generators])
+        _, first, width = band(length, self.rho, view.step, view.steps)
+        return band_score(view.hidden, 0 if self.phi == "low" else first, width)
+
+    def variances(self, view: View) -> list[float]:
+        """Of the highest probabilities over hidden tokens, unbiased; NaN of fewer than two. One a history."""
+        values = view.log_probs.amax(-1).exp()
+        rows = view.candidates.nonzero()[:, 0]
+        if view.others is not None:
+            values, rows = torch.cat([values, view.others[0]]), torch.cat([rows, view.others[1]])
+        if self.history == "global":
+            rows = torch.zeros_like(rows)
+        count = len(view.candidates) if self.history == "per_row" else 1
+        values, number = values.double(), torch.bincount(rows, minlength=count).double()
+        mean = torch.zeros_like(number).index_add_(0, rows, values) / number
+        spread = torch.zeros_like(number).index_add_(0, rows, (values - mean[rows]).square())
+        return (spread / (number - 1)).where(number > 1, torch.nan).tolist()

@@ -1,0 +1,25 @@
+"""Low-confidence remasking (LLaDA, arXiv 2502.09992): what the model is surest of is revealed first.
+
+    rank_j = p(chosen token of j)
+
+The probability is that of the model, without noise of the sampling; all predictions that are not revealed are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fathom.diffusion.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class LowConfidence(Policy):
+    """Reveals the tokens of highest probability; no options."""
+
+    name = "low_confidence"
+    paper = "2502.09992"
+    summary = "Reveal the tokens of highest probability: predictions of low confidence stay hidden."
+    equation = "rank_j = p_j(x_j)"
+
+    def rank(self, view, memory):
+        return view.probability

@@ -1,0 +1,169 @@
+"""Forward passes of a bidirectional model over some columns of a canvas, on our decoder and on stock models alike.
+
+A pass sends the tokens of some columns through the model. Every attention layer asks the pass what keys and values its
+queries read: `read(layer, query, key, value)`, with queries and keys after their rotation. Layers count up in the order
+in which they run, pass·L + ℓ for methods that run the stack several times.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fathom.models.causal_lm import FathomForCausalLM
+
+NAME = "fathom_diffusion"  # of the attention function, as transformers' registry knows it
+Read = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def attention(
+    module: Any,
+    query: Float[Tensor, "R H m D"],
+    key: Float[Tensor, "R G m D"],
+    value: Float[Tensor, "R G m D"],
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    diffusion_pass: Any = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "R m H D"], None]:
+    """The registered attention function: softmax over what the pass lets the queries read."""
+    for name in ("softcap", "s_aux", "sliding_window"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: attention with {name} is not implemented in the sampler")
+    key, value, mask = diffusion_pass.attend(query, key, value)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of a canvas, by row; `span` where they are the same stretch in every row."""
+
+    index: Int[Tensor, "R m"]
+    span: slice | None = None
+
+    @classmethod
+    def stretch(cls, start: int, stop: int, rows: int, device: torch.device) -> Columns:
+        return cls(torch.arange(start, stop, device=device).expand(rows, -1), slice(start, stop))
+
+    @classmethod
+    def where(cls, chosen: Bool[Tensor, "R L"]) -> Columns:
+        """The columns chosen in each row. Rows with fewer repeat their first one, which computes the same again."""
+        most = max(1, int(chosen.sum(1).max()))
+        index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        return cls(torch.where(chosen.gather(1, index), index, index[:, :1]))
+
+
+class Passes:
+    """Runs passes and counts them.
+
+    Args:
+        real: columns that are no padding, [R, L].
+
+    Attributes:
+        counts: forward evaluations by kind, "full" and "block".
+        tokens: columns computed, all rows.
+    """
+
+    def __init__(self, model: Any, real: Bool[Tensor, "R L"]):
+        self.model, self.real = model, real
+        self.rows, self.length = real.shape
+        self.positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        self.mask = None if bool(real.all()) else real[:, None, None]
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.tokens = 0
+        self.times = 1  # evaluations that a pass counts for
+
+    def plain(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a full pass reads: all real columns."""
+        return key, value, self.mask
+
+    def full(self, canvas: Int[Tensor, "R L"], read: Read | None = None) -> tuple[Tensor, Columns]:
+        """The states of all columns."""
+        columns = Columns.stretch(0, self.length, self.rows, canvas.device)
+        return self.run(canvas, columns, read or self.plain, "full"), columns
+
+    def run(self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read, kind: str) -> Float[Tensor, "R m d"]:
+        """The states of some columns, after the final norm."""
+        self.read, self.layer = read, 0
+        self.counts[kind] += self.times
+        self.tokens += columns.index.numel()
+        # A mask of four dimensions is the caller's own: no model makes another one of it, and attention asks us.
+        given: dict[str, Any] = {
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=canvas.device),
+            "position_ids": self.positions.gather(1, columns.index),
+            "diffusion_pass": self,
+        }
+        ids = canvas.gather(1, columns.index)
+        if isinstance(self.model, FathomForCausalLM):
+            embeddings = self.model.model.embed(ids)
+            mask, positions = given.pop("attention_mask"), given.pop("position_ids")
+            stack = self.model.bind_stack(embeddings, mask, positions, None, {**given, "use_cache": False})
+            return self.model.depth(stack, embeddings, self.model.vocabulary()).hidden_states
+        return self.model.get_decoder()(ids, use_cache=False, **given).last_hidden_state
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        layer, self.layer = self.layer, self.layer + 1
+        return self.read(layer, query, key, value)
+
+
+class Store:
+    """Keys and values of all columns, layer by layer, of which passes rewrite those that they compute."""
+
+    def __init__(self, passes: Passes):
+        self.passes = passes
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def fill(self, canvas: Int[Tensor, "R L"]) -> tuple[Tensor, Columns]:
+        """A full pass, whose keys and values are kept."""
+        self.layers = []
+
+        def read(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            self.layers.append((key, value))
+            return key, value, self.passes.mask
+
+        return self.passes.full(canvas, read)
+
+    def update(self, canvas: Int[Tensor, "R L"], columns: Columns) -> tuple[Tensor, Columns]:
+        """A pass of some columns, which read the kept keys and values of the others."""
+
+        def read(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            for kept, new in zip(self.layers[layer], (key, value), strict=True):
+                if columns.span is not None:
+                    kept[:, :, columns.span] = new
+                else:
+                    kept.scatter_(2, columns.index[:, None, :, None].expand_as(new), new)
+            return *self.layers[layer], self.passes.mask
+
+        return self.passes.run(canvas, columns, read, "block"), columns
+
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer)
+
+
+@contextlib.contextmanager
+def sampling_attention(model: Any) -> Iterator[None]:
+    """While it lasts, the model's attention layers ask the pass that runs."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -1,0 +1,499 @@
+"""The loop that fills masks: block by block, step by step, whatever the policy, the schedule and the cache.
+
+    canvas = [prompt | mask × G],  nb = G / block_length blocks,  s = steps / nb steps each
+    for each block, for each step:
+        h      = states of the columns that the cache computes
+        l      = h W_outᵀ at hidden tokens of the block;  the mask token has no probability
+        x̂      = argmax(l + T · Gumbel noise) in float64;   p = softmax(l) without noise
+        reveal the candidates of highest rank (policy), as many as policy and schedule say
+
+The head runs only on hidden tokens that a pass predicts. A revealed token never changes. Rows are independent: noise,
+histories and counts are each row's own, and padding on the left is neither seen nor counted, so a row of a batch gets
+the tokens that it gets alone (up to rounding).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fathom.diffusion.base import Block, BlockCache, Policy, View
+from fathom.diffusion.passes import Passes, sampling_attention
+from fathom.diffusion.schedules import SCHEDULES
+from fathom.models.registry import nearest
+from fathom.ops.cross_entropy import without_token
+
+# Options of transformers' generate() that mean nothing here, and what to use.
+ELSEWHERE = {
+    "num_beams": "text is not extended token by token, so there are no beams; leave it out",
+    "do_sample": "give temperature=0 for the likeliest tokens, or above 0 to sample",
+    "max_length": "give max_new_tokens, which block_length divides",
+    "past_key_values": "give a block_cache",
+    "use_cache": "give a block_cache",
+    "streamer": "give on_block, which is called after every block",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionGenerationConfig:
+    """How masks are filled.
+
+    Attributes:
+        max_new_tokens: G, masks after the prompt.
+        block_length: of the blocks, which are filled from left to right; must divide G. None: one block.
+        steps: S, of all blocks together, at most G; None: G, one token a step.
+        temperature: T of the sampling; 0 takes the likeliest token.
+        top_k, top_p: sample among the k likeliest tokens, or the fewest with this mass (at temperature T).
+        policy: which tokens a step reveals, a method or its name (`fathom methods`).
+        schedule: how many, "linear", "dream" or "exact" (schedules.py).
+        block_cache: which columns a step computes, a method or its name; None computes all.
+        cfg_scale: w of l = l_u + (w + 1)(l_c − l_u), where l_u is for masks in place of the prompt; 0: none.
+        cfg_keep_tokens: tokens of the prompt that stay under guidance.
+        suppress_eos: "confidence" reveals EOS last; "logit" never predicts it; None: neither.
+        stop_at_eos: a row ends with its first EOS: padding follows it, and no more blocks once all rows have ended.
+        infill: fill the masks within the prompt instead, as one block; max_new_tokens is 0 then.
+        mask_token_id, shift, eos_token_id, pad_token_id: None takes the model's own; stock models need a mask token.
+        seed: of all noise; a list gives each row its own. Rows of one seed differ.
+        return_dict_in_generate: a `DiffusionOutput` instead of the ids alone.
+
+    Raises ValueError for options out of range or that do not fit together.
+    """
+
+    max_new_tokens: int = 64
+    block_length: int | None = 32
+    steps: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    policy: Policy | str = "low_confidence"
+    schedule: str = "linear"
+    block_cache: BlockCache | str | None = None
+    cfg_scale: float = 0.0
+    cfg_keep_tokens: Sequence[int] = ()
+    suppress_eos: str | None = None
+    stop_at_eos: bool = False
+    infill: bool = False
+    mask_token_id: int | None = None
+    shift: bool | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    seed: int | Sequence[int] = 0
+    return_dict_in_generate: bool = False
+
+    def __post_init__(self) -> None:
+        from fathom.diffusion import BLOCK_CACHES, POLICIES
+
+        for axis, known in (("policy", POLICIES), ("block_cache", BLOCK_CACHES)):
+            value = getattr(self, axis)
+            if isinstance(value, str):
+                if value not in known:
+                    self._refuse(axis, f"no such method{nearest(value, list(known))}; there are {', '.join(known)}")
+                object.__setattr__(self, axis, known[value]())
+        if self.block_cache is None:
+            object.__setattr__(self, "block_cache", BlockCache())
+        if self.schedule not in SCHEDULES:
+            self._refuse("schedule", f"must be one of {', '.join(SCHEDULES)}")
+        if self.infill:
+            if self.max_new_tokens:
+                self._refuse("max_new_tokens", "infill=True fills masks of the prompt alone; give max_new_tokens=0")
+            object.__setattr__(self, "block_length", None)
+        elif self.max_new_tokens < 1:
+            self._refuse("max_new_tokens", "must be at least 1")
+        for name in ("block_length", "steps", "top_k"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                self._refuse(name, "must be at least 1")
+        if not self.infill:
+            length = self.block_length or self.max_new_tokens
+            if self.max_new_tokens % length:
+                self._refuse("max_new_tokens", f"must be a multiple of block_length={length}")
+            steps, blocks = self.total_steps, self.max_new_tokens // length
+            if steps > self.max_new_tokens:
+                self._refuse("steps", f"must be at most max_new_tokens={self.max_new_tokens}: a step reveals a token")
+            if steps % blocks:
+                self._refuse("steps", f"must be a multiple of the {blocks} blocks (max_new_tokens / block_length)")
+        if not 0 <= self.temperature < math.inf:
+            self._refuse("temperature", "must be finite and at least 0")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            self._refuse("top_p", "must be above 0 and at most 1")
+        if not -1 <= self.cfg_scale < math.inf:
+            self._refuse("cfg_scale", "must be finite and at least -1")
+        if self.suppress_eos not in (None, "confidence", "logit"):
+            self._refuse("suppress_eos", "must be 'confidence', 'logit' or None")
+
+    def _refuse(self, name: str, rule: str) -> None:
+        raise ValueError(f"{name}={getattr(self, name)!r}: {rule}")
+
+    @property
+    def total_steps(self) -> int:
+        return self.max_new_tokens if self.steps is None else self.steps
+
+    def blocks(self, prompt: int, masks: int, shift: bool) -> list[Block]:
+        """The blocks after a prompt of so many columns; `masks`: the most that a row has to infill."""
+        if self.infill:
+            return [Block(0, 0, prompt, self.steps or masks, shift)]
+        length = self.block_length or self.max_new_tokens
+        count = self.max_new_tokens // length
+        starts = range(prompt, prompt + self.max_new_tokens, length)
+        return [Block(i, a, a + length, self.total_steps // count, shift) for i, a in enumerate(starts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionOutput:
+    """What was sampled, and how.
+
+    Attributes:
+        sequences: prompt and answer, [B, P + G].
+        revealed: at which step each token was revealed, counted over all blocks; −1: it was given, or is padding.
+        confidence: the probability that the model gave it then; 0 where it was given.
+        nfe: forward evaluations by kind of pass, "full" and "block"; guidance counts twice.
+        columns: tokens that went through the model, of all rows.
+        cache_bytes: the most that the block cache kept.
+    """
+
+    sequences: Int[Tensor, "B L"]
+    revealed: Int[Tensor, "B L"]
+    confidence: Float[Tensor, "B L"]
+    nfe: dict[str, int]
+    columns: int
+    cache_bytes: int
+
+
+def configured(config: Any, options: dict[str, Any]) -> DiffusionGenerationConfig:
+    """The config with keyword arguments of generate() over it."""
+    if config is not None and not isinstance(config, DiffusionGenerationConfig):
+        raise ValueError(
+            f"generation_config of type {type(config).__name__}: a diffusion model takes a DiffusionGenerationConfig"
+        )
+    known = [field.name for field in dataclasses.fields(DiffusionGenerationConfig)]
+    for name, value in options.items():
+        if name in ELSEWHERE:
+            raise ValueError(f"{name}={value!r} is an option of autoregressive models: {ELSEWHERE[name]}")
+        if name not in known:
+            raise ValueError(f"{name}={value!r}: no option of DiffusionGenerationConfig{nearest(name, known)}")
+    return dataclasses.replace(config or DiffusionGenerationConfig(), **options)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    inputs: Int[Tensor, "B P"] | None,
+    attention_mask: Int[Tensor, "B P"] | None = None,
+    generation_config: DiffusionGenerationConfig | None = None,
+    *,
+    on_block: Callable[[Tensor, int], None] | None = None,
+    **options: Any,
+) -> Tensor | DiffusionOutput:
+    """Fill masks after the prompts, or within them, by any bidirectional model: ours, or a stock Llama, Qwen2 or Qwen3
+    model whose config says `is_causal=False`.
+
+    inputs: prompts, padded on the left where `attention_mask` is 0.
+    on_block: called with the canvas and the column where the finished part ends, after every block.
+    options: fields of the config, over `generation_config`.
+
+    Raises ValueError for what does not fit together, naming the argument.
+    """
+    sampler = Sampler(model, inputs, attention_mask, configured(generation_config, options))
+    training = model.training
+    model.eval()
+    try:
+        with sampling_attention(model):
+            output = sampler.run(on_block)
+    finally:
+        model.train(training)
+    return output if sampler.config.return_dict_in_generate else output.sequences
+
+
+class Sampler:
+    """One call of `generate`."""
+
+    def __init__(self, model: Any, inputs: Any, attention_mask: Any, config: DiffusionGenerationConfig):
+        self.model, self.config = model, config
+        check_model(model)
+        if inputs is None or inputs.ndim != 2 or not len(inputs):
+            raise ValueError("inputs: give token ids [rows, tokens]; a prompt may have no tokens ([rows, 0])")
+        self.mask_id, self.shift = mask_token(model, config)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(inputs)
+        if attention_mask.shape != inputs.shape:
+            raise ValueError(
+                f"attention_mask of shape {list(attention_mask.shape)}: must be that of inputs, {list(inputs.shape)}"
+            )
+        real = attention_mask.bool()
+        ended = (real[:, :-1] & ~real[:, 1:]).any(1)
+        if ended.any():
+            raise ValueError(
+                f"attention_mask: row {int(ended.nonzero()[0])} is padded on the right; pad on the left, where the "
+                "answer does not follow"
+            )
+        holes = (inputs == self.mask_id) & real
+        if config.infill and not holes.any():
+            raise ValueError(f"infill=True: no row holds the mask token {self.mask_id}")
+        if not config.infill and holes.any():
+            raise ValueError(
+                f"inputs: row {int(holes.any(1).nonzero()[0])} holds the mask token {self.mask_id}; pass infill=True "
+                "to have it filled"
+            )
+        if self.shift:
+            before = (real & (inputs != self.mask_id)).cumsum(1) == 0  # the first given token
+            alone = ~real.any(1) | (real & before).any(1)
+            if alone.any():
+                raise ValueError(
+                    f"inputs: row {int(alone.nonzero()[0])} has no first token, which predicts the next one of a "
+                    "shifted model; begin prompts with the BOS token"
+                )
+        masks = inputs.new_full((len(inputs), config.max_new_tokens), self.mask_id)
+        self.prompt = inputs.shape[1]
+        self.canvas = torch.cat([inputs.masked_fill(~real, 0), masks], dim=1)
+        self.padding = (inputs, real)
+        self.real = torch.cat([real, torch.ones_like(masks, dtype=torch.bool)], dim=1)
+        self.given = self.real & (self.canvas != self.mask_id)
+        self.blocks = config.blocks(self.prompt, int(holes.sum(1).max()) if holes.numel() else 0, self.shift)
+        for block in self.blocks:
+            config.block_cache.check(block)  # type: ignore[union-attr]
+        self.check_policy()
+        self.check_positions()
+        self.eos = end_tokens(model, config)
+        self.generators = [
+            torch.Generator(device=inputs.device).manual_seed(seed) for seed in seeds(config.seed, len(inputs))
+        ]
+
+    def check_policy(self) -> None:
+        policy, cache = self.config.policy, self.config.block_cache
+        assert isinstance(policy, Policy) and isinstance(cache, BlockCache)
+        whole = cache.whole_block and not any(cache.first_reveal(block, 0) for block in self.blocks)
+        if policy.whole_block and not whole:
+            remedy = "use first_step='extra_query'" if cache.whole_block else "use another cache"
+            raise ValueError(
+                f"policy={policy.name!r} reads the states of the whole block, which "  # type: ignore[attr-defined]
+                f"block_cache={cache.name!r} does not compute; {remedy}"  # type: ignore[attr-defined]
+            )
+
+    def check_positions(self) -> None:
+        limit = getattr(self.model.config, "max_position_embeddings", 0)
+        learned = getattr(self.model.config, "positions", None)
+        if isinstance(learned, dict) and learned.get("name") == "learned" and self.canvas.shape[1] > limit:
+            raise ValueError(
+                f"max_new_tokens={self.config.max_new_tokens}: with the prompt's {self.prompt} tokens that is more "
+                f"than the model's {limit} learned positions"
+            )
+
+    def run(self, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
+        config, canvas = self.config, self.canvas
+        guided = config.cfg_scale != 0
+        real = torch.cat([self.real, self.real]) if guided else self.real
+        if guided:
+            keep = torch.zeros_like(self.given)
+            for token in config.cfg_keep_tokens:
+                keep |= canvas == token
+            self.dropped = self.given & ~keep
+        passes = Passes(self.model, real)
+        passes.times = 2 if guided else 1
+        cache = config.block_cache.new_state(passes)  # type: ignore[union-attr]
+        memory = config.policy.new_memory(len(canvas))  # type: ignore[union-attr]
+        revealed = torch.full_like(canvas, -1)
+        confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device)
+        bytes_kept = 0
+        for block in self.blocks:
+            cache.begin(block)
+            inside = slice(block.start, block.stop)
+            first = self.hidden(canvas)[:, inside].sum(1)
+            for step in range(block.steps):
+                now = self.hidden(canvas)[:, inside].sum(1)
+                if not now.any():
+                    break
+                last = step == block.steps - 1
+                quota = now if last else SCHEDULES[config.schedule](now, first, step, block.steps).minimum(now)
+                new, probability = self.step(canvas, block, step, quota, cache, memory)
+                at = new >= 0
+                canvas[:, inside] = torch.where(at, new, canvas[:, inside])
+                revealed[:, inside] = torch.where(at, block.index * block.steps + step, revealed[:, inside])
+                confidence[:, inside] = torch.where(at, probability.float(), confidence[:, inside])
+                bytes_kept = max(bytes_kept, cache.nbytes())
+            if on_block is not None:
+                on_block(canvas, block.stop)
+            if config.stop_at_eos and self.ended(canvas[:, : block.stop]).any(1).all():
+                break
+        if config.stop_at_eos:
+            after = self.ended(canvas).cumsum(1) - self.ended(canvas).int() > 0
+            pad = config.pad_token_id if config.pad_token_id is not None else self.model.config.pad_token_id
+            canvas = canvas.masked_fill(after, self.eos[0] if pad is None else pad)
+            revealed, confidence = revealed.masked_fill(after, -1), confidence.masked_fill(after, 0)
+        inputs, kept = self.padding
+        canvas[:, : self.prompt] = torch.where(kept, canvas[:, : self.prompt], inputs)
+        return DiffusionOutput(canvas, revealed, confidence, dict(passes.counts), passes.tokens, bytes_kept)
+
+    def hidden(self, canvas: Tensor) -> Bool[Tensor, "B L"]:
+        return (canvas == self.mask_id) & self.real
+
+    def ended(self, canvas: Tensor) -> Bool[Tensor, "B m"]:
+        """The EOS tokens of the answers."""
+        if not self.eos:
+            raise ValueError("stop_at_eos=True: the model names no EOS token; give eos_token_id")
+        ends = torch.isin(canvas, torch.tensor(self.eos, device=canvas.device))
+        return ends & ~self.given[:, : canvas.shape[1]] & self.real[:, : canvas.shape[1]]
+
+    def step(
+        self, canvas: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """The tokens that this step reveals, −1 elsewhere, and their probabilities."""
+        config, policy, rows = self.config, self.config.policy, len(canvas)
+        assert isinstance(policy, Policy)
+        hidden = self.hidden(canvas)
+        guided = config.cfg_scale != 0
+        if guided:
+            free = canvas.masked_fill(self.dropped, self.mask_id)
+            states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
+        else:
+            states, columns = cache.states(canvas, hidden, step, quota)
+        place = torch.full_like(self.real, -1, dtype=torch.long).repeat(2 if guided else 1, 1)
+        number = torch.arange(columns.index.shape[1], device=canvas.device)
+        place.scatter_(1, columns.index, number.expand_as(columns.index))
+        place = place[:rows]  # where a column lies in `states`; guidance computes the same columns of both halves
+        at = place[:, block.predictors(canvas.device)]
+        computed = at >= 0
+        candidates = hidden[:, block.start : block.stop] & computed
+        if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]
+            candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
+            quota = candidates.sum(1)
+
+        def states_of(rows_at: Tensor, index: Tensor) -> Tensor:
+            """The logits of some states, by row and place."""
+            logits = self.head(states[rows_at, index])
+            if guided:
+                free = self.head(states[rows + rows_at, index])
+                logits = free + (config.cfg_scale + 1) * (logits - free)
+            return self.without_forbidden(logits)
+
+        row, column = candidates.nonzero(as_tuple=True)
+        logits = states_of(row, at[row, column])
+        log_probs = logits.log_softmax(-1)
+        found = self.choose(logits, row)
+        view = View(
+            candidates=candidates,
+            log_probs=log_probs,
+            tokens=torch.zeros_like(at),
+            probability=log_probs.new_zeros(at.shape),
+            hidden=states[torch.arange(rows, device=at.device)[:, None], at.clamp(min=0)],
+            others=None,
+            step=step,
+            steps=block.steps,
+            generators=self.generators,
+        )
+        view.tokens[candidates] = found
+        view.probability[candidates] = log_probs.gather(1, found[:, None])[:, 0].exp()
+        if policy.beyond_block:
+            outside = hidden.clone()
+            outside[:, block.start : block.stop] = False
+            predictor = (torch.arange(hidden.shape[1], device=at.device) - int(self.shift)).clamp(min=0)
+            other = place[:, predictor]
+            where, there = (outside & (other >= 0)).nonzero(as_tuple=True)
+            most = [
+                states_of(r, other[r, c]).log_softmax(-1).amax(-1).exp()  # not all of [M, V] at once
+                for r, c in zip(where.split(1024), there.split(1024), strict=True)
+            ]
+            view.others = torch.cat(most), where
+        probability = view.probability
+        if config.suppress_eos == "confidence" and self.eos:
+            held = candidates & torch.isin(view.tokens, torch.tensor(self.eos, device=at.device))
+            view.probability = probability.masked_fill(held, 0)
+        else:
+            held = torch.zeros_like(candidates)
+        rank = policy.rank(view, memory)
+        rank = rank.masked_fill(held, torch.finfo(rank.dtype).min).masked_fill(~candidates, -torch.inf)
+        order = rank.argsort(dim=1, descending=True, stable=True)
+        count = policy.count(view, order, quota).minimum(candidates.sum(1))
+        chosen = torch.zeros_like(candidates)
+        chosen.scatter_(1, order, torch.arange(order.shape[1], device=order.device) < count[:, None])
+        return view.tokens.masked_fill(~chosen, -1), probability
+
+    def head(self, states: Float[Tensor, "N d"]) -> Float[Tensor, "N V"]:
+        """Logits in fp32 or wider."""
+        logits = self.model.get_output_embeddings()(states)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+        """The mask token, and EOS where it is suppressed, have no probability."""
+        logits = without_token(logits, self.mask_id)
+        if self.config.suppress_eos == "logit":
+            for token in self.eos:
+                logits = without_token(logits, token)
+        return logits
+
+    def choose(self, logits: Float[Tensor, "N V"], row: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+        """x̂ of the candidates. Noise is drawn row by row, in the order of their hidden tokens."""
+        config = self.config
+        if config.temperature == 0:
+            return logits.argmax(-1)
+        logits = truncate(logits.double() / config.temperature, config.top_k, config.top_p)
+        counts = torch.bincount(row, minlength=len(self.generators)).tolist()
+        noise = [
+            torch.rand(count, logits.shape[1], dtype=torch.float64, device=logits.device, generator=generator)
+            for count, generator in zip(counts, self.generators, strict=True)
+        ]
+        return (logits - (-torch.cat(noise).clamp(min=1e-300).log()).log()).argmax(-1)
+
+
+def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | None) -> Float[Tensor, "N V"]:
+    """The logits, −∞ outside the k likeliest tokens, or the fewest whose mass is at least top_p. Ties: the lower id."""
+    if top_k is None and top_p is None:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    drop = torch.zeros_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        drop[:, top_k:] = True
+    if top_p is not None and top_p < 1:
+        probs = ordered.masked_fill(drop, -torch.inf).softmax(-1)
+        drop |= probs.cumsum(-1) - probs >= top_p
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), -torch.inf)
+
+
+def seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """Of the rows. Raises ValueError for a list of another length."""
+    if isinstance(seed, int):
+        return [seed + 1_000_003 * row for row in range(rows)]
+    if len(seed) != rows:
+        raise ValueError(f"seed of {len(seed)} rows: inputs have {rows}; give one a row, or one number")
+    return list(seed)
+
+
+def mask_token(model: Any, config: DiffusionGenerationConfig) -> tuple[int, bool]:
+    """The mask token and whether predictions are shifted. Raises ValueError for a token that cannot stand for masks."""
+    own = getattr(model.config, "diffusion", None)
+    own = own if isinstance(own, dict) else {}
+    token = config.mask_token_id
+    for found in (own.get("mask_token_id"), getattr(model.config, "mask_token_id", None)):
+        token = found if token is None else token
+    shift = config.shift if config.shift is not None else own.get("shift", getattr(model.config, "shift", False))
+    size = model.config.vocab_size
+    if token is None:
+        raise ValueError(f"mask_token_id=None: {type(model).__name__} names no mask token; give its id, below {size}")
+    if not 0 <= token < size:
+        raise ValueError(f"mask_token_id={token}: must be below vocab_size={size}")
+    if token in end_tokens(model, config) or token == getattr(model.config, "bos_token_id", None):
+        raise ValueError(f"mask_token_id={token} is a real token (BOS or EOS): give the one that stands for masks")
+    return token, bool(shift)
+
+
+def end_tokens(model: Any, config: DiffusionGenerationConfig) -> list[int]:
+    found = config.eos_token_id if config.eos_token_id is not None else getattr(model.config, "eos_token_id", None)
+    return [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError for a model that the sampler cannot run."""
+    family, config = type(model).__name__, model.config
+    if getattr(config, "is_causal", True):
+        raise ValueError(
+            f"{family}: config.is_causal=True, so tokens do not see later ones; set it to False for a model that was "
+            "trained so"
+        )
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise ValueError(f"{family}: layer_types={config.layer_types}: only layers of full attention are sampled")
+    if any(module.__dict__.get("_fathom_binding") is not None for module in model.modules()):
+        raise ValueError(f"{family} is under compress, whose caches evict causally; leave it, use block_cache")

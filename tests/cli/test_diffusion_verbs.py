@@ -1,0 +1,67 @@
+"""`fathom generate` and `fathom evaluate` of a diffusion checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from fathom import FathomConfig, FathomForMaskedDiffusion
+from fathom.data import train_bpe
+from fathom.evaluate import evaluate_text, load_checkpoint, text_loss
+from tiny import SIZES, perturb
+from tiny_checkpoint import TEXT, run_cli, save_fathom
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("diffusion")
+    tokenizer = train_bpe([TEXT], 299)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    sizes = {**SIZES, "vocab_size": 300, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    model = FathomForMaskedDiffusion(
+        FathomConfig(**sizes, diffusion={"name": "masked", "mask_token_id": tokenizer.mask_token_id})
+    )
+    perturb(model)
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def test_generate(folder, monkeypatch, capsys):
+    model, tokenizer = load_checkpoint(str(folder), "cpu")
+    assert tokenizer.mask_token_id == model.config.diffusion["mask_token_id"]
+    ids = tokenizer("The sea", return_tensors="pt")["input_ids"]
+    given = {"max_new_tokens": 12, "block_length": 6, "steps": 4, "policy": "margin", "block_cache": "dual"}
+    expected = tokenizer.decode(model.generate(ids, **given, temperature=0.8)[0], skip_special_tokens=True)
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    for stream in ((), ("--stream",)):
+        code, out, _ = run_cli(monkeypatch, capsys, "generate", folder, "--prompt", "The sea", *options, *stream)
+        assert code == 0 and (stream or out == expected + "\n") and out.startswith("The sea")
+    code, _, err = run_cli(monkeypatch, capsys, "generate", folder, "--prompt", "The sea", "--policy", "margn")
+    assert code == 2 and "policy='margn': no such method (did you mean 'margin'?)" in err
+
+
+def test_diffusion_options_on_an_autoregressive_checkpoint(tmp_path, monkeypatch, capsys):
+    save_fathom(tmp_path)
+    code, _, err = run_cli(monkeypatch, capsys, "generate", tmp_path, "--prompt", "The sea", "--steps", 4)
+    assert code == 2 and f"--steps: {tmp_path} is no diffusion model" in err
+
+
+def test_evaluate_prints_a_bound(folder, tmp_path, monkeypatch, capsys):
+    """Of a model that knows nothing it is log of the vocabulary without the mask token, for every draw."""
+    model, tokenizer = load_checkpoint(str(folder), "cpu")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    score = evaluate_text(model, tokenizer, TEXT[:150], window=16, stride=8)
+    assert score.nats == pytest.approx(score.tokens * math.log(299), rel=1e-5) and score.nats_error < 1e-3
+    with pytest.raises(ValueError, match="has no exact loss of a text; evaluate_text gives an upper bound"):
+        text_loss(model, [1, 2, 3], 4, 2)
+    (tmp_path / "text.txt").write_text(TEXT[:150])
+    arguments = ("evaluate", folder, "--text", tmp_path / "text.txt", "--window", 16)
+    code, out, _ = run_cli(monkeypatch, capsys, *arguments)
+    assert code == 0 and out.count("upper bound") == 2 and "(16 draws)" in out
+    said = json.loads(run_cli(monkeypatch, capsys, *arguments, "--json")[1])
+    assert said["upper_bound"] and said["bits_per_byte_error"] > 0 and said["draws"] == 16
