@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fathom.decoding import switch
+
 
 class Recorder(Protocol):
     """What records a step."""
@@ -32,5 +34,5 @@ class CudaGraphs:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records steps on this device; None: nothing does."""
-    return CudaGraphs() if device.type == "cuda" else None
+    """What records steps on this device; None: nothing does. `switch.GRAPHS` must be set."""
+    return CudaGraphs() if switch.GRAPHS and device.type == "cuda" else None

@@ -1,4 +1,8 @@
-"""The one switch of this room: with `FAST = False` transformers' own loop runs everything, each prompt in one piece."""
+"""The switches of this room.
+
+FAST: our loop and prompts in parts; False: transformers' own loop runs everything, each prompt in one piece.
+GRAPHS: steps on a GPU are recorded as CUDA graphs. Off, as recording has not been run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import logging
 
 FAST = True
+GRAPHS = False
 logger = logging.getLogger("fathom.decoding")
 
 
