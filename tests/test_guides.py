@@ -58,7 +58,9 @@ PARSED = (
     "fathom serve MODEL --cache treekv --budget 1024",  # until it is stopped; run by tests/serve
     "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare recipes/seq2seq_cpu.yaml",  # two minutes
-    "fathom compare recipes/diffusion_cpu.yaml",  # minutes
+    "fathom compare recipes/diffusion_cpu.yaml",  # minutes; what it trains:
+    "fathom generate runs/diffusion_cpu/masked/tokens-1200000-seed-0/model "
+    '--prompt "The old man" --policy fourier_sampler --steps 32',
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",
