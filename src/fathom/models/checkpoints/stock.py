@@ -388,6 +388,12 @@ def check_names(
     if given is not None and stored is not None:
         added = changed_sections(given, stored)
         fewer = range(given.num_hidden_layers, stored.num_hidden_layers)
+        name, was = given.feed_forward["name"], stored.feed_forward["name"]
+        if name != was and any(SECTIONS["feed_forward"].owns.match(one) for one in missing):
+            raise ValueError(
+                f"{path} with feed_forward={name!r}: the checkpoint's network is {was!r}, and all of this one's weights "
+                "would be random; `fathom grow` makes a mixture of a dense network"
+            )
         left += added + [re.compile(rf"model\.layers\.{layer}\.") for layer in fewer]
     absent = sorted(name for name in missing if not any(part.match(name) for part in added))
     if absent:
