@@ -130,7 +130,9 @@ def test_the_official_first_step_of_shifted_models():
         run(model(shift=True), ids(1, 5), ("entropy", {}), OFFICIAL, steps=2)
 
 
-@pytest.mark.parametrize("policy", [("fourier_sampler", {"variance_scope": "block"}), ("fourier_sampler", {"rho": 0.9})], ids=str)
+@pytest.mark.parametrize(
+    "policy", [("fourier_sampler", {"variance_scope": "block"}), ("fourier_sampler", {"rho": 0.9})], ids=str
+)
 def test_fourier_with_a_cache_is_the_plain_one(policy):
     against_reference(model(), policy, ("dual", {}))
 
@@ -334,7 +336,10 @@ def test_fourier_without_weight_is_low_confidence_and_costs_no_pass():
             for policy in (("fourier_sampler", {"beta_min": 0.0, "beta_max": 0.0}), ("low_confidence", {}))]  # fmt: skip
     assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].nfe == outs[1].nfe
     assert torch.equal(outs[0].revealed, outs[1].revealed)
-    one = [run(tested, ids(1, 5), ("fourier_sampler", {"history": history}), ("none", {})) for history in ("per_row", "global")]
+    one = [
+        run(tested, ids(1, 5), ("fourier_sampler", {"history": history}), ("none", {}))
+        for history in ("per_row", "global")
+    ]
     assert torch.equal(one[0].revealed, one[1].revealed)
     gated = run(tested, ids(2, 5), ("fourier_sampler", {"gate": 0.2}), ("none", {}))
     assert not (gated.sequences == MASK).any()

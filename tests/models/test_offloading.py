@@ -60,6 +60,10 @@ def test_offloaded_weights_give_the_logits_of_weights_in_memory(fields, tmp_path
 
 @pytest.mark.parametrize("fields", with_parameters)
 def test_a_method_put_on_an_offloaded_stock_checkpoint_is_the_one_in_memory(fields, stock, tmp_path):
+    if "feed_forward" in fields:
+        with pytest.raises(ValueError, match="weights would be random"):
+            FathomForCausalLM.from_pretrained(stock, **fields)
+        return
     torch.manual_seed(0)
     with torch.no_grad():
         expected = FathomForCausalLM.from_pretrained(stock, **fields)(IDS).logits

@@ -134,8 +134,8 @@ class Step:
         inputs = self.inputs
         if self.position is not None:
             self.position = self.position + 1
-            inputs = {**inputs, "position_ids": self.position.to(self.model.device)}
+            inputs = {**inputs, "position_ids": self.position}
         if self.mask is not None:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-            inputs = {**inputs, "attention_mask": self.mask.to(self.model.device)}
-        return self.model(input_ids=token.to(self.model.device), **inputs).logits[:, -1]
+            inputs = {**inputs, "attention_mask": self.mask}
+        return self.model(input_ids=token, **inputs).logits[:, -1]

@@ -149,10 +149,17 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face configuration; unknown ones are read as Llama."""
     if config.get("model_type") == "fathom":  # one naming, Llama's, for all its backbones
+        positions = config.get("positions") or "rotary"
+        positions = positions["name"] if isinstance(positions, dict) else positions
+        if positions == "rope_pp":
+            raise CheckpointError(
+                "positions='rope_pp': each projected head writes twice through o_proj, which fingerprints do not read; "
+                "compare the checkpoint that it was made of"
+            )
         return Family(
             norm="layer" if config.get("norm") == "layernorm" else "rms",
             positions="embed_positions",
-            rotary=0.0 if config.get("positions") in ("learned", {"name": "learned"}) else 1.0,
+            rotary=0.0 if positions in ("learned", "alibi") else 1.0,
         )
     family = FAMILIES.get(config.get("model_type", ""), Family())
     two_norms = config.get("new_decoder_architecture") and config.get("num_ln_in_parallel_attn") != 1
