@@ -332,8 +332,10 @@ def test_block_only_attention_of_one_block_without_a_prompt():
 
 def test_fourier_without_weight_is_low_confidence_and_costs_no_pass():
     tested = model()
-    outs = [run(tested, ids(2, 5), policy, ("none", {}), seed=[1, 2])
-            for policy in (("fourier_sampler", {"beta_min": 0.0, "beta_max": 0.0}), ("low_confidence", {}))]  # fmt: skip
+    weightless = ("fourier_sampler", {"beta_min": 0.0, "beta_max": 0.0})
+    outs = [
+        run(tested, ids(2, 5), policy, ("none", {}), seed=[1, 2]) for policy in (weightless, ("low_confidence", {}))
+    ]
     assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].nfe == outs[1].nfe
     assert torch.equal(outs[0].revealed, outs[1].revealed)
     one = [

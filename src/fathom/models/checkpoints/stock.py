@@ -391,7 +391,7 @@ def check_names(
         name, was = given.feed_forward["name"], stored.feed_forward["name"]
         if name != was and any(SECTIONS["feed_forward"].owns.match(one) for one in missing):
             raise ValueError(
-                f"{path} with feed_forward={name!r}: the checkpoint's network is {was!r}, and all of this one's weights "
+                f"{path} with feed_forward={name!r}: the checkpoint's network is {was!r}, and this one's weights "
                 "would be random; `fathom grow` makes a mixture of a dense network"
             )
         left += added + [re.compile(rf"model\.layers\.{layer}\.") for layer in fewer]
