@@ -11,7 +11,11 @@ from vision_cases import pair, picture
 
 from fathom.vision import METHODS, compress_vision, convert_vision, from_dict
 
-FAMILIES = {"llava": "<image>", "llava_next": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+FAMILIES = {
+    "llava": "<image>",
+    "llava_next": "<image>",
+    "qwen2_5_vl": "red <|image_pad|> cat",
+}  # Qwen: between start and end
 RATIO = from_dict({"name": "fourier_vlm", "ratio": "2/3"})
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -71,8 +75,8 @@ def test_qwen_positions_are_those_of_the_kept_grid():
     features = by_scipy(raw[None], grid, (h, w))[0].float()
     embeddings = model.get_input_embeddings()(inputs.input_ids).clone()
     embeddings[inputs.input_ids == 3] = features
-    places = [(i, i, i) for i in range(2)] + [(2, 2 + i, 2 + j) for i in range(h) for j in range(w)]
-    places.append((2 + max(h, w),) * 3)  # text goes on after the largest position
+    places = [(i, i, i) for i in range(3)] + [(3, 3 + i, 3 + j) for i in range(h) for j in range(w)]
+    places += [(3 + max(h, w) + i,) * 3 for i in range(2)]  # text goes on after the largest position
     positions = torch.tensor(places).T[:, None]
     hidden = model.model.language_model(inputs_embeds=embeddings, position_ids=positions).last_hidden_state
     expected = model.lm_head(hidden)
