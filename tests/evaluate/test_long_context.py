@@ -1,0 +1,168 @@
+"""Retrieval from long texts: exact lengths, seeds, and what readers that know everything or nothing score."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import ModelOutput
+
+from fathom.caches import Full
+from fathom.caches.versions import CACHE_NAME
+from fathom.evaluate.long_context import LONG_TASKS, evaluate_long, samples, score, task_names, wilson
+from tiny_checkpoint import TEXT, run_cli, save_fathom, save_stock, tiny_tokenizer
+
+LENGTH = 1024  # of a tokenizer that has hardly more than bytes
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+class Stub(torch.nn.Module):
+    """A language model whose cache is the tokens it has read; `following` gives the logits after them."""
+
+    def __init__(self, following):
+        super().__init__()
+        self.following, self.config = following, LlamaConfig()
+
+    def forward(self, input_ids, use_cache=True, logits_to_keep=0, **given):
+        before = given[CACHE_NAME]
+        rows = [list(old) + new for old, new in zip(before or [[]] * len(input_ids), input_ids.tolist(), strict=True)]
+        width = input_ids.shape[1]
+        keep = logits_to_keep or width
+        logits = [[self.following(row[: len(row) - i]) for i in reversed(range(keep))] for row in rows]
+        held = torch.stack([torch.stack(row) for row in logits])
+        return ModelOutput(logits=held, **{CACHE_NAME: rows})
+
+
+def perfect(tokenizer, tasks, lengths, count):
+    """After a sample, its answer."""
+    known = {}
+    for task in tasks:
+        for length in lengths:
+            for sample in samples(task, tokenizer, TEXT, length, count):
+                row = sample.context + sample.question
+                for token in tokenizer(sample.answers[0], add_special_tokens=False).input_ids:
+                    known[tuple(row)] = token
+                    row = [*row, token]
+
+    def following(row):
+        return torch.nn.functional.one_hot(torch.tensor(known.get(tuple(row), 0)), 300) * 9.0
+
+    return Stub(following)
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_samples_have_exactly_the_length_and_the_seed_decides(tokenizer, task):
+    for length in (LENGTH, LENGTH + 7):
+        made = samples(task, tokenizer, TEXT, length, 5, seed=3)
+        assert all(len(sample.context) + len(sample.question) == length for sample in made)
+        assert made == samples(task, tokenizer, TEXT, length, 5, seed=3)
+        assert made != samples(task, tokenizer, TEXT, length, 5, seed=4)
+    assert made[:2] == samples(task, tokenizer, TEXT, length, 2, seed=3)  # more samples leave the first as they were
+    for sample in made:
+        text = tokenizer.decode(sample.context)
+        assert len(set(sample.answers)) == 4
+        for answer in sample.answers:
+            parts = answer.strip().split(", ")
+            assert all(part in text for part in parts)  # distractors stand in the same text
+
+
+def test_the_answer_follows_from_the_text(tokenizer):
+    """The text solved by reading it: chains followed, words counted, values looked up."""
+    for sample in samples("vt", tokenizer, TEXT, LENGTH, 8):
+        value = re.search(r"are (\d+),", tokenizer.decode(sample.question))[1]
+        held = {}
+        for name, source in re.findall(r"VAR (\w+) = (\w+)\.", tokenizer.decode(sample.context)):
+            held[name] = held.get(source, source)
+        assert ", ".join(name for name in held if held[name] == value) == sample.answers[0].strip()
+    for task in ("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery"):
+        for sample in samples(task, tokenizer, TEXT, LENGTH, 8):
+            found = re.findall(r"number of the (\w+) is (\d+)\.", tokenizer.decode(sample.context))
+            asked = re.findall(r"the (anchor|\w+)", tokenizer.decode(sample.question).split("?")[0].split("of", 1)[1])
+            values = [value for key in dict.fromkeys(asked) for own, value in found if own == key]
+            assert ", ".join(values) == sample.answers[0].strip()
+    for sample in samples("words", tokenizer, TEXT, 4 * LENGTH, 8):
+        (word, _), *_ = Counter(tokenizer.decode(sample.context).split()).most_common(1)
+        assert word == sample.answers[0].strip()
+
+
+def test_a_perfect_reader_scores_1(tokenizer):
+    tasks = list(LONG_TASKS)
+    found = evaluate_long(perfect(tokenizer, tasks, [LENGTH], 4), tokenizer, tasks, [LENGTH], TEXT, count=4)
+    for kind in ("generation", "likelihood"):
+        assert all(found["tasks"][task][kind]["lengths"][str(LENGTH)]["score"] == 1 for task in tasks)
+    assert found["mean"]["generation"][str(LENGTH)] == 1
+
+
+def test_a_reader_that_guesses_is_at_chance_and_out_of_the_mean(tokenizer):
+    """Logits drawn anew at each token: each answer is the likeliest a quarter of the time."""
+    draw = torch.Generator().manual_seed(0)
+    guess = Stub(lambda row: torch.randn(300, generator=draw))
+    found = evaluate_long(guess, tokenizer, ["niah_multikey"], [LENGTH], TEXT, count=200, batch_size=50)
+    cell = found["tasks"]["niah_multikey"]
+    assert cell["generation"]["lengths"][str(LENGTH)]["hits"] == 0
+    likelihood = cell["likelihood"]["lengths"][str(LENGTH)]
+    assert likelihood["low"] < 0.25 < likelihood["high"]
+    assert not cell["generation"]["signal"] and not cell["likelihood"]["signal"]
+    assert found["mean"] == {"generation": {str(LENGTH): None}, "likelihood": {str(LENGTH): None}}
+
+
+@pytest.mark.parametrize("method", [None, Full()], ids=["no cache", "full"])
+def test_scores_are_those_of_transformers_without_a_cache(tokenizer, method):
+    """Likelihoods from one forward over context, question and answer; the text from generate()."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape, initializer_range=0.3)).eval()
+    made = samples("niah_multikey", tokenizer, TEXT, 700, 6)
+    found = score(model, tokenizer, made, method, chunk=128)
+    for (_, likeliest), sample in zip(found, made, strict=True):
+        prompt, values = sample.context + sample.question, []
+        for answer in sample.answers:
+            ids = tokenizer(answer, add_special_tokens=False).input_ids
+            with torch.no_grad():
+                log_p = model(torch.tensor([prompt + ids])).logits[0].double().log_softmax(-1)
+            values.append(sum(log_p[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
+        assert likeliest == (max(values) == values[0])
+
+
+def test_intervals():
+    assert wilson(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))  # Wilson 1927; tables in any textbook
+    assert wilson(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
+    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+
+
+def test_refusals_are_one_line(tokenizer):
+    with pytest.raises(ValueError, match="long task 'nia' does not exist; there are passkey"):
+        task_names(["nia"])
+    assert task_names(["niah", "niah_single", "vt"])[-1] == "vt" and len(task_names(["niah"])) == 4
+    with pytest.raises(ValueError, match="length 50: vt needs at least"):
+        samples("vt", tokenizer, TEXT, 50, 1)
+    with pytest.raises(ValueError, match="filler text has no tokens"):
+        samples("vt", tokenizer, "", 1024, 1)
+    with pytest.raises(ValueError, match="count=0: must be at least 1"):
+        evaluate_long(None, tokenizer, ["vt"], [1024], TEXT, count=0)
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    folder = save_fathom(tmp_path / "ours")
+    call = [folder, "--long", "niah_single,vt", "--lengths", "1k", "--samples", "2", "--cache", "treekv"]
+    code, out, _ = run_cli(monkeypatch, capsys, "evaluate", *call, "--budget", "64", "--json")
+    found = json.loads(out)
+    assert code == 0 and set(found["tasks"]) == {"niah_single", "vt"} and found["cache"]["budget"] == 64
+    assert set(found["tasks"]["vt"]["likelihood"]["lengths"]) == {"1024"}
+    for wrong, message in (
+        (["--long", "vt", "--lengths", "1x"], "--lengths: '1x' is no number of tokens"),
+        (["--long", "vt", "--budget", "4"], "--budget and --option go with --cache NAME"),
+        (["--long", "vt", "--tasks", "piqa"], "give either --tasks NAME,NAME or --long NAME,NAME"),
+        (["--text", "x.txt", "--cache", "treekv"], "go with --long"),
+    ):
+        code, _, err = run_cli(monkeypatch, capsys, "evaluate", folder, *wrong)
+        assert code and message in err and len(err.strip().splitlines()) == 1
+    stock = save_stock(tmp_path / "stock")  # 64 learned positions
+    code, _, err = run_cli(monkeypatch, capsys, "evaluate", stock, "--long", "vt")
+    assert code and "length 1024: the model has 64 learned positions" in err
