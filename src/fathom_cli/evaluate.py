@@ -90,7 +90,7 @@ def command(
     if cache is not None or budget is not None or option:
         raise ValueError("--cache, --budget and --option go with --long")
     if (text is None) == (tasks is None):
-        raise ValueError("give either --text FILE or --tasks NAME,NAME, or --long NAME,NAME")
+        raise ValueError("give either --text FILE, --tasks NAME,NAME or --long NAME,NAME")
     if tasks is None and (task_dir or limit or num_fewshot is not None or apply_chat_template):
         raise ValueError("--task-dir, --limit, --num-fewshot and --apply-chat-template go with --tasks")
 

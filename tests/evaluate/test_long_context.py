@@ -11,9 +11,11 @@ from transformers.utils import ModelOutput
 
 from fathom.caches import Full
 from fathom.caches.versions import CACHE_NAME
+from fathom.data.packing import encode
 from fathom.evaluate.long_context import LONG_TASKS, evaluate_long, samples, score, task_names, wilson
 from tiny_checkpoint import TEXT, run_cli, save_fathom, save_stock, tiny_tokenizer
 
+FILLER = encode([TEXT], tiny_tokenizer())[0]
 LENGTH = 1024  # of a tokenizer that has hardly more than bytes
 
 
@@ -30,7 +32,7 @@ class Stub(torch.nn.Module):
         self.following, self.config = following, LlamaConfig()
 
     def forward(self, input_ids, use_cache=True, logits_to_keep=0, **given):
-        before = given[CACHE_NAME]
+        before = given.get(CACHE_NAME)
         rows = [list(old) + new for old, new in zip(before or [[]] * len(input_ids), input_ids.tolist(), strict=True)]
         width = input_ids.shape[1]
         keep = logits_to_keep or width
@@ -44,7 +46,7 @@ def perfect(tokenizer, tasks, lengths, count):
     known = {}
     for task in tasks:
         for length in lengths:
-            for sample in samples(task, tokenizer, TEXT, length, count):
+            for sample in samples(task, tokenizer, FILLER, length, count):
                 row = sample.context + sample.question
                 for token in tokenizer(sample.answers[0], add_special_tokens=False).input_ids:
                     known[tuple(row)] = token
@@ -59,11 +61,11 @@ def perfect(tokenizer, tasks, lengths, count):
 @pytest.mark.parametrize("task", LONG_TASKS)
 def test_samples_have_exactly_the_length_and_the_seed_decides(tokenizer, task):
     for length in (LENGTH, LENGTH + 7):
-        made = samples(task, tokenizer, TEXT, length, 5, seed=3)
+        made = samples(task, tokenizer, FILLER, length, 5, seed=3)
         assert all(len(sample.context) + len(sample.question) == length for sample in made)
-        assert made == samples(task, tokenizer, TEXT, length, 5, seed=3)
-        assert made != samples(task, tokenizer, TEXT, length, 5, seed=4)
-    assert made[:2] == samples(task, tokenizer, TEXT, length, 2, seed=3)  # more samples leave the first as they were
+        assert made == samples(task, tokenizer, FILLER, length, 5, seed=3)
+        assert made != samples(task, tokenizer, FILLER, length, 5, seed=4)
+    assert made[:2] == samples(task, tokenizer, FILLER, length, 2, seed=3)  # more samples leave the first as they were
     for sample in made:
         text = tokenizer.decode(sample.context)
         assert len(set(sample.answers)) == 4
@@ -74,19 +76,19 @@ def test_samples_have_exactly_the_length_and_the_seed_decides(tokenizer, task):
 
 def test_the_answer_follows_from_the_text(tokenizer):
     """The text solved by reading it: chains followed, words counted, values looked up."""
-    for sample in samples("vt", tokenizer, TEXT, LENGTH, 8):
+    for sample in samples("vt", tokenizer, FILLER, LENGTH, 8):
         value = re.search(r"are (\d+),", tokenizer.decode(sample.question))[1]
         held = {}
         for name, source in re.findall(r"VAR (\w+) = (\w+)\.", tokenizer.decode(sample.context)):
             held[name] = held.get(source, source)
         assert ", ".join(name for name in held if held[name] == value) == sample.answers[0].strip()
     for task in ("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery"):
-        for sample in samples(task, tokenizer, TEXT, LENGTH, 8):
+        for sample in samples(task, tokenizer, FILLER, LENGTH, 8):
             found = re.findall(r"number of the (\w+) is (\d+)\.", tokenizer.decode(sample.context))
             asked = re.findall(r"the (anchor|\w+)", tokenizer.decode(sample.question).split("?")[0].split("of", 1)[1])
             values = [value for key in dict.fromkeys(asked) for own, value in found if own == key]
             assert ", ".join(values) == sample.answers[0].strip()
-    for sample in samples("words", tokenizer, TEXT, 4 * LENGTH, 8):
+    for sample in samples("words", tokenizer, FILLER, 4 * LENGTH, 8):
         (word, _), *_ = Counter(tokenizer.decode(sample.context).split()).most_common(1)
         assert word == sample.answers[0].strip()
 
@@ -118,7 +120,7 @@ def test_scores_are_those_of_transformers_without_a_cache(tokenizer, method):
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape, initializer_range=0.3)).eval()
-    made = samples("niah_multikey", tokenizer, TEXT, 700, 6)
+    made = samples("niah_multikey", tokenizer, FILLER, 700, 6)
     found = score(model, tokenizer, made, method, chunk=128)
     for (_, likeliest), sample in zip(found, made, strict=True):
         prompt, values = sample.context + sample.question, []
@@ -141,9 +143,9 @@ def test_refusals_are_one_line(tokenizer):
         task_names(["nia"])
     assert task_names(["niah", "niah_single", "vt"])[-1] == "vt" and len(task_names(["niah"])) == 4
     with pytest.raises(ValueError, match="length 50: vt needs at least"):
-        samples("vt", tokenizer, TEXT, 50, 1)
+        samples("vt", tokenizer, FILLER, 50, 1)
     with pytest.raises(ValueError, match="filler text has no tokens"):
-        samples("vt", tokenizer, "", 1024, 1)
+        samples("vt", tokenizer, [], 1024, 1)
     with pytest.raises(ValueError, match="count=0: must be at least 1"):
         evaluate_long(None, tokenizer, ["vt"], [1024], TEXT, count=0)
 

@@ -3,8 +3,8 @@
 A sample is a text of exactly the asked number of tokens, its question included. The answer is a string, and the text
 holds three distractors of the same form. Each sample is scored twice:
 
-    generation   the greedy continuation of the question begins with the answer       (chance 0)
-    likelihood   Σ log p of the answer exceeds that of each distractor                (chance 1/4)
+    generation   the greedy continuation of the question begins with the answer, whole words      (chance 0)
+    likelihood   Σ log p of the answer exceeds that of each distractor                            (chance 1/4)
 
 Shares come with Wilson's 95 % interval. Where the interval of a task at the shortest length reaches down to chance, the
 model shows no signal there: the task is marked so and stays out of the mean. Needles and variable tracking follow RULER
@@ -18,7 +18,7 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch import Tensor
 from fathom.caches.base import CacheMethod, portion
 from fathom.caches.compress import check_chunk, compress
 from fathom.caches.versions import CACHE_NAME, execution_device
+from fathom.data.packing import encode
+from fathom.evaluate.bound import is_diffusion
 
 # task → (sentence to hide, question, answer); {} is the secret
 TASKS = {
@@ -173,16 +175,16 @@ def task_names(names: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def samples(task: str, tokenizer: Any, filler: str, tokens: int, count: int, seed: int = 0) -> list[Sample]:
+def samples(task: str, tokenizer: Any, filler: Sequence[int], tokens: int, count: int, seed: int = 0) -> list[Sample]:
     """`count` samples of exactly `tokens` tokens, question included, the same for the same seed.
 
-    Sentences stand at random places of a stretch of `filler` that begins at a random token; special tokens come first.
+    Sentences stand at random places of a stretch of `filler`, tokens of some text, that begins at a random one of them.
+    Special tokens come first.
 
     Raises:
         ValueError: too few tokens for the task, or no filler text.
     """
-    stretch = _ids(tokenizer, filler)
-    if not stretch:
+    if not filler:
         raise ValueError("the filler text has no tokens: give a longer one")
     begin = list(tokenizer("").input_ids)
     made = []
@@ -201,8 +203,8 @@ def samples(task: str, tokenizer: Any, filler: str, tokens: int, count: int, see
         if room < 0 or (not puzzle.fill and len(sentences) < 100):
             least = tokens - room if puzzle.fill else "a few hundred"
             raise ValueError(f"length {tokens}: {task} needs at least {least} tokens with this tokenizer")
-        start = draw.randrange(len(stretch))
-        rest = list(itertools.islice(itertools.cycle(stretch), start, start + room))
+        start = draw.randrange(len(filler))
+        rest = list(itertools.islice(itertools.cycle(filler), start, start + room))
         cuts = sorted(draw.randint(0, room) for _ in sentences) if puzzle.fill else [room] * len(sentences)
         context, at = begin, 0
         for cut, ids in zip(cuts, sentences):
@@ -257,15 +259,20 @@ def _score(model: Any, tokenizer: Any, batch: list[Sample], parts: list[Tensor])
         likelihoods[:, choice] = torch.stack([row[: len(answer)].sum() for row, answer in zip(each, answers)])
 
     said = [logits[:, -1:].argmax(-1)]
-    for _ in range(max(len(row[0]) for row in rows) - 1):
+    for _ in range(max(len(row[0]) for row in rows)):  # one more than the answer: does its last word end there?
         step, cache = read(said[-1], cache, keep=1)
         said.append(step[:, -1:].argmax(-1))
     generated = torch.cat(said, dim=1).tolist()
-    texts = [tokenizer.decode(ids[: len(row[0])]).strip() for ids, row in zip(generated, rows)]
+    texts = [tokenizer.decode(ids).strip() for ids in generated]
     return [
-        (text == sample.answers[0].strip(), bool(values[0] > values[1:].max()))
+        (_begins(text, sample.answers[0].strip()), bool(values[0] > values[1:].max()))
         for text, sample, values in zip(texts, batch, likelihoods)
     ]
+
+
+def _begins(text: str, answer: str) -> bool:
+    """Whether the text begins with the answer and its last word ends there: "123456" does not begin with 12345."""
+    return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
 
 
 class _Reader:
@@ -276,7 +283,10 @@ class _Reader:
 
     def __call__(self, ids: Tensor, cache: Any, keep: int = 0) -> tuple[Tensor, Any]:
         more = {"logits_to_keep": keep} if keep and self.keeps else {}
-        out = self.model(input_ids=ids, use_cache=True, **{CACHE_NAME: cache}, **more)
+        held = {} if cache is None else {CACHE_NAME: cache}
+        out = self.model(input_ids=ids, use_cache=True, **held, **more)
+        if out.get(CACHE_NAME) is None:
+            raise ValueError(f"{type(self.model).__name__} returns no {CACHE_NAME}: use a model with a key/value cache")
         return out.logits[:, -keep:], out[CACHE_NAME]
 
 
@@ -313,11 +323,14 @@ def evaluate_long(
     for argument, value in (("count", count), ("batch_size", batch_size), ("lengths", min(lengths, default=0))):
         if value < 1:
             raise ValueError(f"{argument}={value}: must be at least 1")
-    every = {name: {n: samples(name, tokenizer, filler, n, count, seed) for n in lengths} for name in names}
+    if is_diffusion(model):
+        raise ValueError(f"{type(model).__name__}: retrieval is not implemented for diffusion models; use --text")
+    text = encode([filler], tokenizer)[0]
+    every = {name: {n: samples(name, tokenizer, text, n, count, seed) for n in lengths} for name in names}
     for by_length in every.values():
         for length, made in by_length.items():
-            answer = max(len(_ids(tokenizer, text)) for sample in made for text in sample.answers)
-            _check_positions(model, length, answer)
+            longest = max(len(_ids(tokenizer, answer)) for sample in made for answer in sample.answers)
+            _check_positions(model, length, longest + 1)
     chance = {"generation": 0.0, "likelihood": 1 / CHOICES}
     result: dict[str, Any] = {"tasks": {}, "mean": {}}
     for name in names:
