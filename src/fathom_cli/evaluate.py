@@ -164,6 +164,8 @@ def _long(
     json_output: bool,
 ) -> None:
     """`--long`."""
+    from transformers.utils import logging
+
     from fathom.data.config import EMBEDDED
     from fathom.data.sources import Source
     from fathom.evaluate import evaluate_long, load_checkpoint, read_documents
@@ -177,6 +179,8 @@ def _long(
     method = None if cache is None else parse_method(cache, budget, option)
     documents = Source(EMBEDDED, argument="data.validation").documents() if text is None else read_documents(text)
     filler = "\n\n".join(documents)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
     found = evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
     settings = {

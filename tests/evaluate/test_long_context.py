@@ -3,13 +3,15 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import ModelOutput
 
-from fathom.caches import Full
+from fathom.caches import Full, StreamingLLM, compress, prefill
 from fathom.caches.versions import CACHE_NAME
 from fathom.data.packing import encode
 from fathom.evaluate.long_context import LONG_TASKS, evaluate_long, samples, score, task_names, wilson
@@ -132,6 +134,48 @@ def test_scores_are_those_of_transformers_without_a_cache(tokenizer, method):
         assert likeliest == (max(values) == values[0])
 
 
+@pytest.mark.parametrize("method", [None, Full()], ids=["no cache", "full"])
+def test_generation_is_that_of_generate(tokenizer, method):
+    """Found is the beginning of what generate() says, if a word ends there, and nothing else."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape, initializer_range=0.3, eos_token_id=None)).eval()
+    seen = set()
+    for sample in samples("niah_single", tokenizer, FILLER, 700, 6):
+        prompt = torch.tensor([sample.context + sample.question])
+        new = model.generate(prompt, do_sample=False, max_new_tokens=40)[0, prompt.shape[1] :].tolist()
+        for answer in (tokenizer.decode(new[:5]).strip(), tokenizer.decode(new[:5]).strip() + "~"):
+            count = len(tokenizer(answer, add_special_tokens=False).input_ids) + 1
+            said = tokenizer.decode(new[:count]).strip()
+            expected = re.match(re.escape(answer) + r"(?![^\W_])", said) is not None
+            tried = replace(sample, answers=[answer, *sample.answers[1:]])
+            assert score(model, tokenizer, [tried], method, chunk=128)[0][0] == expected
+            seen.add(expected)
+    assert seen == {True, False}
+
+
+def test_each_answer_is_scored_from_the_same_compressed_cache(tokenizer):
+    """Under a method that drops tokens, against a context read anew for each answer."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape, initializer_range=0.3)).eval()
+    method, hits = StreamingLLM(budget=64), []
+    made = samples("niah_multiquery", tokenizer, FILLER, 700, 8)
+    for sample in made:
+        values = []
+        for answer in sample.answers:
+            ids = tokenizer(answer, add_special_tokens=False).input_ids
+            with torch.no_grad(), compress(model, method):
+                cache = prefill(model, torch.tensor([sample.context]), chunk_size=100)[CACHE_NAME]
+                first = model(torch.tensor([sample.question]), **{CACHE_NAME: cache}, use_cache=True).logits[:, -1:]
+                rest = model(torch.tensor([ids[:-1]]), **{CACHE_NAME: cache}, use_cache=True).logits
+            log_p = torch.cat((first, rest), dim=1)[0].double().log_softmax(-1)
+            values.append(log_p.gather(1, torch.tensor(ids)[:, None]).sum().item())
+        hits.append(max(values) == values[0])
+    assert len({len(sample.question) for sample in made}) > 1  # questions of several lengths in one batch
+    assert [likeliest for _, likeliest in score(model, tokenizer, made, method, chunk=100)] == hits
+
+
 def test_intervals():
     assert wilson(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))  # Wilson 1927; tables in any textbook
     assert wilson(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
@@ -148,6 +192,9 @@ def test_refusals_are_one_line(tokenizer):
         samples("vt", tokenizer, [], 1024, 1)
     with pytest.raises(ValueError, match="count=0: must be at least 1"):
         evaluate_long(None, tokenizer, ["vt"], [1024], TEXT, count=0)
+    masked = SimpleNamespace(config=SimpleNamespace(diffusion={"name": "masked"}))
+    with pytest.raises(ValueError, match="not implemented for diffusion models"):
+        evaluate_long(masked, tokenizer, ["vt"], [1024], TEXT)
 
 
 def test_command(tmp_path, monkeypatch, capsys):
