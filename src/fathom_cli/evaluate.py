@@ -87,8 +87,8 @@ def command(
             json_output,
         )
         return
-    if cache is not None or budget is not None or option:
-        raise ValueError("--cache, --budget and --option go with --long")
+    if (lengths, samples, seed, chunk, cache, budget, option or None) != ("1k", 40, 0, 512, None, None, None):
+        raise ValueError("--lengths, --samples, --seed, --cache, --budget, --option and --chunk go with --long")
     if (text is None) == (tasks is None):
         raise ValueError("give either --text FILE, --tasks NAME,NAME or --long NAME,NAME")
     if tasks is None and (task_dir or limit or num_fewshot is not None or apply_chat_template):

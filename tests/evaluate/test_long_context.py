@@ -209,6 +209,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         (["--long", "vt", "--budget", "4"], "--budget and --option go with --cache NAME"),
         (["--long", "vt", "--tasks", "piqa"], "give either --tasks NAME,NAME or --long NAME,NAME"),
         (["--text", "x.txt", "--cache", "treekv"], "go with --long"),
+        (["--text", "x.txt", "--lengths", "4k"], "go with --long"),
     ):
         code, _, err = run_cli(monkeypatch, capsys, "evaluate", folder, *wrong)
         assert code and message in err and len(err.strip().splitlines()) == 1
