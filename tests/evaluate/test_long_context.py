@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 from transformers.utils import ModelOutput
 
 from fathom.caches import Full, StreamingLLM, compress, prefill
@@ -116,12 +116,16 @@ def test_a_reader_that_guesses_is_at_chance_and_out_of_the_mean(tokenizer):
     assert found["mean"] == {"generation": {str(LENGTH): None}, "likelihood": {str(LENGTH): None}}
 
 
-@pytest.mark.parametrize("method", [None, Full()], ids=["no cache", "full"])
+@pytest.mark.parametrize("method", [None, Full(), "mamba"], ids=["no cache", "full", "mamba"])
 def test_scores_are_those_of_transformers_without_a_cache(tokenizer, method):
     """Likelihoods from one forward over context, question and answer; the text from generate()."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape, initializer_range=0.3)).eval()
+    if method == "mamba":  # whose state is lost by calls of several tokens
+        method, model = None, MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).eval()
+        for weight in model.parameters():
+            weight.data *= 3 if weight.ndim > 1 else 1
     made = samples("niah_multikey", tokenizer, FILLER, 700, 6)
     found = score(model, tokenizer, made, method, chunk=128)
     for (_, likeliest), sample in zip(found, made, strict=True):
@@ -167,9 +171,9 @@ def test_each_answer_is_scored_from_the_same_compressed_cache(tokenizer):
             ids = tokenizer(answer, add_special_tokens=False).input_ids
             with torch.no_grad(), compress(model, method):
                 cache = prefill(model, torch.tensor([sample.context]), chunk_size=100)[CACHE_NAME]
-                first = model(torch.tensor([sample.question]), **{CACHE_NAME: cache}, use_cache=True).logits[:, -1:]
-                rest = model(torch.tensor([ids[:-1]]), **{CACHE_NAME: cache}, use_cache=True).logits
-            log_p = torch.cat((first, rest), dim=1)[0].double().log_softmax(-1)
+                calls = [sample.question, *([token] for token in ids[:-1])]
+                logits = [model(torch.tensor([c]), **{CACHE_NAME: cache}, use_cache=True).logits[0, -1:] for c in calls]
+            log_p = torch.cat(logits).double().log_softmax(-1)
             values.append(log_p.gather(1, torch.tensor(ids)[:, None]).sum().item())
         hits.append(max(values) == values[0])
     assert len({len(sample.question) for sample in made}) > 1  # questions of several lengths in one batch

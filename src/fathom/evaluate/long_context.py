@@ -253,16 +253,20 @@ def _score(model: Any, tokenizer: Any, batch: list[Sample], parts: list[Tensor])
         answers = [row[choice] for row in rows]
         longest = max(map(len, answers))
         ids = _rows([answer + [answer[-1]] * (longest - len(answer)) for answer in answers], device)
-        after = logits if longest == 1 else torch.cat((logits, read(ids[:, :-1], copy.deepcopy(cache))[0]), dim=1)
-        log_p = after.to(torch.promote_types(after.dtype, torch.float32)).log_softmax(-1)
+        after, held = [logits], copy.deepcopy(cache)
+        for at in range(longest - 1):  # one at a time, as in generation: Mamba forgets its state before longer calls
+            step, held = read(ids[:, at : at + 1], held, keep=1)
+            after.append(step)
+        said = torch.cat(after, dim=1)
+        log_p = said.to(torch.promote_types(said.dtype, torch.float32)).log_softmax(-1)
         each = log_p.gather(2, ids[..., None])[..., 0].double().cpu()
         likelihoods[:, choice] = torch.stack([row[: len(answer)].sum() for row, answer in zip(each, answers)])
 
-    said = [logits[:, -1:].argmax(-1)]
+    chosen = [logits[:, -1:].argmax(-1)]
     for _ in range(max(len(row[0]) for row in rows)):  # one more than the answer: does its last word end there?
-        step, cache = read(said[-1], cache, keep=1)
-        said.append(step[:, -1:].argmax(-1))
-    generated = torch.cat(said, dim=1).tolist()
+        step, cache = read(chosen[-1], cache, keep=1)
+        chosen.append(step[:, -1:].argmax(-1))
+    generated = torch.cat(chosen, dim=1).tolist()
     texts = [tokenizer.decode(ids).strip() for ids in generated]
     return [
         (_begins(text, sample.answers[0].strip()), bool(values[0] > values[1:].max()))
@@ -281,8 +285,8 @@ class _Reader:
     def __init__(self, model: Any):
         self.model, self.keeps = model, "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def __call__(self, ids: Tensor, cache: Any, keep: int = 0) -> tuple[Tensor, Any]:
-        more = {"logits_to_keep": keep} if keep and self.keeps else {}
+    def __call__(self, ids: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
+        more = {"logits_to_keep": keep} if self.keeps else {}
         held = {} if cache is None else {CACHE_NAME: cache}
         out = self.model(input_ids=ids, use_cache=True, **held, **more)
         if out.get(CACHE_NAME) is None:
