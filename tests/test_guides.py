@@ -65,6 +65,7 @@ PARSED = (
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",
     "fathom evaluate runs/mine/pondering-seed0/model --tasks lambada_openai,piqa",  # downloads
+    "fathom evaluate MODEL --long niah,vt --lengths 1k,4k --cache treekv --budget 256 --json",  # tests/evaluate
 )
 SETUP = re.compile(r"make |pip |source |tensorboard |lm_eval |python -m venv |python recipes/|OMP_NUM_THREADS=1 ")
 

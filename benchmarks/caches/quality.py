@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fathom.caches import METHODS, cache_shape
 from fathom.caches.budgets import NotReachable
-from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity, retrieval
+from fathom.caches.quality import grid, perplexity, retrieval
+from fathom.evaluate.long_context import DEPTHS, FILLER, TASKS
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -272,10 +272,11 @@ def bench(
     """
     from fathom.caches import METHODS, cache_shape, method_class
     from fathom.caches.budgets import NotReachable
-    from fathom.caches.quality import DEPTHS, FILLER, TASKS, grid, perplexity
+    from fathom.caches.quality import grid, perplexity
     from fathom.caches.record import fingerprint
     from fathom.caches.speed import decode_speed
     from fathom.caches.versions import causal_lm
+    from fathom.evaluate.long_context import DEPTHS, FILLER, TASKS
 
     wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")
     try:

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict, quality
-from fathom.caches.quality import DEPTHS, FILLER, grid
+from fathom.caches.quality import grid
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.caches.versions import CACHE_NAME
+from fathom.evaluate.long_context import DEPTHS, FILLER
 from fathom_cli.cache import app
 
 

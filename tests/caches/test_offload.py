@@ -11,8 +11,9 @@ from cache_cases import SMALL, build, get_model, make
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fathom.caches import FourierAttention, TreeKV, cache_shape, compress, load_codebooks, search_channels
-from fathom.caches.quality import DEPTHS, FILLER, grid
+from fathom.caches.quality import grid
 from fathom.caches.record import fingerprint
+from fathom.evaluate.long_context import DEPTHS, FILLER
 
 MAP = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "disk"}
 MAP |= {f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb")}

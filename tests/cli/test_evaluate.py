@@ -126,8 +126,8 @@ def test_unreadable_text(run, folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give either --text FILE or --tasks NAME,NAME"),
-        (("--text", "a", "--tasks", "b"), "give either --text FILE or --tasks NAME,NAME"),
+        ((), "give either --text FILE, --tasks NAME,NAME or --long NAME,NAME"),
+        (("--text", "a", "--tasks", "b"), "give either --text FILE, --tasks NAME,NAME or --long NAME,NAME"),
         (("--text", "a", "--limit", 1), "--task-dir, --limit, --num-fewshot and --apply-chat-template go with --tasks"),
         (("--tasks", ","), "--tasks=',': names no task"),
     ],

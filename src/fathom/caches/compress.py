@@ -314,6 +314,16 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
     return binding.new_cache(equal_rows=equal_rows)
 
 
+def check_chunk(method: CacheMethod, chunk: int) -> None:
+    """Refuse calls that the method never compresses: the full cache would be measured under its name."""
+    shortest = method.shortest_call
+    if chunk < shortest:
+        raise ValueError(
+            f"chunk={chunk}: {type(method).__name__} compresses only after calls of at least {shortest} tokens (its "
+            f"window n_recent); use chunk ≥ {shortest}, or a smaller n_recent"
+        )
+
+
 @torch.no_grad()
 def prefill(
     model: nn.Module,

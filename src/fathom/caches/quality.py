@@ -13,20 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathom.caches.base import CacheMethod, portion
-from fathom.caches.compress import compress, prefill
+from fathom.caches.base import CacheMethod
+from fathom.caches.compress import check_chunk, compress, prefill
 from fathom.caches.report import compression_report
 from fathom.caches.versions import CACHE_NAME, execution_device
-
-
-def check_chunk(method: CacheMethod, chunk: int) -> None:
-    """Refuse calls that the method never compresses: the full cache would be measured under its name."""
-    shortest = method.shortest_call
-    if chunk < shortest:
-        raise ValueError(
-            f"chunk={chunk}: {type(method).__name__} compresses only after calls of at least {shortest} tokens (its "
-            f"window n_recent); use chunk ≥ {shortest}, or a smaller n_recent"
-        )
+from fathom.evaluate.long_context import FRUITS, TASKS, hidden
 
 
 @torch.no_grad()
@@ -96,32 +87,6 @@ def retrieval(
             produced.append(asked)
     texts = [tokenizer.decode(row) for row in torch.cat(produced, dim=1).tolist()]
     return [text.strip().startswith(answer.strip()) for text, answer in zip(texts, answers)]
-
-
-# task → (sentence to hide, question, answer); {} is the secret
-TASKS = {
-    "passkey": (" The pass key is {0}. Remember it. {0} is the pass key. ", "\nWhat is the pass key? The pass key is"),
-    "needle": (
-        " The best fruit to eat in the harbour town is the {0}. ",
-        "\nThe best fruit to eat in the harbour town is the",
-    ),
-}
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-# not at the very end: there even a full cache without its first tokens (stock, sliced) loses the answer
-DEPTHS = [0.0, 0.2375, 0.475, 0.7125, 0.95]
-FRUITS = ("mango", "cherry", "banana", "orange", "lemon", "peach", "apple", "grape")
-
-
-def hidden(task: str, tokenizer: Any, filler: str, tokens: int, depth: float, secret: str) -> list[int]:
-    """Exactly `tokens` token ids: a sentence with a secret at `depth` (0 … 1) of filler text, special tokens first."""
-    needle = tokenizer(TASKS[task][0].format(secret), add_special_tokens=False).input_ids
-    begin, ids = tokenizer("").input_ids, tokenizer(filler, add_special_tokens=False).input_ids
-    room = tokens - len(needle) - len(begin)
-    if room < 0 or not ids:
-        raise ValueError(f"tokens={tokens}: use at least {tokens - room}, and some filler text")
-    ids = (ids * (room // len(ids) + 1))[:room]
-    cut = portion(depth, room)
-    return begin + ids[:cut] + needle + ids[cut:]
 
 
 def grid(

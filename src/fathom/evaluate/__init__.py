@@ -1,6 +1,7 @@
-"""From a checkpoint to numbers: perplexity, bits per byte, lm_eval tasks."""
+"""From a checkpoint to numbers: perplexity, bits per byte, lm_eval tasks, retrieval from long texts."""
 
 from fathom.evaluate.load_model import load_checkpoint
+from fathom.evaluate.long_context import evaluate_long
 from fathom.evaluate.steps_run import Steps, is_adaptive, steps_run
 from fathom.evaluate.tasks import evaluate_tasks, find_tasks
 from fathom.evaluate.text import (
@@ -19,6 +20,7 @@ __all__ = [
     "TextBound",
     "TextScore",
     "bits_per_byte",
+    "evaluate_long",
     "evaluate_tasks",
     "evaluate_text",
     "find_tasks",
