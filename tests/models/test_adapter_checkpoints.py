@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from stock import CONFIGS, GROUPED, random_stock
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -77,6 +77,32 @@ def test_an_adapter_on_a_stock_checkpoint_is_in_the_weights(name, tmp_path):
             model = FathomForCausalLM.from_pretrained(tmp_path / place)
             assert_close(model(ids).logits, expected)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_a_table_in_an_adapters_file_is_for_a_tied_head_too(target, tmp_path):
+    """peft saves the table of an adapted head or table, which may have been trained or resized since."""
+    random_stock(TIED).save_pretrained(tmp_path / "stock")
+    adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), tmp_path / "adapter", target_modules=[target])
+    change = torch.Generator().manual_seed(5)
+
+    def move(state):
+        tables = [
+            name for name in state if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight"))
+        ]
+        assert tables
+        moved = state[tables[0]] + 0.3 * torch.randn(state[tables[0]].shape, generator=change)
+        state.update({name: moved.clone() for name in tables})
+
+    edit(tmp_path / "adapter" / "adapter_model.safetensors", move)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        reference = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), tmp_path / "adapter"
+        )
+        found = FathomForCausalLM.from_pretrained(tmp_path / "adapter")
+        assert_close(found(ids).logits, reference.eval()(input_ids=ids).logits)
 
 
 def test_a_method_goes_onto_an_adapted_checkpoint(base):

@@ -76,10 +76,13 @@ def merge_adapter(
             "implemented here; use it on the stock model"
         )
     head: Any = stock.get_output_embeddings()
-    table: Any = stock.get_input_embeddings()
-    if head.weight is table.weight:
-        head.weight = nn.Parameter(head.weight.detach().clone())
+    shared = head.weight
+    tied = shared is stock.get_input_embeddings().weight  # type: ignore[union-attr]
     adapted: Any = PeftModel(stock, config)
-    report = adapted.load_adapter(adapter, "default", **hub)
+    report = adapted.load_adapter(adapter, "default", **hub)  # a table in the adapter's file is for both of them
+    if tied:  # but what is merged is for one
+        for module in stock.get_output_embeddings().modules():  # type: ignore[union-attr]
+            if module._parameters.get("weight") is shared:
+                module.weight = nn.Parameter(shared.detach().clone())
     with torch.no_grad():
         return adapted.merge_and_unload(safe_merge=True), report.missing_keys, report.unexpected_keys
