@@ -111,7 +111,10 @@ class DiffusionGenerationConfig:
         if not self.infill:
             length = self.block_length or self.max_new_tokens
             if self.max_new_tokens % length:
-                self._refuse("max_new_tokens", f"must be a multiple of block_length={length}")
+                self._refuse(
+                    "max_new_tokens",
+                    f"must be a multiple of block_length={length}; set block_length too, or null for one block",
+                )
             steps, blocks = self.total_steps, self.max_new_tokens // length
             if steps > self.max_new_tokens:
                 self._refuse("steps", f"must be at most max_new_tokens={self.max_new_tokens}: a step reveals a token")
