@@ -113,7 +113,7 @@ class DiffusionGenerationConfig:
             if self.max_new_tokens % length:
                 self._refuse(
                     "max_new_tokens",
-                    f"must be a multiple of block_length={length}; set block_length too, or null for one block",
+                    f"must be a multiple of block_length={length}; set block_length too, or None for one block",
                 )
             steps, blocks = self.total_steps, self.max_new_tokens // length
             if steps > self.max_new_tokens:
