@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     """One of `__all__`, or the class of any method, such as `FourierVLM`."""
     if name in _PLACES:
         return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    if not name.startswith("_"):
+    if name[:1].isupper():
         for cls in importlib.import_module(f"{__name__}.methods").METHODS.values():
             if cls.__name__ == name:
                 return cls
