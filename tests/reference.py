@@ -146,3 +146,57 @@ def fresh_models(tmp_path: Any, **fields: Any) -> list[FathomForCausalLM]:
         FathomForCausalLM.from_pretrained(None, config=config, state_dict={}),
         FathomForCausalLM.from_pretrained(tmp_path, **sections),
     ]
+
+
+def schedule(options, layer: int, layers: int) -> set[int]:
+    """D(ℓ)."""
+    name, stride = options.source_schedule, options.stride or max(1, layers // 2)
+    sources = {
+        "absolute_stride": {j for j in range(layer) if j % stride == 0},
+        "relative_stride": {j for j in range(layer) if (layer - j) % stride == 0},
+        "first_only": {j for j in range(layer) if j == 0},
+        "all": set(range(layer)),
+        "explicit": set(options.sources[layer]) if options.sources else set(),
+    }[name]
+    return sources | {j for j in range(layer) if layer - j <= options.recent_window}
+
+
+def sources_of(options, index: int, layers: int, passes: int) -> list[int]:
+    """D over pass·L + ℓ."""
+    r, layer = divmod(index, layers)
+    if passes == 1:
+        return sorted(schedule(options, layer, layers))
+    same = {p * layers + layer for p in range(r)}
+    within = {r * layers + j for j in schedule(options, layer, layers)}
+    unrolled = {j for j in range(index) if j % (options.stride or max(1, layers // 2)) == 0}
+    return sorted(
+        {"same_layer": same, "same_layer+stride": same | within, "unrolled_stride": unrolled}[options.loop_sources]
+    )
+
+
+def depth_attention(model):
+    """The equations, one token and one key/value head at a time."""
+    c, options = model.config, model.model.mixer.options
+    group = c.num_attention_heads // c.num_key_value_heads
+
+    def mix(query, key, value, index, memory):
+        sources = sources_of(options, index, c.num_hidden_layers, c.passes)
+        mixed_key, mixed_value = key.clone(), value.clone()
+        for head in range(c.num_key_value_heads) if sources else ():
+            mean = sum(query[head * group + i] for i in range(group)) / group
+            scores = [float(mean @ memory[j]["key"][head]) / math.sqrt(c.head_dim) for j in sources]
+            scores.append(float(mean @ key[head]) / math.sqrt(c.head_dim))
+            if options.mix_rule == "uniform":
+                scores = [0.0] * len(scores)
+            total = sum(math.exp(s) for s in scores)
+            alpha = [math.exp(s) / total for s in scores]
+            mixed_value[head] = alpha[-1] * value[head]
+            mixed_key[head] = alpha[-1] * key[head]
+            for a, j in zip(alpha, sources):
+                mixed_value[head] += a * memory[j]["mixed value"][head]
+                mixed_key[head] += a * memory[j]["mixed key"][head]
+        memory[index] = {"key": key, "mixed key": mixed_key, "mixed value": mixed_value}
+        target = options.mix_target
+        return mixed_key if "k" in target else key, mixed_value if "v" in target else value
+
+    return mix

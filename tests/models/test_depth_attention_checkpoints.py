@@ -6,11 +6,10 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_depth_attention import depth_attention
 
 from fathom import FathomForCausalLM
 from fathom.evaluate import load_checkpoint
-from reference import ReferenceDecoder
+from reference import ReferenceDecoder, depth_attention
 from tiny import SIZES, assert_close, tiny_model, tokens
 from tiny_checkpoint import tiny_tokenizer
 
