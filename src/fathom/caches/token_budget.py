@@ -90,8 +90,8 @@ class TokenBudget(CacheMethod):
         return self.call_length() == 1
 
     def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
-        """Of a prompt longer than `LONG` tokens, `PART` at a time: what a token sees of those before is then a cache
-        that was compressed after each part, nearer to the definition (after each token) than one call.
+        """How many tokens one call reads: `PART` of a prompt longer than `LONG`. A token then sees a cache that was
+        compressed after each part, which is nearer to the definition (after each token) than one call.
 
         The numbers do not depend on how many rows there are. Rows of other lengths would be cut elsewhere: with pads
         the prompt is read whole, so that a row stays the row alone. Where a call is processed `chunk` tokens at a

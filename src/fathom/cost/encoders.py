@@ -16,7 +16,7 @@ from fathom.models.registry import ENCODER, build_options, lookup
 
 
 def encoder_flops(config: Any, length: int) -> float:
-    """Of the encoder's layers on one source of `length` tokens (texts of a classifier: with its CLS token)."""
+    """FLOPs of the encoder's layers on one source of `length` tokens (texts of a classifier: with its CLS token)."""
     if length < 1:
         raise ValueError(f"length={length!r}: must be at least 1")
     method: Any = lookup(ENCODER, config.encoder["name"])
@@ -30,20 +30,21 @@ def memory_length(config: Any, length: int) -> int:
 
 
 def seq2seq_flops(config: Any, source: int, target: int, causal: bool = True) -> float:
-    """Of one forward on a source and a target; `causal=False` counts all target tokens as keys, as FLOP counters do."""
+    """FLOPs of one forward on a source and a target; `causal=False` counts all target tokens as keys, as FLOP
+    counters do."""
     keys = (target + 1) / 2 if causal else target
     return encoder_flops(config, source) + config.decoder_flops(target, memory_length(config, source), keys)
 
 
 def classifier_flops(config: Any, length: int) -> float:
-    """Of one example of texts of `length` tokens each."""
+    """FLOPs of one example of texts of `length` tokens each."""
     read = config.hidden_size * (1 if config.towers == 1 else 4)
     head = 2 * config.intermediate_size * (read + (config.num_labels or 2))
     return config.towers * encoder_flops(config, length + config.first) + head
 
 
 def memory_bytes(config: Any, source: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Of the cross-attention cache of one source: keys and values of every decoder layer."""
+    """Bytes of the cross-attention cache of one source: keys and values of every decoder layer."""
     if config.host == "bart":
         layers, width = config.decoder_layers, config.d_model
     else:

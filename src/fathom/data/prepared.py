@@ -148,6 +148,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
 
 
 def require_disjoint(train: Source, validation: Source) -> None:
+    """Raises ValueError for a file that is both trained on and held out."""
     if train.name == validation.name == EMBEDDED:
         return
     shared = {file.resolve() for file in train.files()} & {file.resolve() for file in validation.files()}
@@ -159,4 +160,5 @@ def require_disjoint(train: Source, validation: Source) -> None:
 
 
 def cache_key(*parts: object) -> str:
+    """The name of a cache entry: another one for other parts, or after a change of the format."""
     return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:32]

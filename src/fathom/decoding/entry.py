@@ -34,12 +34,12 @@ Cut = Callable[[int, int, bool], int | None]
 
 
 def exact_cut(rows: int, length: int, padded: bool) -> int | None:
-    """Of a model whose cached forward equals the whole one."""
+    """How a prompt is cut for a model whose cached forward equals the whole one."""
     return tokens_at_once(rows, length)
 
 
 def whole_prompt(rows: int, length: int, padded: bool) -> int | None:
-    """Of a model that reads its prompt in one call."""
+    """How a prompt is cut for a model that reads it in one call."""
     return None
 
 

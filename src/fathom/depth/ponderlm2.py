@@ -311,7 +311,7 @@ class Sweeps:
         return found, ran
 
     def trace(self, ran: int) -> dict[str, Tensor]:
-        """Of every token, that its forward ran so many."""
+        """How many sweeps the forward of each token ran."""
         return {"sweeps": torch.full(self.embeddings.shape[:2], ran, device=self.embeddings.device)}
 
 

@@ -234,7 +234,7 @@ class PonderLM3(DepthMethod):
             return [y[:, i::n] for i in range(thoughts)], *self.shares(y[:, ::n], real)
 
         def change(before: tuple, after: tuple) -> Tensor:
-            """Of the thoughts that run and of the shares."""
+            """The change of the thoughts that run and of the shares."""
             (old, last, *_), (new, s, _, run) = before, after
             return torch.maximum(stack.largest_change(old, new, run[..., 1:]), (s - last).abs().max())
 
@@ -259,8 +259,8 @@ class PonderLM3(DepthMethod):
         return DepthOutput(hidden_states, trace={"shares": s, "passes": run.sum(-1)})
 
     def penalty(self, s: Float[Tensor, "B T n"], targets: Int[Tensor, "B T"]) -> Tensor:
-        """Of the mean shares over the tokens that have a target and so weigh the loss (0 if none has); linear in s, so
-        E[k] of the mean is the mean of E[k]."""
+        """The penalty on the mean shares over the tokens that have a target and so weigh the loss (0 if none has).
+        It is linear in s, so E[k] of the mean is the mean of E[k]."""
         predicts = targets != IGNORE
         mean = (s * predicts[..., None]).sum((0, 1)) / predicts.sum().clamp(min=1)
         if self.options.penalty == "prior":

@@ -91,7 +91,7 @@ class View:
 
     @property
     def entropy(self) -> Float[Tensor, "B n"]:
-        """Of the candidates' distributions, in nats; 0 elsewhere."""
+        """Entropy of the candidates' distributions, in nats; 0 elsewhere."""
         log_probs = self.log_probs
         return self.spread(-(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)).sum(-1))
 
@@ -165,7 +165,7 @@ class BlockState:
         return self.passes.full(canvas)
 
     def nbytes(self) -> int:
-        """Of the keys and values that are kept."""
+        """Bytes of the keys and values that are kept."""
         return 0
 
 

@@ -130,7 +130,7 @@ class Fourier(Policy):
         return band_score(view.hidden, 0 if self.phi == "low" else first, width)
 
     def variances(self, view: View) -> list[float]:
-        """Of the highest probabilities over hidden tokens, unbiased; NaN of fewer than two. One a history."""
+        """Variance of the highest probabilities over hidden tokens, unbiased; NaN of fewer than two. One a history."""
         values = view.log_probs.amax(-1).exp()
         rows = view.candidates.nonzero()[:, 0]
         if view.others is not None:

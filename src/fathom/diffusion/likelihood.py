@@ -35,7 +35,7 @@ def bound(
     position_ids: Int[Tensor, "B T"] | None = None,
     seed: int = 0,
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """Of every row the bound in nats, and its standard error.
+    """The bound of every row in nats, and its standard error.
 
     answer: tokens that are scored; the others are always seen.
     samples: K, forward passes a row. The error is that of K independent draws, which spreading them makes smaller; NaN

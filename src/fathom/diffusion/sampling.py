@@ -457,7 +457,7 @@ def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | Non
 
 
 def seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """Of the rows. Raises ValueError for a list of another length."""
+    """One seed a row. Raises ValueError for a list of another length."""
     if isinstance(seed, int):
         return [seed + 1_000_003 * row for row in range(rows)]
     if len(seed) != rows:
@@ -484,6 +484,7 @@ def mask_token(model: Any, config: DiffusionGenerationConfig) -> tuple[int, bool
 
 
 def end_tokens(model: Any, config: DiffusionGenerationConfig) -> list[int]:
+    """Tokens that end a text: the generation config's, else the model's; none if neither says."""
     found = config.eos_token_id if config.eos_token_id is not None else getattr(model.config, "eos_token_id", None)
     return [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
 

@@ -19,15 +19,18 @@ LAST = 1e-3  # of the times of `dream`
 
 
 def linear(now: Int[Tensor, " B"], first: Int[Tensor, " B"], step: int, steps: int) -> Int[Tensor, " B"]:
+    """⌊k/s⌋ tokens, and one more in the first k mod s steps (LLaDA)."""
     return first // steps + (step < first % steps).long()
 
 
 def dream(now: Int[Tensor, " B"], first: Int[Tensor, " B"], step: int, steps: int) -> Int[Tensor, " B"]:
+    """⌊n · (1 − t_{i+1}/t_i)⌋ of the n tokens that are hidden now (Dream)."""
     times = torch.linspace(1, LAST, steps + 1, device=now.device)  # in fp32, whose rounding is part of it
     return (now * (1 - times[step + 1] / times[step])).long()
 
 
 def exact(now: Int[Tensor, " B"], first: Int[Tensor, " B"], step: int, steps: int) -> Int[Tensor, " B"]:
+    """⌊k (i+1)/s⌋ − ⌊k i/s⌋ tokens."""
     return first * (step + 1) // steps - first * step // steps
 
 

@@ -78,7 +78,7 @@ class SparseDLLM(BlockCache):
         check_choice(self.name, "first_step", self.first_step, ("official", "extra_query"))
 
     def ratio(self, layer: int, layers: int) -> Fraction:
-        """Of a layer, counted pass·L + ℓ; exact, as 0.7 · 90 is 63."""
+        """The kept ratio of a layer, counted pass·L + ℓ; exact, as 0.7 · 90 is 63."""
         ratios = self.keep_ratio
         return Fraction(str(ratios[layer % layers] if isinstance(ratios, tuple | list) else ratios))
 

@@ -51,7 +51,7 @@ class Encoder(Method):
         return mask
 
     def attention(self, config: Any, has_relative_attention_bias: bool) -> nn.Module | None:
-        """Of LongT5's layers, what stands for their self-attention, with the parameters of that; None: nothing does."""
+        """What stands in LongT5's layers for their self-attention, with the parameters of that; None: nothing does."""
         return None
 
     @classmethod

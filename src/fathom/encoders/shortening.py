@@ -167,7 +167,7 @@ class Shortening(Encoder):
 
     @classmethod
     def lengths(cls, config: Any, options: Any, length: int) -> list[tuple[int, int]]:
-        """Of every layer, the tokens that come to it and those that it reads, of `length` without padding."""
+        """For every layer the tokens that come to it and those that it reads, of `length` without padding."""
         layers, first = config.num_hidden_layers, getattr(config, "first", 0)
         found = []
         for index in range(layers):
@@ -191,7 +191,7 @@ class Shortening(Encoder):
 
     @classmethod
     def map_flops(cls, options: Any, before: int, after: int) -> float:
-        """Of A on one channel; 0 where it is no matrix product."""
+        """FLOPs of A on one channel; 0 where it is no matrix product."""
         return 0.0
 
     @classmethod

@@ -298,7 +298,7 @@ class MixtureOfExperts(FeedForward):
 
     @staticmethod
     def widths(config: Any, options: Any) -> tuple[int, int]:
-        """Of the shared expert (0: none) and of each routed one."""
+        """Widths of the shared expert (0: none) and of each routed one."""
         whole = config.intermediate_size
         shared = whole if options.shared is None else options.shared
         return shared, whole // options.slices if options.width is None else options.width

@@ -78,7 +78,7 @@ class EncoderSection:
 
 
 def _decoder_layer(width: int, inner: int, weights: float, target: float, memory: float, keys: float) -> float:
-    """Of one decoder layer: self-attention, cross-attention over `memory` positions, feed-forward network."""
+    """FLOPs of one decoder layer: self-attention, cross-attention over `memory` positions, feed-forward network."""
     linear = 2 * target * (6 * width * inner + weights) + 2 * memory * 2 * width * inner
     return linear + 4 * target * (keys + memory) * inner
 
@@ -140,7 +140,7 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
         return 2 * tokens * (4 * self.d_model * self.inner + self.feed_forward_weights) + 4 * tokens * keys * self.inner
 
     def own_flops(self, length: int) -> float:
-        """Of the encoder with the attention that `encoder_attention_type` names: three blocks of keys for each of
+        """FLOPs of the encoder with the attention that `encoder_attention_type` names: three blocks of keys for each of
         queries, and one key for every `global_block_size` tokens."""
         size = self.local_radius + 1
         padded = -(-length // size) * size

@@ -23,8 +23,8 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
 
 
 def ties(tasks: Sequence[Tensor], density: float) -> Tensor:
-    """Of task vectors: the largest `density` of each, the sign that most of their mass has, the mean of those with it
-    (arXiv 2306.01708)."""
+    """The TIES merge of task vectors (arXiv 2306.01708): the largest `density` of each are kept, the sign that most of
+    their mass has is chosen, and those with it are averaged."""
     trimmed = []
     for task in tasks:
         limit = task.abs().flatten().kthvalue(max(1, int((1 - density) * task.numel()))).values

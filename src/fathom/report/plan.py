@@ -23,7 +23,7 @@ class Planned:
 
     @property
     def model_folder(self) -> str:
-        """Of the method at this depth. Budgets that ask for the same run share it."""
+        """The name of the folder of the method at this depth. Budgets that ask for the same run share it."""
         return f"{self.method.name}-{self.layers}-layers" if self.deepened else self.method.name
 
     @property

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fathom.cost import forward_flops_per_token, kv_bytes_per_token, parameter_counts, training_flops_per_token
-from fathom.data import DataConfig, PreparedData, collate
+from fathom.data import EMBEDDED, DataConfig, PreparedData, Source, collate
 from fathom.data.packing import IGNORED
+from fathom.data.prepared import require_disjoint
 from fathom.models.registry import SECTIONS, check_type, nearest
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class Task:
     reference_name: ClassVar[str]
     reference_note: ClassVar[str]
     mixes: ClassVar[bool] = False  # whether data.train may name several data sets with weights
+    unused: ClassVar[tuple[str, ...]] = ()  # fields of the recipe's `data` that a task of whole rows cannot honour
     samples_note: ClassVar[str]
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
@@ -171,7 +173,7 @@ class Task:
         return training_flops_per_token(config, block_size, checkpointing, ran=ran)
 
     def sizes(self, config: Any, block_size: int, dtype: torch.dtype, ran: Sequence[float] | None = None) -> Sizes:
-        """Of a model, by measured shares `ran` of tokens that run each step, or with all of them."""
+        """Sizes of a model, by measured shares `ran` of tokens that run each step, or with all of them."""
         counts = parameter_counts(config)
         flops = forward_flops_per_token(config, block_size, ran=ran).matmul
         return Sizes(counts.total, counts.non_embedding, flops, kv_bytes_per_token(config, dtype, ran))
@@ -189,6 +191,32 @@ class Task:
                 f"data.train={sorted(data.train)!r}: task {self.name!r} reads one data set; name it, or use task "
                 "'causal_lm'"
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
+        for name in self.unused:
+            if getattr(data, name) != defaults[name]:
+                raise ValueError(
+                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
+                    "leave it out (max_documents limits rows)"
+                )
+
+    def refuse_text(self, data: DataConfig) -> None:
+        """Raises ValueError where the recipe names the embedded text and the task needs rows."""
+        for name, more in (("train", ""), ("validation", ", or give null")):
+            if getattr(data, name) == EMBEDDED:
+                raise ValueError(
+                    f"data.{name}={EMBEDDED!r} is running text; task {self.name!r} needs rows: name a JSONL or Parquet "
+                    f"file{more}"
+                )
+
+    def sources(self, data: DataConfig, field: str = "text") -> tuple[Source, Source | None]:
+        """The rows to train on and those held out, of the data set that `check` lets through."""
+        assert isinstance(data.train, str)
+        train = Source(data.train, data.train_split, field, "data.train", data.max_documents)
+        if data.validation is None:
+            return train, None
+        held_out = Source(data.validation, data.validation_split, field, "data.validation")
+        require_disjoint(train, held_out)
+        return train, held_out
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         """Examples ready for the Trainer, and what scoring needs. Raises OSError or ValueError that names the field."""

@@ -68,7 +68,7 @@ class CausalLM(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """Of one generated token, the mean over a context of `block_size`."""
+        """FLOPs of one generated token, the mean over a context of `block_size`."""
         return forward_flops_per_token(config, block_size, ran=ran).matmul
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, FNetConfig
 
 from fathom.cost.encoders import classifier_flops
 from fathom.data import DataConfig, PreparedData, Source
-from fathom.data.prepared import cache_key, make_tokenizer, require_disjoint
+from fathom.data.prepared import cache_key, make_tokenizer
 from fathom.models.encoder_configs import FathomEncoderConfig
 from fathom.models.method import check_range
 from fathom.tasks.base import Sample, Score, register_task
@@ -79,12 +79,7 @@ class Classification(EncoderTask):
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
-        assert isinstance(data.train, str)  # `check`
-        train = Source(data.train, data.train_split, argument="data.train", max_documents=data.max_documents)
-        held_out = None
-        if data.validation is not None:
-            held_out = Source(data.validation, data.validation_split, argument="data.validation")
-            require_disjoint(train, held_out)
+        train, held_out = self.sources(data)
         names = [str(name) for name in self.section.values()]
         tokenizer = make_tokenizer(
             data,

@@ -22,13 +22,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from fathom.data import EMBEDDED, DataConfig, PreparedData, Source, load_tokenizer
+from fathom.data import DataConfig, PreparedData, Source, load_tokenizer
 from fathom.data.packing import IGNORED
 from fathom.data.prepared import build_once, cache_key
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.tasks.base import Sizes, Task
-
-_FIXED = ("document_mask", "keep_remainder", "streaming")
 
 
 class EncoderTask(Task):
@@ -44,6 +42,7 @@ class EncoderTask(Task):
     auto: ClassVar[Any]
     specials: ClassVar[tuple[str, ...]]
     checkpoint_fields = ("encoder",)
+    unused = ("document_mask", "keep_remainder", "streaming")
 
     @classmethod
     def model_fields(cls) -> list[str]:
@@ -55,16 +54,6 @@ class EncoderTask(Task):
     @property
     def model_class(self) -> Any:
         return self.auto
-
-    def check(self, data: DataConfig) -> None:
-        super().check(data)
-        defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
-        for name in _FIXED:
-            if getattr(data, name) != defaults[name]:
-                raise ValueError(
-                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
-                    "leave it out"
-                )
 
     def model_config(self, fields, data, tokenizer):
         fields = dict(fields)
@@ -118,7 +107,7 @@ class EncoderTask(Task):
         return {"encoder": config.encoder} if is_own(config) else {}
 
     def example_flops(self, config: Any, block_size: int) -> float:
-        """Of one forward on one example."""
+        """FLOPs of one forward on one example."""
         raise NotImplementedError  # abstract
 
     def training_flops(self, config, block_size, checkpointing, ran=None):
@@ -173,14 +162,6 @@ class EncoderTask(Task):
         build_once(folder, build)
         return datasets.load_from_disk(str(folder / "rows")).with_format("torch")
 
-    def refuse_text(self, data: DataConfig) -> None:
-        for name in ("train", "validation"):
-            if getattr(data, name) == EMBEDDED:
-                raise ValueError(
-                    f"data.{name}={EMBEDDED!r} is running text; task {self.name!r} needs rows: name a JSONL or Parquet "
-                    "file"
-                )
-
     def held_out_size(self, data: PreparedData) -> str:
         assert data.validation is not None
         return f"{len(data.validation):,} rows"
@@ -210,7 +191,7 @@ def _counted(auto: Any, written: str, kind: Any, source: int, target: int | None
 
 
 def counted_flops(auto: Any, config: Any, source: int, target: int | None) -> float:
-    """Of one forward of a model of transformers, by torch's counter: it runs once, with random weights."""
+    """FLOPs of one forward of a model of transformers, by torch's counter: it runs once, with random weights."""
     kind: Any = type(config)
     return _counted(auto, written(config), kind, source, target)
 

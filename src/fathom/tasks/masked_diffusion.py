@@ -247,7 +247,7 @@ class MaskedDiffusion(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """Of one token, at one token a step without a cache: a pass over a row of `block_size`."""
+        """FLOPs of one token, at one token a step without a cache: a pass over a row of `block_size`."""
         return block_size * forward_flops_per_token(config, block_size, ran=ran).matmul
 
 

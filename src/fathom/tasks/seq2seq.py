@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, LEDConfig
 
 from fathom.cost.encoders import memory_bytes, seq2seq_flops
-from fathom.data import EMBEDDED, DataConfig, PreparedData, Source, token_byte_lengths
+from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
 from fathom.data.packing import IGNORED
-from fathom.data.prepared import cache_key, make_tokenizer, require_disjoint
+from fathom.data.prepared import cache_key, make_tokenizer
 from fathom.models.encoder_configs import FathomBartConfig, FathomLongT5Config
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, register_task
@@ -126,13 +126,7 @@ class Seq2Seq(EncoderTask):
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
         field = data.text_field
-        assert isinstance(data.train, str)  # `check`
-        train = Source(data.train, data.train_split, field, "data.train", data.max_documents)
-        held_out = None
-        if data.validation is not None:
-            held_out = Source(data.validation, data.validation_split, field, "data.validation")
-            if not data.train == data.validation == EMBEDDED:
-                require_disjoint(train, held_out)
+        train, held_out = self.sources(data, field)
         names = [self.source_field, self.target_field, self.denoise]
         tokenizer = make_tokenizer(
             data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *map(str, names)), cache

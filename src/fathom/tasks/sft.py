@@ -25,9 +25,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fathom.cost import forward_flops_per_token
-from fathom.data import EMBEDDED, DataConfig, PreparedData, Source, token_byte_lengths
+from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
 from fathom.data.packing import IGNORED, Example, pack_examples, target_tokens, write_blocks
-from fathom.data.prepared import build_once, cache_key, make_tokenizer, require_disjoint
+from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.configuration import FathomConfig
 from fathom.models.method import check_range
@@ -47,7 +47,6 @@ ALPACA = (
 )
 BATCH = 32  # questions that are answered at once
 SAMPLES = 4
-_FIXED = ("text_field", "document_mask", "keep_remainder", "max_tokens", "max_validation_tokens", "streaming")
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ class SFT(Task):
     cost_heading = "FLOPs per answer"
     reference_name = "unigram"
     reference_note = "The unigram model knows only how often each token occurs in answers."
+    unused = ("text_field", "document_mask", "keep_remainder", "max_tokens", "max_validation_tokens", "streaming")
     samples_note = "Greedy answers to the first held-out rows"
     invariants = ("padding", "packing")
 
@@ -119,27 +119,12 @@ class SFT(Task):
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
-        defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
-        for name in _FIXED:
-            if getattr(data, name) != defaults[name]:
-                raise ValueError(
-                    f"data.{name}={getattr(data, name)!r}: task 'sft' reads whole rows and has no use for it; leave it "
-                    "out (max_documents limits rows)"
-                )
-        for name, more in (("train", ""), ("validation", ", or give null")):
-            if getattr(data, name) == EMBEDDED:
-                remedy = f"task 'sft' needs rows: name a JSONL or Parquet file{more}"
-                raise ValueError(f"data.{name}={EMBEDDED!r} is running text; {remedy}")
+        self.refuse_text(data)
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> Dialogues:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
-        assert isinstance(data.train, str)  # `check`
-        train = Source(data.train, data.train_split, argument="data.train", max_documents=data.max_documents)
-        held_out = None
-        if data.validation is not None:
-            held_out = Source(data.validation, data.validation_split, argument="data.validation")
-            require_disjoint(train, held_out)
+        train, held_out = self.sources(data)
         fields = [self.prompt_field, self.answer_field, self.messages_field]
         tokenizer = make_tokenizer(
             data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *fields), cache
@@ -208,7 +193,8 @@ class SFT(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """Of reading a held-out row and generating its answer, whose last token is not read; the mean over rows."""
+        """FLOPs of reading a held-out row and generating its answer, whose last token is not read; the mean over
+        rows."""
         assert isinstance(data, Dialogues)
         read = {max(1, length - 1): rows for length, rows in data.lengths.items()}
         flops = {n: n * forward_flops_per_token(config, n, ran=ran).matmul for n in read}

@@ -157,7 +157,8 @@ class Metrics(TrainerCallback):
             self.ran.append(torch.stack(shares))
 
     def _means(self, forwards: int) -> dict[str, float]:
-        """Of the forwards since the last training line (some may have said nothing), of all ranks, as the loss is."""
+        """Means over the forwards since the last training line (some may have said nothing) and over all ranks, as the
+        loss is."""
         if not self.said:
             return {}
         names = sorted(self.said)

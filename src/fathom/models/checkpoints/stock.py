@@ -435,7 +435,7 @@ def changes_named(path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def configs(path: Any, kwargs: dict[str, Any]) -> tuple[FathomConfig, FathomConfig]:
-    """Of a Fathom checkpoint, the config that `kwargs` of from_pretrained make of the stored one, and that one."""
+    """For a Fathom checkpoint, the config that `kwargs` of from_pretrained make of the stored one, and that one."""
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stored, given = FathomConfig.from_pretrained(path, **hub), kwargs.get("config")
     if not isinstance(given, FathomConfig):

@@ -142,7 +142,7 @@ def _hides(chosen: Chosen | Flat) -> bool:
 
 @torch.compiler.disable
 def _hidden(order: Int[Tensor, "R n"], chosen: Chosen | Flat) -> Int[Tensor, "R n"]:
-    """Of the chosen; `NOWHERE` for dead entries."""
+    """Hidden states of the chosen; `NOWHERE` for dead entries."""
     return order if chosen.live is None else torch.where(chosen.live, order, NOWHERE)
 
 
@@ -597,7 +597,7 @@ class StepStack(Stack):
         return torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def ran_by_row(self) -> list[list[int]]:
-        """Of every step laid end to end and one after the last, how many tokens of each row ran it, padding in the
+        """For every step laid end to end and one after the last, how many tokens of each row ran it, padding in the
         first among them."""
         rows, length = self.real.shape
         return [[length] * rows, *self.went_on[: len(self.ran) - 1], [0] * rows]

@@ -136,7 +136,7 @@ def row_nodes(
     stop_level: int,
     boundary: str,
 ) -> tuple[Int[Tensor, "R S n"], Int[Tensor, "R S n"]]:
-    """Of every row (one, if all are as long as the batch) and block: its nodes in the tree, −1 for none, and how many
+    """For every row (one, if all are as long as the batch) and block: its nodes in the tree, −1 for none, and how many
     slots each stands after the own block."""
     device = known.device
     places = torch.arange(1, known.shape[1] + 1, device=device)
