@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, TOVA, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.caches import H2O, TOVA, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
 from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
+from fathom.ops import kernels
 from tiny import assert_close, tiny_model, tokens
 
 WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
@@ -80,6 +81,7 @@ class Double:
 def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     double = Double()
     monkeypatch.setattr(loop, "recorder_for", lambda device: double)
+    monkeypatch.setattr(kernels, "TRITON", False)  # the double sees PyTorch's operations alone
     return double
 
 
@@ -149,6 +151,21 @@ def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> N
             for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
                 assert [state.seen for state in mine.states] == [state.seen for state in theirs.states]
     assert double.recordings
+
+
+@pytest.mark.parametrize("method", [Full(), SnapKV(budget=16, n_recent=4)], ids=lambda method: method.name)
+def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double) -> None:
+    model = tiny_model(max_position_embeddings=256)
+    with compress(model, method):
+        batch = {"input_ids": tokens(2, 40)}
+        ours, stock = (generated(model, batch, fast, max_new_tokens=130) for fast in (True, False))
+        same(ours, stock)
+        assert double.recordings == 2
+        for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
+            assert mine.states[0].seen == theirs.states[0].seen
+            assert_close(mine.states[0].key, theirs.states[0].key)
+        same(generated(model, padded(), True), generated(model, padded(), False))
+        assert double.recordings == 2  # rows of two lengths lie in two caches, of two places
 
 
 def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:

@@ -28,7 +28,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches import versions
 from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
+from fathom.decoding.growing import with_room
 from fathom.decoding.prompt import tokens_at_once
+from fathom.ops.filled_attention import filled_attention
 from fathom.ops.autocast import product_dtype, without_autocast
 from fathom.ops.kernels import missing
 
@@ -280,6 +282,42 @@ class State(ABC):
     def nbytes(self) -> int:
         """Bytes of the distinct storages held."""
         return storage_bytes(tensor for _, tensor in self.tensors())
+
+
+class Appending(State):
+    """A state whose one-token steps append keys and values as they come and drop nothing, so that they can be recorded.
+
+    fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
+    count, of which the new one is one already.
+    """
+
+    key: Tensor | None
+    value: Tensor | None
+    fixed: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def appends(self) -> bool:
+        """Whether this state, with its options, is such a one."""
+        return True
+
+    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+        """Lie in buffers with the room of `visible`, of which the first `length` slots are filled."""
+        self.key, self.value = (with_room(held, length, visible.shape[3]) for held in (self.key, self.value))
+        self.fixed = place, visible
+
+    def release(self, length: int) -> None:
+        """Hold the first `length` slots alone, as before `fix`."""
+        assert self.key is not None and self.value is not None
+        self.key, self.value, self.fixed = self.key[:, :, :length], self.value[:, :, :length], None
+
+    def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """`attend` of one token while steps are recorded."""
+        assert self.key is not None and self.value is not None and self.fixed is not None
+        place, visible = self.fixed
+        self.key.index_copy_(2, place, key)
+        self.value.index_copy_(2, place, value)
+        self.seen += 1
+        return filled_attention(query, self.key, self.value, visible, scaling)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

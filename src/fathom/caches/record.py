@@ -50,6 +50,10 @@ class _UnrotatedState(FullState):
         super().__init__()
         self.rope = rope
 
+    @property
+    def appends(self) -> bool:
+        return False
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         start = self.seen
         keys, values = self.append(key, value)

@@ -7,19 +7,26 @@ bucket, and the step is recorded again. A compressed cache whose budget is full 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.decoding.graphs import Recorder
-from fathom.decoding.growing import GrowingLayer, bucket
+from fathom.decoding.growing import GrowingLayer, bucket, with_room
 from fathom.models.hf_versions import CACHE_NAME
+from fathom.ops.filled_attention import filled_attention
 
 logger = logging.getLogger("fathom.decoding")
+ALL = "full_attention"  # the type of a layer that sees the whole text
+FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
 
 class FixedLayer(DynamicLayer):
@@ -28,13 +35,7 @@ class FixedLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, place: Tensor, length: int, room: int):
         super().__init__()
         self.place, self.device, self.is_initialized = place, layer.device, True
-        self.keys, self.values = self.roomy(layer.keys, length, room), self.roomy(layer.values, length, room)
-
-    @staticmethod
-    def roomy(held: Any, length: int, room: int) -> Tensor:
-        new = held.new_zeros(*held.shape[:2], room, held.shape[3])  # the mask hides what is not filled, but not NaN
-        new[:, :, :length] = held[:, :, :length]
-        return new
+        self.keys, self.values = with_room(layer.keys, length, room), with_room(layer.values, length, room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = self.keys, self.values
@@ -44,6 +45,38 @@ class FixedLayer(DynamicLayer):
         return keys, values
 
 
+def attend_filled(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """`filled_attention` as transformers' `AttentionInterface` wants it; what it does not compute goes to sdpa."""
+    plain = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
+    others = ("position_bias", "softcap", "s_aux", "sinks")
+    if not plain or query.shape[2] != 1 or kwargs.get("dropout") or any(kwargs.get(x) is not None for x in others):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    return filled_attention(query.to(key.dtype), key, value, mask, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(FILLED, attend_filled)
+AttentionMaskInterface.register(FILLED, sdpa_mask)
+
+
+@contextlib.contextmanager
+def filled(config: Any) -> Iterator[None]:
+    """The model of this config attends by `attend_filled` within."""
+    before, config._attn_implementation = config._attn_implementation, FILLED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def appending(cache: Any) -> list[Any]:
+    """The states of a compressed cache, layer by layer, where every step appends a token to each; else none."""
+    states = [state for layer in cache.compressed_layers() for state in layer.states]
+    return states if all(getattr(state, "appends", False) for state in states) else []
+
+
 def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     """Why a step of this model cannot be recorded; "" where it can."""
     attention = model.config.get_text_config(decoder=True)._attn_implementation
@@ -51,10 +84,15 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         kinds = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "GrowingLayer"}
         if kinds:
             return f"cache layers {', '.join(sorted(kinds))} have no fixed shape"
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {ALL}:
+            return "some layers do not see the whole text"
         if attention != "sdpa":
             return f"attn_implementation={attention!r}: only sdpa reads a mask of one key a slot"
     elif not hasattr(cache, "addresses"):
         return f"a {type(cache).__name__} may move"
+    elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
+        return "rows or layers hold different numbers of tokens, so that a new one has no common place"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
     if getattr(model, "hf_quantizer", None) is not None:
@@ -84,6 +122,9 @@ class FixedStep:
         kept = {"attention_mask", "position_ids", CACHE_NAME}
         self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
         self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
+        self.states = [] if self.full else appending(cache)
+        if self.states:
+            self.length = length = self.states[0].stored
         self.replay: Any = None
         self.before: Any = None  # addresses of a compressed cache before the last step
         self.warm = False
@@ -91,14 +132,17 @@ class FixedStep:
         self.place = torch.full((1,), length, device=device)
         self.logits: Tensor | None = None
         mask = model_kwargs.get("attention_mask")
-        if self.full:
-            rows = cache.layers[0].keys.shape[0]
-            self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        if self.grows:
             self.visible = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
-            self.visible[:, 0, 0] = True if mask is None else mask.to(device).bool()
+            self.visible[:, 0, 0] = True if mask is None or self.states else mask.to(device).bool()
             self.grow()
-        else:
-            self.token = torch.zeros(cache.compressed_layers()[0].batch_size, 1, dtype=torch.long, device=device)
+
+    @property
+    def grows(self) -> bool:
+        """Whether every step stores a token and drops none."""
+        return self.full or bool(self.states)
 
     @property
     def room(self) -> int:
@@ -110,19 +154,23 @@ class FixedStep:
         visible = self.visible.new_zeros(*self.visible.shape[:3], room)
         visible[..., : self.length] = self.visible[..., : self.length]
         self.visible, self.replay = visible, None
-        for number, layer in enumerate(self.cache.layers):
+        for state in self.states:
+            state.fix(self.place, visible, self.length)
+        for number, layer in enumerate(self.cache.layers if self.full else ()):
             self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
             layer.keys = layer.values = None
 
     def run(self) -> None:
         """The step itself: what is recorded."""
         inputs = self.inputs
-        if self.full:
+        if self.grows:
             self.visible.index_fill_(3, self.place, True)
+        if self.full:
             inputs = {**inputs, "attention_mask": self.visible}
-        output = self.model(
-            input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
-        )
+        with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
+            output = self.model(
+                input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
+            )
         if self.logits is None:
             self.logits = torch.empty_like(output.logits[:, -1])
         self.logits.copy_(output.logits[:, -1])
@@ -130,7 +178,7 @@ class FixedStep:
         self.place.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
-        if self.full and self.length == self.room:
+        if self.grows and self.length == self.room:
             self.grow()
             logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
         self.token.copy_(token)
@@ -151,7 +199,7 @@ class FixedStep:
         """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
         if self.given_up or not self.warm:
             return False
-        if self.full:
+        if self.grows:
             return True
         before, self.before = self.before, self.cache.addresses()
         return self.before == before
@@ -170,7 +218,9 @@ class FixedStep:
         return replay
 
     def finish(self) -> Any:
-        """The cache as other calls know it: growing layers, without the room behind the text."""
+        """The cache as other calls know it, without the room behind the text."""
+        for state in self.states:
+            state.release(self.length)
         if self.full:
             for number, layer in enumerate(self.cache.layers):
                 grown = GrowingLayer()

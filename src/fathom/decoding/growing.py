@@ -17,6 +17,13 @@ def bucket(tokens: int) -> int:
     return -(-(tokens + max(LEAST, tokens // 8)) // LEAST) * LEAST
 
 
+def with_room(held: Any, length: int, room: int) -> Tensor:
+    """The first `length` of the held tokens [B,G,n,D] in a buffer [B,G,room,D], and zeros behind them."""
+    new = held.new_zeros(*held.shape[:2], room, held.shape[3])  # a mask hides what is not filled, but not NaN
+    new[:, :, :length] = held[:, :, :length]
+    return new
+
+
 class GrowingLayer(DynamicLayer):
     """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of storage for more than n tokens.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.base import Appending, CacheMethod, CacheShape, LayerContext, concat
 from fathom.caches.budgets import NotReachable
 from fathom.ops.cached_attention import causal_attention
 
@@ -46,7 +46,7 @@ class Full(CacheMethod):
         return (prompt + generated) * shape.token_bytes()
 
 
-class FullState(State):
+class FullState(Appending):
     def __init__(self) -> None:
         super().__init__()
         self.key: Tensor | None = None
@@ -62,6 +62,8 @@ class FullState(State):
         return self.key, self.value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
         return causal_attention(query, *self.append(key, value), scaling, dropout)
 
     def kept_positions(self) -> Tensor | None:

@@ -7,7 +7,7 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathom.caches.base import CacheShape, LayerContext
+from fathom.caches.base import Appending, CacheShape, LayerContext
 from fathom.caches.token_budget import SlotState, TokenBudget, keep_highest
 
 
@@ -110,8 +110,17 @@ class PyramidKV(SnapKV):
         return high - context.index * step + window
 
 
-class SnapState(SlotState):
+class SnapState(SlotState, Appending):
     method: SnapKV
+
+    @property
+    def appends(self) -> bool:
+        return self.context.rope is None and not self.track_positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
+        return super().attend(query, key, value, scaling, dropout)
 
     def compresses(self, length: int) -> bool:
         return length >= self.method.shortest_call

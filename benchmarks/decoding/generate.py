@@ -1,0 +1,382 @@
+"""What `generate()` gives on one GPU: the same tokens as transformers' loop, and milliseconds a step beside the floor.
+
+    python benchmarks/decoding/generate.py OUT.json --minutes 6      one GPU
+    python benchmarks/decoding/generate.py OUT.json --tiny           CPU, seconds: every line of it runs, times mean nothing
+
+Everything is measured through `generate()`. A logits processor of ours notes a CUDA event at every token, which waits for
+nothing; a step is the median time between two of them. `floor_ms` is the time that the bytes of a step (all weights but
+the embedding table, and the cache) take at the card's measured copy bandwidth. Paths:
+
+    stock      transformers' own loop (`fathom.decoding.switch.FAST = False`)
+    loop       Fathom's loop, kernel by kernel
+    graphs     Fathom's loop with recorded steps: what `generate()` does on a CUDA device
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+import fathom
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.caches import H2O, KIVI, TOVA, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, cache_shape, compress
+from fathom.decoding import fixed, graphs, switch
+from fathom.models.hf_versions import CACHE_NAME
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 135168,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+MIDDLE = {  # 374M parameters
+    "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
+EXACT = {**TINY, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+PATHS: dict[str, dict[str, bool]] = {
+    "stock": {"FAST": False, "GRAPHS": False},
+    "loop": {"FAST": True, "GRAPHS": False},
+    "graphs": {"FAST": True, "GRAPHS": True},
+}
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    before = switch.FAST, switch.GRAPHS
+    switch.FAST, switch.GRAPHS = PATHS[name]["FAST"], PATHS[name]["GRAPHS"]
+    try:
+        yield
+    finally:
+        switch.FAST, switch.GRAPHS = before
+
+
+class Clock(LogitsProcessor):
+    """Notes when every token's logits are there."""
+
+    def __init__(self) -> None:
+        self.marks: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        mark: Any = torch.cuda.Event(enable_timing=True) if CUDA else time.perf_counter()
+        if CUDA:
+            mark.record()
+        self.marks.append(mark)
+        return scores
+
+    def steps(self) -> list[float]:
+        """Milliseconds from token to token."""
+        if CUDA:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:])]
+        return [1000 * (b - a) for a, b in zip(self.marks, self.marks[1:])]
+
+
+class Recordings:
+    """Counts recorded steps and how long each took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        record = fixed.FixedStep.record
+
+        def timed(step: Any) -> Any:
+            if CUDA:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            replay = record(step)
+            if CUDA:
+                torch.cuda.synchronize()
+            if replay is not None:
+                self.seconds.append(time.perf_counter() - start)
+            return replay
+
+        fixed.FixedStep.record = timed  # type: ignore[method-assign]
+
+
+RECORDINGS = Recordings()
+
+
+def llama(sizes: dict[str, Any], dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE):
+            return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def ours(sizes: dict[str, Any], dtype: torch.dtype, **sections: Any) -> FathomForCausalLM:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = FathomForCausalLM(FathomConfig(**sizes, family="llama", **sections))
+    return model.to(dtype).eval()
+
+
+def free() -> None:
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
+def prompt(rows: int, length: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+OPTIONS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+
+
+# -- the same tokens
+
+
+def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool]) -> None:
+    """fp32: tokens equal transformers' own loop, logits to 1e-4; every section, several caches, padding, sampling."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    new = 24 if CUDA else 6
+    padded = prompt(3, 50, EXACT["vocab_size"])
+    mask = torch.ones_like(padded)
+    mask[0, :17] = 0
+    padded[0, :17] = 0
+    calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "one row": ({"input_ids": prompt(1, 20, EXACT["vocab_size"])}, {}),
+        "padded": ({"input_ids": padded, "attention_mask": mask}, {}),
+        "sampled": (
+            {"input_ids": prompt(2, 33, EXACT["vocab_size"])},
+            {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+        ),
+        "grows": ({"input_ids": prompt(2, 60, EXACT["vocab_size"])}, {"max_new_tokens": 140 if CUDA else 8}),
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "vanilla": {},
+        "loop": {"depth": {"name": "loop", "passes": 2}},
+        "pondering": {"depth": {"name": "pondering", "steps": 1}},
+        "depth_attention": {"mixer": {"name": "depth_attention"}},
+        "resformer": {"mixer": {"name": "resformer"}},
+        "attnres": {"residual": {"name": "attnres"}},
+        "mhc": {"residual": {"name": "mhc"}},
+        "rope_pp": {"positions": {"name": "rope_pp"}},
+        "alibi": {"positions": {"name": "alibi"}},
+        "moe": {"feed_forward": {"name": "moe"}},
+        "adaponderlm": {"depth": {"name": "adaponderlm"}},
+        "ponderlm2": {"depth": {"name": "ponderlm2"}},
+        "pause": {"depth": {"name": "pause"}},
+    }
+    methods: dict[str, Any] = {
+        "full": Full(), "treekv": TreeKV(budget=32, n_sink=2, n_recent=12, block=3), "h2o": H2O(budget=32),
+        "streaming": StreamingLLM(budget=32), "tova": TOVA(budget=32), "weightedkv": WeightedKV(budget=32),
+        "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(),
+    }  # fmt: skip
+    cases: list[tuple[str, Callable[[], Any], Any]] = [("llama", lambda: llama(EXACT, torch.float32), None)]
+    cases += [(f"llama, {name}", lambda: llama(EXACT, torch.float32), method) for name, method in methods.items()]
+    for name, fields in sections.items():
+        cases.append((name, lambda fields=fields: ours(EXACT, torch.float32, **fields), None))
+    cases.append(("depth_attention, treekv", cases[12][1], methods["treekv"]))
+    for name, build, method in cases:
+        if spent():
+            rows.append({"case": name, "skipped": "out of time"})
+            continue
+        try:
+            model = build()
+        except Exception as error:
+            rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
+            continue
+        for kind, (batch, options) in calls.items():
+            if kind == "grows" and name not in ("llama", "llama, full", "llama, snapkv", "vanilla", "loop"):
+                continue
+            row: dict[str, Any] = {"case": name, "call": kind}
+            try:
+                found = {}
+                for which in ("stock", "graphs"):
+                    before = len(RECORDINGS.seconds)
+                    torch.manual_seed(1)
+                    with path(which), nullcontext() if method is None else compress(model, method):
+                        out = model.generate(
+                            **batch, **{"max_new_tokens": new, **OPTIONS, **options},
+                            return_dict_in_generate=True, output_logits=True,
+                        )  # fmt: skip
+                    found[which] = out.sequences, torch.stack(out.logits)
+                    row["recorded"] = len(RECORDINGS.seconds) - before
+                    del out
+                (a, x), (b, y) = found["stock"], found["graphs"]
+                row["tokens_equal"] = a.shape == b.shape and bool((a == b).all())
+                row["logits_off"] = float((x - y).abs().max() / x.abs().max()) if x.shape == y.shape else None
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        del model
+        free()
+
+
+# -- the speed
+
+
+def bandwidth() -> float:
+    """Bytes a second that a copy reads and writes together."""
+    x = torch.empty(2**30 if CUDA else 2**24, dtype=torch.uint8, device=DEVICE)
+    y, clock = torch.empty_like(x), Clock()
+    for _ in range(12):
+        y.copy_(x)
+        clock(x, x)
+    return 2 * x.numel() / (statistics.median(clock.steps()) / 1000)
+
+
+def floor(model: Any, cache_bytes: int) -> int:
+    inner = model
+    embedding = inner.get_input_embeddings().weight
+    tied = inner.get_output_embeddings().weight is embedding
+    return cache_bytes + sum(p.numel() * p.element_size() for p in inner.parameters() if tied or p is not embedding)
+
+
+def measure(model: Any, which: str, rows: int, length: int, new: int, method: Any, repeats: int = 1) -> dict[str, Any]:
+    vocab = model.config.vocab_size
+    best: dict[str, Any] = {}
+    for turn in range(repeats + 1 if length * rows <= 2**14 else repeats):  # short calls: one to warm up
+        clock, before = Clock(), len(RECORDINGS.seconds)
+        ids = prompt(rows, length, vocab, seed=turn)
+        if CUDA:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        with path(which):
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **OPTIONS,
+                logits_processor=LogitsProcessorList([clock]), return_dict_in_generate=True,
+            )  # fmt: skip
+        if CUDA:
+            torch.cuda.synchronize()
+        whole = time.perf_counter() - start
+        steps = clock.steps()
+        cache = out[CACHE_NAME]
+        held_bytes = cache.nbytes() if hasattr(cache, "nbytes") else None
+        best = {
+            "step_ms": statistics.median(steps), "mean_step_ms": sum(steps) / len(steps), "first_steps_ms": steps[:4],
+            "first_token_s": whole - sum(steps) / 1000, "whole_s": whole,
+            "recorded": len(RECORDINGS.seconds) - before, "capture_s": sum(RECORDINGS.seconds[before:]),
+            "cache_bytes_held": held_bytes,
+        }  # fmt: skip
+        if CUDA:
+            best["peak_gib"] = (torch.cuda.max_memory_allocated() - held) / 2**30
+        del out, cache
+        free()
+    return best
+
+
+def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, tiny: bool) -> None:
+    def one(model: Any, label: str, which: str, batch: int, length: int, new: int, method: Any, repeats: int) -> None:
+        row: dict[str, Any] = {"model": label, "path": which, "batch": batch, "prompt": length, "new": new}
+        row["cache"] = "dynamic" if method is None else method.name
+        if spent():
+            rows.append({**row, "skipped": "out of time"})
+            return
+        try:
+            shape = cache_shape(model, batch)
+            kept = (Full() if method is None else method).cache_bytes(shape, length, new // 2)
+            passes = getattr(getattr(model, "depth", None), "passes", 1) if method is None else 1
+            floor_bytes = floor(model, kept * passes)
+            with nullcontext() if method is None else compress(model, method):
+                row |= measure(model, which, batch, length, new, method, repeats)
+            row["floor_ms"] = 1000 * floor_bytes / copied
+            row["over_floor"] = row["step_ms"] / row["floor_ms"]
+            row["tokens_s"] = batch * 1000 / row["step_ms"]
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            free()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    half = torch.bfloat16 if CUDA else torch.float32
+    size = TINY if tiny else MIDDLE
+    new = 8 if tiny else 64
+    models = {
+        "374M Llama": lambda: llama(size, half),
+        "374M vanilla": lambda: ours(size, half),
+        "374M depth_attention": lambda: ours(size, half, mixer={"name": "depth_attention"}),
+        "374M loop x2": lambda: ours(size, half, depth={"name": "loop", "passes": 2}),
+    }
+    for label, build in models.items():
+        model = build()
+        with torch.inference_mode():
+            for batch in (1, 32):
+                stock = label == "374M Llama"
+                for which in ("stock",) if stock else ("loop", "graphs"):
+                    one(model, label, which, batch, 16 if tiny else 128, new, None, 3)
+                if stock:
+                    one(model, label, "graphs", batch, 16 if tiny else 128, new, Full(), 3)
+        del model
+        free()
+    size = TINY if tiny else LLAMA_8B
+    model, long, short = llama(size, half), 64 if tiny else 32768, 32 if tiny else 2048
+    budget = 16 if tiny else 1024
+    tree = TreeKV(budget=budget, n_sink=4, n_recent=budget // 4)
+    with torch.no_grad():
+        for batch, length, cases in (
+            (1, short, (Full(), tree)),
+            (1, long, (None, Full(), tree, StreamingLLM(budget=budget), KIVI())),
+            (
+                8,
+                long,
+                (tree, None, Full(), StreamingLLM(budget=budget), SnapKV(budget=budget), WeightedKV(budget=budget)),
+            ),
+            (8, long, (KIVI(),)),
+        ):
+            for method in cases:
+                which = "stock" if method is None else "graphs"
+                one(model, "8B Llama", which, batch, length, new, method, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", choices=("exact", "speed"))
+    args = parser.parse_args()
+    start, rows, copied = time.perf_counter(), {"exact": [], "speed": []}, bandwidth()
+
+    def spent() -> bool:
+        return time.perf_counter() - start > args.minutes * 60
+
+    def save() -> None:
+        found = {
+            "command": "python benchmarks/decoding/generate.py", "fathom": fathom.__version__,
+            "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if CUDA else f"CPU, {os.cpu_count()} cores",
+            "copy_bytes_s": copied, "graphs": graphs.CudaGraphs.__name__, "rows": rows,
+        }  # fmt: skip
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    if args.only != "speed":
+        exactness(rows["exact"], spent)
+        save()
+    if args.only != "exact":
+        speed(rows["speed"], spent, copied, args.tiny)
+    save()
+    wrong = [row for row in rows["exact"] if row.get("error") or row.get("tokens_equal") is False]
+    print(f"{len(rows['exact'])} exactness rows, {len(wrong)} wrong; {len(rows['speed'])} speed rows")
+    for row in wrong:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
