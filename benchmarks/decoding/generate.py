@@ -1,9 +1,9 @@
 """What `generate()` gives on one GPU: the same tokens as transformers' loop, and milliseconds a step beside the floor.
 
     python benchmarks/decoding/generate.py OUT.json --minutes 6      one GPU
-    python benchmarks/decoding/generate.py OUT.json --tiny           CPU, seconds: every line of it runs, times mean nothing
+    python benchmarks/decoding/generate.py OUT.json --tiny           CPU, seconds: all lines run, times mean nothing
 
-Everything is measured through `generate()`. A logits processor of ours notes a CUDA event at every token, which waits for
+Everything is measured through `generate()`. A logits processor of ours notes a CUDA event at every token and waits for
 nothing; a step is the median time between two of them. `floor_ms` is the time that the bytes of a step (all weights but
 the embedding table, and the cache) take at the card's measured copy bandwidth. Paths:
 
@@ -338,7 +338,7 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
                 long,
                 (tree, None, Full(), StreamingLLM(budget=budget), SnapKV(budget=budget), WeightedKV(budget=budget)),
             ),
-            (8, long, (KIVI(),)),
+            (8, long, (WeightedKV(budget=budget), KIVI())),
         ):
             for method in cases:
                 which = "stock" if method is None else "graphs"

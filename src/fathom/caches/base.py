@@ -30,8 +30,8 @@ from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
 from fathom.decoding.growing import with_room
 from fathom.decoding.prompt import tokens_at_once
-from fathom.ops.filled_attention import filled_attention
 from fathom.ops.autocast import product_dtype, without_autocast
+from fathom.ops.filled_attention import filled_attention
 from fathom.ops.kernels import missing
 
 
