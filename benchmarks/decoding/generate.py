@@ -43,7 +43,7 @@ LLAMA_8B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 135168,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
-MIDDLE = {  # 374M parameters
+MIDDLE = {  # 1024x24 parameters
     "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -309,16 +309,16 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
     size = TINY if tiny else MIDDLE
     new = 8 if tiny else 64
     models = {
-        "374M Llama": lambda: llama(size, half),
-        "374M vanilla": lambda: ours(size, half),
-        "374M depth_attention": lambda: ours(size, half, mixer={"name": "depth_attention"}),
-        "374M loop x2": lambda: ours(size, half, depth={"name": "loop", "passes": 2}),
+        "1024x24 Llama": lambda: llama(size, half),
+        "1024x24 vanilla": lambda: ours(size, half),
+        "1024x24 depth_attention": lambda: ours(size, half, mixer={"name": "depth_attention"}),
+        "1024x24 loop x2": lambda: ours(size, half, depth={"name": "loop", "passes": 2}),
     }
     for label, build in models.items():
         model = build()
         with torch.inference_mode():
             for batch in (1, 32):
-                stock = label == "374M Llama"
+                stock = label == "1024x24 Llama"
                 for which in ("stock",) if stock else ("loop", "graphs"):
                     one(model, label, which, batch, 16 if tiny else 128, new, None, 3)
                 if stock:

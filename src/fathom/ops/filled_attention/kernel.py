@@ -1,4 +1,4 @@
-"""`filled_attention`: Triton kernels. `_partials` reads what is visible of a part of the buffer, `_merge` joins them."""
+"""`filled_attention`: Triton kernels. `_partials` reads what is visible of a part of the buffer; `_merge` joins parts."""
 
 from __future__ import annotations
 
