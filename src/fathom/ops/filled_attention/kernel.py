@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -65,7 +63,7 @@ def _partials(
     first = part * part_blocks * BLOCK
     for start in range(first, tl.minimum(first + part_blocks * BLOCK, room), BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        seen = tl.load(visible + row * visible_batch + slot, mask=slot < room, other=0) != 0
+        seen = tl.load(visible + row * visible_batch + slot, mask=slot < room, other=0)
         if tl.max(seen.to(tl.int32), 0) > 0:
             at = key + row * key_batch + head * key_head + slot.to(tl.int64)[:, None] * key_slot + channel[None, :]
             k = tl.load(at, mask=seen[:, None] & (channel < WIDTH)[None, :], other=0.0)
@@ -127,7 +125,6 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-@functools.lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
@@ -141,7 +138,7 @@ def filled_attention(
 ) -> Float[Tensor, "B H 1 Dv"]:
     batch, heads, _, width = query.shape
     groups, room, value_width = key.shape[1], key.shape[2], value.shape[3]
-    query, shown = query.contiguous(), visible.expand(batch, 1, 1, room).view(torch.uint8)
+    query, shown = query.contiguous(), visible.expand(batch, 1, 1, room)
     block = BLOCK * 2 // query.element_size()
     blocks = triton.cdiv(room, block)
     wanted = max(1, min(MOST, blocks, PROGRAMS * _multiprocessors(query.device) // (batch * groups)))
