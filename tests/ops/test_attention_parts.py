@@ -9,6 +9,7 @@ from checked import eager, rotate
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rotation
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotation
 
+from fathom.ops.cached_attention import _in_two_parts, causal_attention
 from tiny import assert_close
 
 
@@ -83,3 +84,15 @@ def test_eager_attention_drops_weights_in_training_only():
     assert (kept > 0).all()
     assert 0.4 < (dropped == 0).float().mean() < 0.6
     assert_close(dropped[dropped > 0], 2 * kept[dropped > 0], 1e-6)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2)])
+def test_the_last_queries_of_a_text_meet_the_past_and_then_themselves(heads, groups):
+    """Two fused kernels and a merge, as on Hopper, against a float64 softmax with the mask written out."""
+    query, key, value = torch.randn(2, heads, 70, 16), torch.randn(2, groups, 150, 16), torch.randn(2, groups, 150, 16)
+    visible = torch.ones(70, 150, dtype=torch.bool).tril(80)
+    wide = [x.double().repeat_interleave(heads // x.shape[1], 1) for x in (query, key, value)]
+    scores = (wide[0] @ wide[1].transpose(2, 3) * 0.3).masked_fill(~visible, -torch.inf)
+    expected = scores.softmax(-1) @ wide[2]
+    assert_close(_in_two_parts(query, key, value, 0.3).double(), expected, 2e-6)
+    assert_close(causal_attention(query, key, value, 0.3).double(), expected, 2e-6)

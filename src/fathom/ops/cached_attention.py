@@ -23,7 +23,7 @@ from fathom.ops.observed_softmax import weigh
 
 # Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
 SCORES_AT_ONCE = 2**25
-# Calls of at least this many queries meet a rebuilt block in one flash kernel.
+# Calls of at least this many queries meet what lies before them, or a rebuilt block, in one fused kernel.
 FUSED_QUERIES = 64
 
 
@@ -47,6 +47,8 @@ def causal_attention(
         return F.scaled_dot_product_attention(query, key, value, **options)
     if m == n:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    if not dropout and m >= FUSED_QUERIES and _has_cudnn(query, key, value):
+        return _in_two_parts(query, key, value, scaling)
     if query.is_cuda or m * n <= SCORES_AT_ONCE:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
     outputs, end = [], n - m  # elsewhere SDPA writes the mask out
@@ -161,17 +163,50 @@ def _has_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return fits and query.device.type == "cpu"
 
 
+def _has_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether cuDNN's attention runs, which on Hopper takes half of flash's time, but knows no triangle at the end."""
+    return (
+        query.is_cuda
+        and not torch.compiler.is_compiling()
+        and query.shape[-1] <= 128
+        and _has_fused(query, key, value)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    )
+
+
+def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """`causal_attention` of m queries: all that lies before them, then their own m slots, which are a square."""
+    m, n = query.shape[2], key.shape[2]
+    repeats, groups = query.shape[1] // key.shape[1], key.shape[1]
+    before = _fused_partial(query, key[:, :, : n - m], value[:, :, : n - m], scaling)
+    own = (x[:, :, n - m :].repeat_interleave(repeats, dim=1) for x in (key, value))
+    total, output = _fused(query, *own, scaling, causal=True)
+    state = _merge(
+        before, (total.reshape(len(query), groups, -1, 1), output.reshape(len(query), groups, -1, value.shape[3]))
+    )
+    return state[1].view(*query.shape[:3], -1).to(query.dtype)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool = False) -> Partial:
+    """log-sum-exp [B,H,m,1] and output [B,H,m,Dv] in one kernel, of as many key heads as query heads."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    options: dict[str, Any] = {"is_causal": causal, "scale": scaling}
+    if not query.is_cuda:
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)
+    elif _has_cudnn(query, key, value):
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+        output, total = attention(query, key, value, None, True, **options)[:2]
+    else:
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **options)[:2]
+    return total.reshape(*query.shape[:3], 1).to(wide), output.to(wide)
+
+
 def _fused_partial(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Partial:
     """As `_partial` without a mask, in one kernel."""
     batch, heads, m, width = query.shape
     groups = key.shape[1]
-    grouped = query.reshape(batch, groups, heads // groups * m, width)
-    if query.is_cuda:
-        output, total = torch.ops.aten._scaled_dot_product_flash_attention(grouped, key, value, scale=scaling)[:2]
-    else:
-        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, key, value, scale=scaling)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return total.unsqueeze(-1).to(wide), output.to(wide)
+    return _fused(query.reshape(batch, groups, heads // groups * m, width), key, value, scaling)
 
 
 def _partial(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Partial:
