@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from fathom.models.hf_versions import CACHE_NAME
 from fathom.ops.filled_attention import filled_attention
 
 logger = logging.getLogger("fathom.decoding")
+LOCK = threading.Lock()
 ALL = "full_attention"  # the type of a layer that sees the whole text
 FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
@@ -63,12 +65,13 @@ AttentionMaskInterface.register(FILLED, sdpa_mask)
 
 @contextlib.contextmanager
 def filled(config: Any) -> Iterator[None]:
-    """The model of this config attends by `attend_filled` within."""
-    before, config._attn_implementation = config._attn_implementation, FILLED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    """The model of this config attends by `attend_filled` within, for one thread after the other."""
+    with LOCK:
+        before, config._attn_implementation = config._attn_implementation, FILLED
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
 
 
 def appending(cache: Any) -> list[Any]:

@@ -21,14 +21,15 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs on the current device, in one memory pool. Not run yet: no GPU was there when it was written."""
+    """CUDA graphs on the current device, in one memory pool."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # "thread_local": another thread may allocate memory meanwhile, as a server's do
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             function()
         return graph.replay
 

@@ -1,7 +1,7 @@
 """The switches of this room.
 
 FAST: our loop and prompts in parts; False: transformers' own loop runs everything, each prompt in one piece.
-GRAPHS: steps on a GPU are recorded as CUDA graphs. Off, as recording has not been run on a GPU yet.
+GRAPHS: steps on a GPU are recorded as CUDA graphs where the model and its cache allow it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 
 FAST = True
-GRAPHS = False
+GRAPHS = True
 logger = logging.getLogger("fathom.decoding")
 
 

@@ -1,4 +1,4 @@
-"""`filled_attention`: Triton kernels. `_partials` reads what is visible of a part of the buffers, `_merge` joins all."""
+"""`filled_attention`: Triton kernels. `_partials` reads what is visible of a part of the buffers, `_merge` joins."""
 
 from __future__ import annotations
 
