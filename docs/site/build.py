@@ -37,7 +37,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")  # of a page, but for its an
 def main() -> None:
     pages = BUILD / "pages"
     shutil.rmtree(BUILD, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns(HERE.name, "*.py"))
+    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns(HERE.name, "*.py", "claims.yml"))
     made = {
         "index.md": of_the_root("README.md"),
         "contributing.md": of_the_root("CONTRIBUTING.md"),
