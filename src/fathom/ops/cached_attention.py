@@ -23,8 +23,11 @@ from fathom.ops.observed_softmax import weigh
 
 # Scores that are written out at once: 2²⁵ fp32 numbers are 128 MiB.
 SCORES_AT_ONCE = 2**25
-# Calls of at least this many queries meet what lies before them, or a rebuilt block, in one fused kernel.
+# Calls of at least this many queries meet a rebuilt block in one flash kernel.
 FUSED_QUERIES = 64
+# Scores from which on cuDNN's two kernels and a merge beat one of flash: measured, half the time at 2²⁸ and 2²⁴, five
+# times as long below 2²⁰.
+TWO_PARTS = 2**23
 
 
 def causal_attention(
@@ -47,7 +50,7 @@ def causal_attention(
         return F.scaled_dot_product_attention(query, key, value, **options)
     if m == n:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if not dropout and m >= FUSED_QUERIES and _has_cudnn(query, key, value):
+    if not dropout and m * n >= TWO_PARTS and _has_cudnn(query, key, value):
         return _in_two_parts(query, key, value, scaling)
     if query.is_cuda or m * n <= SCORES_AT_ONCE:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(m, n), **options)
