@@ -2,8 +2,8 @@
 
     s_ij = c·q_i·(k_j + E_K[R_ij]) + b_ij,   a = softmax_j s,   o_i = Σ_j a_ij (v_j + E_V[R_ij])
 
-R holds ids 0 … N. No vector of a pair is ever made: a query's scores are looked up in its N + 1 products with E_K, and its
-weights are summed for each relation first:
+R holds ids 0 … N. No vector of a pair is ever made: a query's scores are looked up in its N + 1 products with E_K, and
+its weights are summed for each relation first:
 
     q_i·E_K[R_ij] = (q E_Kᵀ)[i, R_ij],      Σ_j a_ij E_V[R_ij] = (A E_V)_i,   A[i, r] = Σ_{j: R_ij = r} a_ij
 """
