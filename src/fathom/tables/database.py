@@ -2,6 +2,7 @@
 
 The connection is read-only, an authorizer allows SELECT alone, and a query ends at a limit of work, rows and bytes.
 Work is counted in steps of SQLite's virtual machine, so that what a query comes to does not depend on the computer.
+Only one whose single steps take long, such as searches in long texts, meets the limit of seconds behind that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from fathom.tables.schema import Column, Schema, in_words, kind_of
 
 STEPS = 20_000_000  # of the virtual machine, about a second
 ROWS = 100_000
-_BYTES = 1_000_000  # of one value
-_STRIDE = 10_000  # steps between two looks at the count
+SECONDS = 30.0
+_BYTES = 100_000  # of one value
+_STRIDE = 1_000  # steps between two looks at the count
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-_REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
+# What leaves the file, and what writes billions of characters within one step.
+_REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "printf", "format"}
 
 
 class QueryError(ValueError):
@@ -124,7 +128,7 @@ def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int 
             names = tuple(column[0] for column in cursor.description or ())
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-            said = f"stopped after {steps:,} steps" if over else str(error) or type(error).__name__
+            said = over[0] if over else str(error) or type(error).__name__
             raise QueryError(f"{said}: {sql}") from error
     if not names:
         raise QueryError(f"no query: {sql}")
@@ -134,15 +138,17 @@ def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int 
 
 
 @contextlib.contextmanager
-def _limited(connection: sqlite3.Connection, steps: int) -> Iterator[list[bool]]:
-    """Interrupts the connection after so many steps; the list is then not empty."""
-    left, over = [max(1, steps // _STRIDE)], list[bool]()
+def _limited(connection: sqlite3.Connection, steps: int) -> Iterator[list[str]]:
+    """Interrupts the connection after so many steps; the list then says so."""
+    left, over, end = [max(1, steps // _STRIDE)], list[str](), time.monotonic() + SECONDS
 
     def look() -> int:
         left[0] -= 1
         if left[0] < 0:
-            over.append(True)
-        return int(left[0] < 0)
+            over.append(f"stopped after {steps:,} steps")
+        elif time.monotonic() > end:
+            over.append(f"stopped after {SECONDS:g} seconds")
+        return len(over)
 
     connection.set_progress_handler(look, _STRIDE)
     try:
