@@ -23,7 +23,7 @@ STEPS = 20_000_000  # of the virtual machine, about a second
 ROWS = 100_000
 SECONDS = 30.0
 _BYTES = 100_000  # of one value
-_STRIDE = 1_000  # steps between two looks at the count
+_STRIDE = 100  # steps between two looks at the count
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 # What leaves the file, and what writes billions of characters within one step.
 _REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "printf", "format"}
