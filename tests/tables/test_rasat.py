@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from fathom import FathomT5Config, FathomT5ForConditionalGeneration
@@ -232,6 +233,20 @@ def test_relations_that_do_not_fit_are_refused(tmp_path):
         other = copy.deepcopy(model.config)
         other.__class__ = type("Other", (FathomT5Config,), {"host": "bart"})
         other.__post_init__()
+
+
+@pytest.mark.parametrize("options", [None, {"name": "rasat"}, {"name": "rasat", "edges": "minimal"}])
+def test_flops_are_those_that_torch_counts(options):
+    config = FathomT5Config(
+        vocab_size=41, d_model=24, d_kv=16, d_ff=40, num_layers=2, num_decoder_layers=1, num_heads=3,
+        decoder_start_token_id=0, relations=options,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = FathomT5ForConditionalGeneration(config).eval()
+    relations = torch.zeros(1, 21, 21, dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.full((1, 21), 5), labels=torch.full((1, 7), 5), relation_ids=relations)
+    assert counter.get_total_flops() == config.encoder_flops(21) + config.decoder_flops(7, 21, 7)
 
 
 def test_it_is_a_method_of_its_section():

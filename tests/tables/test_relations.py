@@ -10,7 +10,7 @@ import small_databases
 
 from fathom.tables.database import Database
 from fathom.tables.linking import bridge_values
-from fathom.tables.rasat import Rasat, ids
+from fathom.tables.rasat import Rasat, ids, numbering
 from fathom.tables.relations import Turn, relation_matrix
 from fathom.tables.schema import Schema
 from fathom.tables.source import Source, answer_text, normalised, query_of, token_items, write
@@ -47,6 +47,12 @@ def test_names_in_another_order_than_the_files_are_not_believed():
     }  # fmt: skip
     schema = Schema.from_spider(entry)
     assert schema.table_words == ("albums", "artists") and schema.columns[1].words == "album title"
+
+
+def relations(options, text, turns, schema, database=None, spoken=()):
+    """The matrix in the ids of a model with these options, and rows."""
+    found, rows = relation_matrix(text, turns, schema, database, spoken, options.dependency)
+    return np.array(numbering(options), dtype=np.uint8)[found], rows
 
 
 def expected(a, b, schema, words, links):
@@ -103,7 +109,7 @@ def test_every_relation_is_the_sheets_and_all_45_occur(database):
         (at["head"], "c", 3): "exact", (at["visited"], "t", 2): "exact", "cells": [2],
     }  # fmt: skip
     text = write([QUESTION], schema, {2: ["Upper Brome"]})
-    found, _ = relation_matrix(Rasat.Options(), text, [QUESTION], schema, database)
+    found, _ = relations(Rasat.Options(), text, [QUESTION], schema, database)
     parts = [("q", i) for i in range(len(words))] + [("t", i) for i in range(3)] + [("c", i) for i in range(12)]
     parts.append(("v", 0))
     assert found.shape == (len(parts), len(parts)) and found.dtype == np.uint8
@@ -111,12 +117,12 @@ def test_every_relation_is_the_sheets_and_all_45_occur(database):
         assert NAMES.get(found[row, column]) == expected(a, b, schema, words, links), (a, b)
     # a partial match of a table needs a longer name
     longer = Schema("x", ("full person", "x"), ("full person", "x"), schema.columns[:1])
-    other, _ = relation_matrix(Rasat.Options(), write(["a person"], longer, {}), ["a person"], longer)
+    other, _ = relations(Rasat.Options(), write(["a person"], longer, {}), ["a person"], longer)
     assert set(found.ravel()) | set(other.ravel()) | {0} == set(range(46))
 
 
 def test_relations_back_are_those_of_there(database):
-    found, _ = relation_matrix(Rasat.Options(), write([QUESTION], database.schema, {}), [QUESTION], database.schema)
+    found, _ = relations(Rasat.Options(), write([QUESTION], database.schema, {}), [QUESTION], database.schema)
     for row, column in itertools.product(range(len(found)), repeat=2):
         there, back = NAMES[found[row, column]], NAMES[found[column, row]]
         kinds, _, what = there.partition(":")
@@ -127,13 +133,14 @@ def test_relations_back_are_those_of_there(database):
 def test_tokens_have_the_relations_of_their_words(database):
     """By the tokens' own characters: every token inside an item has the item's row, all others have none."""
     tokenizer, options = small_databases.tokenizer(), Rasat.Options()
-    made = Source().encode(tokenizer, [QUESTION], database.schema, database, options)
+    made = Source().encode(tokenizer, [QUESTION], database.schema, database)
     assert "name [ Upper Brome ] , head" in made.text.text and made.text.text.startswith(
         f"{QUESTION} | county | town :"
     )
-    table, rows = relation_matrix(options, made.text, [QUESTION], database.schema, database)
+    table, rows = relations(options, made.text, [QUESTION], database.schema, database)
+    relation_ids = made.relation_ids(options)
     offsets = [*tokenizer(made.text.text, return_offsets_mapping=True)["offset_mapping"], (0, 0)]
-    assert len(offsets) == len(made.input_ids) == len(made.relation_ids)
+    assert len(offsets) == len(made.input_ids) == len(relation_ids)
     owners = []
     for start, stop in offsets:
         inside = [i for i, item in enumerate(made.text.items) if start < item.stop and item.start < stop]
@@ -143,7 +150,7 @@ def test_tokens_have_the_relations_of_their_words(database):
     assert max(pieces.values()) > 2 and {i for i in owners if i is not None} == set(range(len(made.text.items)))
     for i, j in itertools.product(range(len(owners)), repeat=2):
         none = owners[i] is None or owners[j] is None
-        assert made.relation_ids[i, j] == (0 if none else table[rows[owners[i]], rows[owners[j]]])
+        assert relation_ids[i, j] == (0 if none else table[rows[owners[i]], rows[owners[j]]])
 
 
 def test_a_token_of_two_items_goes_to_the_larger_part(database):
@@ -153,15 +160,13 @@ def test_a_token_of_two_items_goes_to_the_larger_part(database):
 
 def test_old_turns_go_first_and_what_does_not_fit_is_said(database):
     tokenizer, turns = small_databases.tokenizer(), [QUESTION, "Who is the head ?", "On that day ?"]
-    whole = Source(tokens=400).encode(tokenizer, turns, database.schema, relations=Rasat.Options())
+    whole = Source(tokens=400).encode(tokenizer, turns, database.schema)
     assert whole.cut == "" and whole.text.text.startswith(" | ".join(turns))
-    shorter = Source(tokens=len(whole.input_ids) - 1).encode(
-        tokenizer, turns, database.schema, relations=Rasat.Options()
-    )
+    shorter = Source(tokens=len(whole.input_ids) - 1).encode(tokenizer, turns, database.schema)
     assert shorter.cut == "the oldest 1 of 3 turns" and shorter.text.text.startswith(
         "Who is the head ? | On that day ?"
     )
-    assert len(shorter.relation_ids) == len(shorter.input_ids)
+    assert len(shorter.rows) == len(shorter.input_ids)
     with pytest.raises(
         ValueError, match=r"database 'county': its schema alone has \d+ tokens, and a source has room for 20"
     ):
@@ -171,8 +176,8 @@ def test_old_turns_go_first_and_what_does_not_fit_is_said(database):
         ValueError, match=r"question of 88 characters: with the schema of 'county' .*; ask it more briefly"
     ):
         Source(tokens=alone + 3).encode(tokenizer, [QUESTION], database.schema)
-    cut = Source(tokens=alone).encode(tokenizer, [QUESTION], database.schema, relations=Rasat.Options(), whole=False)
-    assert len(cut.input_ids) == alone == len(cut.relation_ids) and "tokens of the schema" in cut.cut
+    cut = Source(tokens=alone).encode(tokenizer, [QUESTION], database.schema, whole=False)
+    assert len(cut.input_ids) == alone == len(cut.rows) and "tokens of the schema" in cut.cut
     with pytest.raises(ValueError, match="question is empty"):
         Source().encode(tokenizer, [" "], database.schema)
 
@@ -182,27 +187,25 @@ def test_turns_coreference_and_parses(database):
     text = write(turns, database.schema, {})
     said = [Turn(mentions=((4, (2, 3)), (5, (5,)))), Turn(mentions=((4, (1,)),))]
     number = ids(Rasat.Options(coreference=True))
-    found, _ = relation_matrix(Rasat.Options(coreference=True), text, turns, database.schema, spoken=said)
+    found, _ = relations(Rasat.Options(coreference=True), text, turns, database.schema, spoken=said)
     assert found[2, 8] == found[3, 8] == number["q-q:coreference"] and found[8, 2] == number["q-q:generic"]
     assert found[2, 3] == number["q-q:1"]  # distances are written after coreference, as in the official code
     assert found[0, 7] == found[5, 9] == number["q-q:generic"] and found[0, 1] == number["q-q:1"]
-    both, _ = relation_matrix(
-        Rasat.Options(coreference=True, symmetric=True), text, turns, database.schema, spoken=said
-    )
+    both, _ = relations(Rasat.Options(coreference=True, symmetric=True), text, turns, database.schema, spoken=said)
     assert both[8, 2] == both[8, 3] == number["q-q:coreference"]
-    across, _ = relation_matrix(Rasat.Options(across_turns=True), text, turns, database.schema)
+    across, _ = relations(Rasat.Options(across_turns=True), text, turns, database.schema)
     assert across[6, 7] == DEFAULT["q-q:1"] and across[8, 6] == DEFAULT["q-q:-2"]
 
     parsed = [Turn(heads=(-1, 0, 3, 0, 5, 3, 0)), Turn(heads=(2, 0, -1, 2, 0))]
     number = ids(Rasat.Options(dependency=True))
-    found, _ = relation_matrix(Rasat.Options(dependency=True), text, turns, database.schema, spoken=parsed)
+    found, _ = relations(Rasat.Options(dependency=True), text, turns, database.schema, spoken=parsed)
     assert found[0, 1] == number["q-q:forward"] and found[1, 0] == number["q-q:backward"]
     assert found[1, 2] == number["q-q:unrelated"] and found[0, 7] == number["q-q:generic"]
     with pytest.raises(ValueError, match="turn 0 has no parse; give a CoNLL-U file"):
-        relation_matrix(Rasat.Options(dependency=True), text, turns, database.schema)
+        relations(Rasat.Options(dependency=True), text, turns, database.schema)
     with pytest.raises(ValueError, match="the parse of turn 1 has 4 words and the question 5"):
         short = [parsed[0], Turn(heads=(2, 0, -1, 2))]
-        relation_matrix(Rasat.Options(dependency=True), text, turns, database.schema, spoken=short)
+        relations(Rasat.Options(dependency=True), text, turns, database.schema, spoken=short)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,14 @@ class FathomT5Config(EncoderSection, T5Config):
         weights = (3 if self.is_gated_act else 2) * self.d_model * self.d_ff
         return 2 * tokens * (4 * self.d_model * inner + weights) + 4 * tokens * keys * inner
 
+    def encoder_flops(self, length: int) -> float:
+        """FLOPs of the encoder on one source, relations included."""
+        method: Any = lookup(RELATIONS, self.relations["name"])
+        named = method.ids(build_options(RELATIONS, self.relations))
+        rows = max(named.values()) + 1 if named else 0  # of each table: q E_Kᵀ, and the summed weights with E_V
+        relations = 4 * length * rows * self.num_heads * self.d_kv
+        return self.num_layers * (self.layer_flops(length, length) + relations)
+
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
         """As of BART's config."""
         inner = self.num_heads * self.d_kv

@@ -27,7 +27,12 @@ class Relations(Method):
 
     @classmethod
     def ids(cls, options: Any) -> Mapping[str, int] | None:
-        """The id of each relation that the preprocessing may name; None: there are none."""
+        """The id of each relation; None: there are none."""
+        return None
+
+    @classmethod
+    def numbering(cls, options: Any) -> list[int] | None:
+        """The id of everything that the preprocessing tells apart (`fathom.tables.relations`), by its number there."""
         return None
 
 

@@ -39,6 +39,10 @@ RELATIONS: tuple[str, ...] = (
     "c-v:has", "v-c:has",
     *_SYNTAX, *_COREFERENCE,
 )  # fmt: skip
+# What the preprocessing tells apart and a model may not: how a name is read where an option is off.
+_ACROSS = {f"q-q:{distance} across": f"q-q:{distance}" for distance in range(-2, 3)}
+_BACK = "q-q:coreference-back"
+EVERY: tuple[str, ...] = (*RELATIONS, *_ACROSS, _BACK)
 _MINIMAL = {
     "q-c:partial": 1, "q-t:partial": 1, "q-c:exact": 2, "q-t:exact": 2, "q-c:value": 3, "q-c:none": 4, "q-t:none": 4,
     "t-c:pk": 5, "t-c:has": 6, "c-c:fk": 7,
@@ -103,6 +107,10 @@ class Rasat(Relations):
         return ids(options)
 
     @classmethod
+    def numbering(cls, options: Any) -> list[int]:
+        return numbering(options)
+
+    @classmethod
     def unsupported(cls, config: Any, options: Any) -> str | None:
         if config.host != "t5":
             return f"relations='rasat' runs on t5, and this is {config.host}"
@@ -139,6 +147,21 @@ def ids(options: Any) -> dict[str, int]:
         without = [name for name in names if (name[0] == "q") != (name[2] == "q") and "v" not in (name[0], name[2])]
     kept_names = [name for name in names if name not in without]
     return {name: kept_names.index(name) + 1 if name in kept_names else 0 for name in names}
+
+
+def numbering(options: Any) -> list[int]:
+    """The id of everything in EVERY, from 1 on; at 0 that of no relation, 0."""
+    numbers = ids(options)
+    generic = numbers["q-q:generic"]
+
+    def number(name: str) -> int:
+        if name in _ACROSS:
+            return numbers[_ACROSS[name]] if options.across_turns else generic
+        if name == _BACK:
+            return numbers["q-q:coreference"] if options.symmetric else generic
+        return numbers.get(name, generic)  # coreference in a model without
+
+    return [0, *map(number, EVERY)]
 
 
 def count(options: Any) -> int:

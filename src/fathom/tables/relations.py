@@ -1,4 +1,4 @@
-"""The relation of every word, table, column and cell of a source to every other, by RASAT's ids (rasat.py).
+"""The relation of every word, table, column and cell of a source to every other.
 
     words       by distance in a turn, or by a parse; words of different turns are "generic"
     schema      keys, and which column is in which table
@@ -6,7 +6,8 @@
     cells       to the words of their own column, and back
     turns       mentions of one thing, from a file
 
-Tokens have the relations of what they belong to: `Source.encode` copies this matrix.
+Everything that is told apart has a number (`NUMBER`), and a model's options say what id that is in its tables
+(`rasat.numbering`). Tokens have the relations of what they belong to: `Source.encode` copies the matrix.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 
 from fathom.tables.database import Database
 from fathom.tables.linking import EXACT, NONE, PARTIAL, VALUE, link_columns, link_names
-from fathom.tables.rasat import ids
+from fathom.tables.rasat import EVERY
 from fathom.tables.schema import STAR, Schema
 from fathom.tables.words import split
 
+NUMBER = {name: number for number, name in enumerate(EVERY, start=1)}
 NEAR = 2  # words, whose distance has a relation of its own
 _MATCH = {EXACT: "exact", PARTIAL: "partial", NONE: "none", VALUE: "value"}
 
@@ -42,21 +44,20 @@ class Turn:
 
 
 def relation_matrix(
-    options: Any,
     text: Any,
     turns: Sequence[str],
     schema: Schema,
     database: Database | None = None,
     spoken: Sequence[Turn] = (),
+    dependency: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids between rows (uint8), and the row of every item of `text`.
+    """Numbers between rows (uint8), and the row of every item of `text`. `dependency`: by parses, not by distances.
 
     Rows are the words turn by turn, the tables, the columns and the cells. Raises ValueError where a file's words are
     not the turn's.
     """
     from fathom.tables.source import question_text
 
-    number = ids(options)
     words = [split(question_text(turn)) for turn in turns]
     starts = np.cumsum([0, *map(len, words)]).tolist()
     said, tables, columns = starts[-1], len(schema.tables), len(schema.columns)
@@ -65,34 +66,31 @@ def relation_matrix(
     size = first_cell + len(cells)
     found = np.zeros((size, size), dtype=np.uint8)
 
-    found[:said, :said] = number["q-q:generic"]
-    if options.coreference:
-        _coreference(found, starts, spoken, number, options.symmetric)
+    found[:said, :said] = NUMBER["q-q:generic"]
+    _distances(found[:said, :said], " across")
+    _coreference(found, starts, spoken)
     for turn, start in enumerate(starts[:-1]):
         stop = starts[turn + 1]
         heads = spoken[turn].heads if spoken else None
-        if options.dependency:
-            _dependencies(found[start:stop, start:stop], heads, turn, number)
-        elif not options.across_turns:
-            _distances(found[start:stop, start:stop], number)
-    if options.across_turns and not options.dependency:
-        _distances(found[:said, :said], number)
-
-    found[first_table:first_cell, first_table:first_cell] = _schema(schema, tuple(sorted(number.items())))
+        if dependency:
+            _dependencies(found[start:stop, start:stop], heads, turn)
+        else:
+            _distances(found[start:stop, start:stop])
+    found[first_table:first_cell, first_table:first_cell] = _schema(schema)
     for turn, start in enumerate(starts[:-1]):
         stop = starts[turn + 1]
         to_tables, to_columns = link_names(words[turn], schema.table_words), link_columns(words[turn], schema, database)
         for kind, links, place in (("t", to_tables, first_table), ("c", to_columns, first_column)):
             span = slice(place, place + links.shape[1])
             # a table has no cells, so VALUE does not occur among its links
-            forward = np.array([number.get(f"q-{kind}:{_MATCH[match]}", 0) for match in range(4)], dtype=np.uint8)
-            backward = np.array([number.get(f"{kind}-q:{_MATCH[match]}", 0) for match in range(4)], dtype=np.uint8)
+            forward = np.array([NUMBER.get(f"q-{kind}:{_MATCH[match]}", 0) for match in range(4)], dtype=np.uint8)
+            backward = np.array([NUMBER.get(f"{kind}-q:{_MATCH[match]}", 0) for match in range(4)], dtype=np.uint8)
             found[start:stop, span], found[span, start:stop] = forward[links], backward[links].T
-        found[start:stop, first_column + STAR] = number["q-*:generic"]
-        found[first_column + STAR, start:stop] = number["*-q:generic"]
+        found[start:stop, first_column + STAR] = NUMBER["q-*:generic"]
+        found[first_column + STAR, start:stop] = NUMBER["*-q:generic"]
     for index, column in enumerate(cells):
-        found[first_column + column, first_cell + index] = number["c-v:has"]
-        found[first_cell + index, first_column + column] = number["v-c:has"]
+        found[first_column + column, first_cell + index] = NUMBER["c-v:has"]
+        found[first_cell + index, first_column + column] = NUMBER["v-c:has"]
 
     rows, cell = np.empty(len(text.items), dtype=np.int64), 0
     for place, item in enumerate(text.items):
@@ -105,15 +103,15 @@ def relation_matrix(
     return found, rows
 
 
-def _distances(block: np.ndarray, number: dict[str, int]) -> None:
+def _distances(block: np.ndarray, kind: str = "") -> None:
     """Word i to word j by j − i, where that is at most `NEAR`."""
     size = len(block)
     for distance in range(-NEAR, NEAR + 1):
         here = np.arange(max(0, -distance), min(size, size - distance))
-        block[here, here + distance] = number[f"q-q:{distance}"]
+        block[here, here + distance] = NUMBER[f"q-q:{distance}{kind}"]
 
 
-def _dependencies(block: np.ndarray, heads: Sequence[int] | None, turn: int, number: dict[str, int]) -> None:
+def _dependencies(block: np.ndarray, heads: Sequence[int] | None, turn: int) -> None:
     """Head to child forward, child to head backward, all others unrelated."""
     if heads is None:
         raise ValueError(
@@ -124,16 +122,14 @@ def _dependencies(block: np.ndarray, heads: Sequence[int] | None, turn: int, num
             f"the parse of turn {turn} has {len(heads)} words and the question {len(block)}; parse the words that "
             "fathom.tables.words.split makes of it"
         )
-    block[:] = number["q-q:unrelated"]
+    block[:] = NUMBER["q-q:unrelated"]
     for child, head in enumerate(heads):
         if head >= 0:
-            block[head, child], block[child, head] = number["q-q:forward"], number["q-q:backward"]
+            block[head, child], block[child, head] = NUMBER["q-q:forward"], NUMBER["q-q:backward"]
 
 
-def _coreference(
-    found: np.ndarray, starts: Sequence[int], spoken: Sequence[Turn], number: dict[str, int], symmetric: bool
-) -> None:
-    """From a mention to every later one of its chain, and among the words of one mention."""
+def _coreference(found: np.ndarray, starts: Sequence[int], spoken: Sequence[Turn]) -> None:
+    """Between the mentions of a chain, there and back, and among the words of one mention."""
     chains: dict[int, list[list[int]]] = {}
     for turn, said in enumerate(spoken):
         for chain, words in said.mentions:
@@ -148,46 +144,44 @@ def _coreference(
             continue
         for index, mention in enumerate(mentions):
             if len(mention) > 1:
-                found[np.ix_(mention, mention)] = number["q-q:same-mention"]
+                found[np.ix_(mention, mention)] = NUMBER["q-q:same-mention"]
             for later in mentions[index + 1 :]:
-                found[np.ix_(mention, later)] = number["q-q:coreference"]
-                if symmetric:
-                    found[np.ix_(later, mention)] = number["q-q:coreference"]
+                found[np.ix_(mention, later)] = NUMBER["q-q:coreference"]
+                found[np.ix_(later, mention)] = NUMBER["q-q:coreference-back"]
 
 
 @functools.lru_cache(maxsize=512)
-def _schema(schema: Schema, numbers: tuple[tuple[str, int], ...]) -> np.ndarray:
+def _schema(schema: Schema) -> np.ndarray:
     """The block of tables and columns."""
-    number = dict(numbers)
     tables, columns = len(schema.tables), len(schema.columns)
     found = np.zeros((tables + columns, tables + columns), dtype=np.uint8)
     of = [column.table for column in schema.columns]
 
-    between_tables = np.full((tables, tables), number["t-t:generic"])
+    between_tables = np.full((tables, tables), NUMBER["t-t:generic"])
     pairs = {(of[a], of[b]) for a, b in schema.foreign}
     for a, b in pairs:
         if (b, a) in pairs:
-            between_tables[a, b] = between_tables[b, a] = number["t-t:fk-both"]
+            between_tables[a, b] = between_tables[b, a] = NUMBER["t-t:fk-both"]
         else:
-            between_tables[a, b], between_tables[b, a] = number["t-t:fk"], number["t-t:fk-reverse"]
-    np.fill_diagonal(between_tables, number["t-t:identity"])
+            between_tables[a, b], between_tables[b, a] = NUMBER["t-t:fk"], NUMBER["t-t:fk-reverse"]
+    np.fill_diagonal(between_tables, NUMBER["t-t:identity"])
 
-    between_columns = np.full((columns, columns), number["c-c:generic"])
+    between_columns = np.full((columns, columns), NUMBER["c-c:generic"])
     same = np.array(of)[:, None] == np.array(of)
-    between_columns[same] = number["c-c:same-table"]
-    np.fill_diagonal(between_columns, number["c-c:identity"])
+    between_columns[same] = NUMBER["c-c:same-table"]
+    np.fill_diagonal(between_columns, NUMBER["c-c:identity"])
     for a, b in schema.foreign:
-        between_columns[a, b], between_columns[b, a] = number["c-c:fk"], number["c-c:fk-reverse"]
-    between_columns[STAR, :], between_columns[:, STAR] = number["*-c:generic"], number["c-*:generic"]
-    between_columns[STAR, STAR] = number["*-*:identity"]
+        between_columns[a, b], between_columns[b, a] = NUMBER["c-c:fk"], NUMBER["c-c:fk-reverse"]
+    between_columns[STAR, :], between_columns[:, STAR] = NUMBER["*-c:generic"], NUMBER["c-*:generic"]
+    between_columns[STAR, STAR] = NUMBER["*-*:identity"]
 
-    down = np.full((tables, columns), number["t-c:generic"])
-    up = np.full((columns, tables), number["c-t:generic"])
+    down = np.full((tables, columns), NUMBER["t-c:generic"])
+    up = np.full((columns, tables), NUMBER["c-t:generic"])
     for column, table in enumerate(of):
         if table >= 0:
             key = "pk" if column in schema.primary else "has"
-            down[table, column], up[column, table] = number[f"t-c:{key}"], number[f"c-t:{key}"]
-    down[:, STAR], up[STAR] = number["t-*:generic"], number["*-t:generic"]
+            down[table, column], up[column, table] = NUMBER[f"t-c:{key}"], NUMBER[f"c-t:{key}"]
+    down[:, STAR], up[STAR] = NUMBER["t-*:generic"], NUMBER["*-t:generic"]
 
     found[:tables, :tables], found[tables:, tables:] = between_tables, between_columns
     found[:tables, tables:], found[tables:, :tables] = down, up

@@ -19,6 +19,7 @@ import numpy as np
 from fathom.models.method import check_range
 from fathom.tables.database import Database
 from fathom.tables.linking import values_of
+from fathom.tables.rasat import numbering
 from fathom.tables.relations import Turn, relation_matrix
 from fathom.tables.schema import STAR, Schema
 from fathom.tables.words import split
@@ -48,12 +49,23 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A source for the model. relation_ids [T, T] are uint8, None without relations; `cut` says what was left out."""
+    """A source for a model.
+
+    Attributes:
+        table: what every word, name and cell is to every other (`fathom.tables.relations`), uint8.
+        rows: of every token its row of the table, −1 for none.
+        cut: what was left out.
+    """
 
     input_ids: list[int]
-    relation_ids: np.ndarray | None
+    table: np.ndarray
+    rows: np.ndarray
     text: Text
     cut: str = ""
+
+    def relation_ids(self, options: Any) -> np.ndarray:
+        """The relations [T, T] of tokens, uint8, by the ids of a model with these options (`Rasat.Options`)."""
+        return of_tokens(np.array(numbering(options), dtype=np.uint8)[self.table], self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +95,16 @@ class Source:
         turns: Sequence[str],
         schema: Schema,
         database: Database | None = None,
-        relations: Any = None,
         spoken: Sequence[Turn] | None = None,
+        dependency: bool = False,
         whole: bool = True,
     ) -> Encoded:
-        """Tokens of turns and a database, with the end, and the relations between them.
+        """Tokens of turns and a database, with the end, and what they are to each other.
 
         Args:
             turns: what was asked, the current question last; older ones are left out where there is no room.
-            relations: options of RASAT (`fathom.tables.rasat.Rasat.Options`); None: none are made.
-            spoken: of each turn, what a file says of its words (coreference, dependencies).
+            spoken: of each turn, what a file says of its words (coreference, a parse).
+            dependency: words are related by their parse, not by their distance.
             whole: raise ValueError where the current question and the schema have no room; else their end is cut.
         """
         turns, spoken = list(turns), list(spoken) if spoken is not None else [Turn() for _ in turns]
@@ -115,14 +127,10 @@ class Source:
             first = count - 1
         if first:
             cut = " and ".join(part for part in (f"the oldest {first} of {count} turns", cut) if part)
-        matrix = None
-        if relations is not None:
-            links = database if self.links else None
-            table, rows = relation_matrix(relations, text, turns[first:], schema, links, spoken[first:])
-            owner = token_items(text, offsets)
-            matrix = np.where((owner[:, None] >= 0) & (owner >= 0), table[rows[owner][:, None], rows[owner]], 0)
-            matrix = matrix.astype(np.uint8)
-        return Encoded(ids, matrix, text, cut)
+        links = database if self.links else None
+        table, rows = relation_matrix(text, turns[first:], schema, links, spoken[first:], dependency)
+        owner = token_items(text, offsets)
+        return Encoded(ids, table, np.where(owner >= 0, rows[owner], -1), text, cut)
 
     def _too_long(self, tokenizer: Any, question: str, schema: Schema, database: Any, tokens: int) -> str:
         alone = len(tokenizer(write([""], schema, {}).text, add_special_tokens=False, verbose=False)["input_ids"]) + 1
@@ -177,7 +185,7 @@ def question_text(turn: str) -> str:
     """A turn as it is written: double quotes for their imitations, no bar that would end it, single spaces."""
     for mark in ("``", "''", "“", "”", "‘‘", "’’"):
         turn = turn.replace(mark, '"')
-    return " ".join(turn.replace("|", " ").split())
+    return " ".join(turn.replace("|", " ").replace("\ufeff", " ").split())
 
 
 def token_items(text: Text, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -196,6 +204,11 @@ def token_items(text: Text, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
             if shared > best:
                 best, owner[token] = shared, candidate
     return owner
+
+
+def of_tokens(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The relations [T, T] of tokens that have these rows of a table; −1 is no row, and so no relation."""
+    return np.where((rows[:, None] >= 0) & (rows >= 0), table[rows[:, None], rows], 0).astype(np.uint8)
 
 
 def answer_text(query: str, schema_name: str) -> str:
