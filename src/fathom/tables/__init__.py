@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_FILES: tuple[str, ...] = ()  # files of this folder whose classes with a name are METHODS
+_FILES: tuple[str, ...] = ("picard",)  # files of this folder whose classes with a name are METHODS
 _PLACES: dict[str, str] = {}
 __all__ = ["METHODS", *_PLACES]
 
