@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
-from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config
+from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
 from fathom.version import __version__
 from fathom.vision import configuration as _vision_configuration
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
+    from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.report.compare import compare
     from fathom.train import Phases, load_recipe
@@ -63,6 +64,7 @@ _PLACES = {
     "FathomForSequenceClassification": "fathom.models.sequence_classification",
     "FathomBartForConditionalGeneration": "fathom.models.seq2seq_bart",
     "FathomLongT5ForConditionalGeneration": "fathom.models.seq2seq_longt5",
+    "FathomT5ForConditionalGeneration": "fathom.models.seq2seq_t5",
     "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
     "DiffusionGenerationConfig": "fathom.diffusion",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
@@ -72,7 +74,9 @@ _PLACES = {
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
 _MODULES = ("diffusion", "lineage")
-_CONFIGS = {config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config)}
+_CONFIGS = {
+    config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config)
+}
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
 
@@ -104,10 +108,13 @@ def _fill_registries() -> None:
     import fathom.mixers
     import fathom.positions
     import fathom.residuals
+    import fathom.tables.no_relations
+    import fathom.tables.rasat
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
+    from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
@@ -115,6 +122,7 @@ def _fill_registries() -> None:
     AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomT5Config, FathomT5ForConditionalGeneration, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, diffusion, growth, lineage
-from fathom.models.registry import ENCODERS, REGISTRIES
+from fathom import caches, diffusion, growth, lineage, tables
+from fathom.models.registry import ENCODER_PLAIN, REGISTRIES, methods_of
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
 
 # registry → name → the method's class
 CLASSES = {
-    **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
+    **REGISTRIES, **{section: methods_of(section) for section in ENCODER_PLAIN}, "cache": caches.METHODS,
+    "growth": growth.methods(), "vision": METHODS, "tables": tables.METHODS,
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method

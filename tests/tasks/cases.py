@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,30 @@ def masked_diffusion(folder: Path) -> dict[str, Any]:
     return {**causal_lm(folder), "task": {"name": "masked_diffusion", "draws": 3, "random_length": 0.3}}
 
 
+def text_to_sql(folder: Path) -> dict[str, Any]:
+    """Questions over one database."""
+    kinds = ("boat", "crew", "port")
+    connection = sqlite3.connect(folder / "harbour.sqlite")
+    for kind in kinds:
+        connection.execute(f"CREATE TABLE IF NOT EXISTS {kind} (name TEXT, size INTEGER)")
+    connection.executemany("INSERT INTO boat VALUES (?, ?)", [(word, len(word)) for word in WORDS])
+    connection.commit()
+    connection.close()
+    rows = [
+        {"question": f"{word} of {kind} above {n} ?", "query": f"SELECT {word} FROM {kind} WHERE size > {n}"}
+        for kind in kinds
+        for word in ("name", "size")
+        for n in range(14)
+    ]
+    model = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    data = write_rows(folder, [{"db_id": "harbour", **row} for row in rows[:80]])
+    task = {"name": "text_to_sql", "databases": str(folder), "target_tokens": 24, "answers": 9}
+    return {"task": task, "model": model, "data": {**data, "tokenizer": {"bpe": 300}, "block_size": 64}}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
-    "masked_diffusion": masked_diffusion,
+    "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql,
 }  # fmt: skip
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
-from transformers import BartConfig, LongT5Config, PreTrainedConfig
+from transformers import BartConfig, LongT5Config, PreTrainedConfig, T5Config
 
 from fathom.models import saved_files
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import ENCODER, build_options, filled, lookup, override_section, resolve_section
+from fathom.models.registry import ENCODER, RELATIONS, build_options, filled, lookup, override_section, resolve_section
 
 
 class EncoderSection:
-    """The section `encoder` of a config: `{"name": …, options}`, resolved and checked like a decoder's sections."""
+    """The section of an encoder's config, `encoder` or `relations`: `{"name": …, options}`, resolved and checked like a
+    decoder's sections."""
 
+    section: ClassVar[str] = ENCODER
     host: ClassVar[str]  # encoders/base.py
     stock: ClassVar[type | None] = None  # the config that a stock checkpoint of this family has
     auto_class: ClassVar[tuple[str, str]]  # of transformers, and the model's class
-    encoder: Any
 
     def layer_flops(self, tokens: float, keys: float) -> float:
         """Matrix-product FLOPs of one encoder layer on `tokens` that each read `keys`, a multiply-add counted as 2."""
@@ -26,15 +27,16 @@ class EncoderSection:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        self.encoder = resolve_section(ENCODER, self.encoder)
-        method: Any = lookup(ENCODER, self.encoder["name"])
-        reason = method.unsupported(self, build_options(ENCODER, self.encoder))
+        own = resolve_section(self.section, getattr(self, self.section))
+        setattr(self, self.section, own)
+        method: Any = lookup(self.section, own["name"])
+        reason = method.unsupported(self, build_options(self.section, own))
         if reason:
-            raise ValueError(f"encoder={self.encoder['name']!r} does not combine with this config: {reason}")
+            raise ValueError(f"{self.section}={own['name']!r} does not combine with this config: {reason}")
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers; a stock config of the family is read as this one with `encoder: full`."""
+        """As in transformers; a stock config of the family is read as this one with the plain method."""
         found, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)  # type: ignore[misc]
         kind, own = found.get("model_type"), cls.model_type  # type: ignore[attr-defined]
         stock = None if cls.stock is None else cls.stock.model_type  # type: ignore[attr-defined]
@@ -47,10 +49,10 @@ class EncoderSection:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; our fields among `kwargs` are checked, and `encoder` completed by the stored one."""
+        """As in transformers; our fields among `kwargs` are checked, and the section completed by the stored one."""
         own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
-        if "encoder" in own:
-            own["encoder"] = override_section(ENCODER, config_dict.get("encoder"), own["encoder"])
+        if cls.section in own:
+            own[cls.section] = override_section(cls.section, config_dict.get(cls.section), own[cls.section])
         return super().from_dict({**config_dict, **own}, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +75,7 @@ class EncoderSection:
     def stock_config(self) -> Any:
         """The config of the same model as a stock one of its family."""
         assert self.stock is not None
-        own = ("encoder", "model_type", "architectures", "auto_map", "transformers_version")
+        own = (*inspect.get_annotations(type(self)), "model_type", "architectures", "auto_map", "transformers_version")
         return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
 
 
@@ -154,6 +156,63 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
         """As of BART's config."""
         layer = _decoder_layer(self.d_model, self.inner, self.feed_forward_weights, target, memory, keys)
+        layers = self.num_decoder_layers or self.num_layers
+        return layers * layer + 2 * target * self.d_model * self.vocab_size
+
+
+class FathomT5Config(EncoderSection, T5Config):
+    """T5's config with a section `relations`.
+
+    Attributes:
+        relations: `{"name": …, options}`; see `fathom methods`. None: none, T5 as it is.
+        source: how a question and its database are written for this model, as `Source` of fathom.tables writes it;
+            None: that class's defaults.
+    """
+
+    section = RELATIONS
+    model_type = "fathom_t5"
+    host = "t5"
+    stock = T5Config
+    auto_class = ("AutoModelForSeq2SeqLM", "FathomT5ForConditionalGeneration")
+
+    relations: Any = None
+    source: Any = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. Raises ValueError for options under which rows of the stored tables would mean others."""
+        stored, given = config_dict.get(RELATIONS), kwargs.get(RELATIONS)
+        if stored and given:
+            given = resolve_section(RELATIONS, override_section(RELATIONS, stored, given))
+            method: Any = lookup(RELATIONS, given["name"])
+            if stored["name"] == given["name"]:
+                old, new = (method.ids(build_options(RELATIONS, section)) for section in (stored, given))
+                if old != new:
+                    raise ValueError(
+                        f"relations={kwargs[RELATIONS]!r}: the checkpoint's tables are of "
+                        f"{max(old.values())} relations, and these options have {max(new.values())} or others; load it "
+                        "with the options that it has"
+                    )
+        return super().from_dict(config_dict, **kwargs)
+
+    def layer_flops(self, tokens: float, keys: float) -> float:
+        inner = self.num_heads * self.d_kv
+        weights = (3 if self.is_gated_act else 2) * self.d_model * self.d_ff
+        return 2 * tokens * (4 * self.d_model * inner + weights) + 4 * tokens * keys * inner
+
+    def encoder_flops(self, length: int) -> float:
+        """FLOPs of the encoder on one source, relations included."""
+        method: Any = lookup(RELATIONS, self.relations["name"])
+        named = method.ids(build_options(RELATIONS, self.relations))
+        rows = max(named.values()) + 1 if named else 0  # of each table: q E_Kᵀ, and the summed weights with E_V
+        relations = 4 * length * rows * self.num_heads * self.d_kv
+        return self.num_layers * (self.layer_flops(length, length) + relations)
+
+    def decoder_flops(self, target: float, memory: float, keys: float) -> float:
+        """As of BART's config."""
+        inner = self.num_heads * self.d_kv
+        weights = (3 if self.is_gated_act else 2) * self.d_model * self.d_ff
+        layer = _decoder_layer(self.d_model, inner, weights, target, memory, keys)
         layers = self.num_decoder_layers or self.num_layers
         return layers * layer + 2 * target * self.d_model * self.vocab_size
 

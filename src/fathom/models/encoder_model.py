@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
+from fathom.models.registry import ENCODER_PLAIN
+
 
 class EncoderModel(PreTrainedModel):
     """Alone, or mixed into a stock class of transformers.
@@ -25,8 +27,10 @@ class EncoderModel(PreTrainedModel):
         wanted = kwargs.pop("output_loading_info", False)
         read: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, report = read
+        new = cls.absent(pretrained_model_name_or_path, model.config)
+        missing = sorted(key for key in report["missing_keys"] if not any(re.search(p, key) for p in new))
         unknown = [key for key in report["unexpected_keys"] if not any(re.search(p, key) for p in cls.dropped)]
-        for names, fault in ((sorted(report["missing_keys"]), "is missing"), (sorted(unknown), "has no place")):
+        for names, fault in ((missing, "is missing"), (sorted(unknown), "has no place")):
             if names and pretrained_model_name_or_path is not None:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise ValueError(
@@ -36,16 +40,22 @@ class EncoderModel(PreTrainedModel):
         return (model, report) if wanted else model
 
     @classmethod
+    def absent(cls, path: Any, config: Any) -> tuple[str, ...]:
+        """Patterns of the tensors that these files need not have: they begin as the method says."""
+        return ()
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock(self, folder: str | os.PathLike, stock: type[PreTrainedModel]) -> None:
         """The model as a checkpoint of the stock class."""
-        name = self.config.encoder["name"]
-        if name != "full":
+        section, plain_name = self.config.section, ENCODER_PLAIN[self.config.section]
+        name = getattr(self.config, section)["name"]
+        if name != plain_name:
             raise ValueError(
-                f"encoder={name!r}: stock {stock.__name__} has no such encoder; save_pretrained keeps it, or load the "
-                "model with encoder='full' first"
+                f"{section}={name!r}: stock {stock.__name__} has no such {section}; save_pretrained keeps it, or load "
+                f"the model with {section}={plain_name!r} first"
             )
         plain: Any = stock(self.config.stock_config())
         plain.load_state_dict(self.state_dict())

@@ -14,6 +14,8 @@ try:
         FathomForSequenceClassification,
         FathomLongT5Config,
         FathomLongT5ForConditionalGeneration,
+        FathomT5Config,
+        FathomT5ForConditionalGeneration,
     )
 except ModuleNotFoundError as error:
     if error.name != "fathom":
@@ -30,4 +32,6 @@ __all__ = [
     "FathomForSequenceClassification",
     "FathomLongT5Config",
     "FathomLongT5ForConditionalGeneration",
+    "FathomT5Config",
+    "FathomT5ForConditionalGeneration",
 ]

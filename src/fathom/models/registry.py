@@ -39,9 +39,11 @@ SECTIONS: dict[str, Section] = {
     "diffusion": Section(("none", "masked"), re.compile(r"(?!)")),  # what it predicts; no parameters of its own
 }
 _REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in SECTIONS}
-# The section of an encoder's config (models/encoder_configs.py), which no decoder has: encoders/base.py.
-ENCODER = "encoder"
-_ENCODERS: dict[str, type] = {}
+# Sections of an encoder's config (models/encoder_configs.py), which no decoder has, and their plain methods: what its
+# layers run on (encoders/base.py), and what its attention knows of pairs of tokens (tables/relation_base.py).
+ENCODER, RELATIONS = "encoder", "relations"
+ENCODER_PLAIN = {ENCODER: "full", RELATIONS: "none"}
+_ENCODER_REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in ENCODER_PLAIN}
 _fill: Callable[[], None] | None = None
 
 if TYPE_CHECKING:
@@ -73,16 +75,16 @@ def filled() -> dict[str, dict[str, type]]:
 
 
 def methods_of(registry: str) -> dict[str, type]:
-    """The methods of one section, of the decoder or `encoder`, by name."""
+    """The methods of one section, of the decoder or of an encoder, by name."""
     decoder = filled()
-    return _ENCODERS if registry == ENCODER else decoder[registry]
+    return (_ENCODER_REGISTRIES if registry in _ENCODER_REGISTRIES else decoder)[registry]
 
 
 def register(registry: str, name: str) -> Callable[[type], type]:
     """Class decorator: make a method available as `FathomConfig(<registry>={"name": <name>, ...})`."""
 
     def add(cls: type) -> type:
-        methods = _ENCODERS if registry == ENCODER else _REGISTRIES[registry]
+        methods = (_ENCODER_REGISTRIES if registry in _ENCODER_REGISTRIES else _REGISTRIES)[registry]
         if name in methods and methods[name].__qualname__ != cls.__qualname__:
             raise ValueError(f"{registry} method {name!r} is registered already, by {methods[name]}")
         cls.name, cls.registry = name, registry  # type: ignore[attr-defined]
@@ -125,7 +127,7 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict
     Raises ValueError on an unknown method or option (naming the nearest real one) or an option out of range.
     """
     if section is None:
-        section = {"name": "full" if registry == ENCODER else SECTIONS[registry].plain[0]}
+        section = {"name": ENCODER_PLAIN.get(registry) or SECTIONS[registry].plain[0]}
     if isinstance(section, str):
         section = {"name": section}
     if not isinstance(section, dict) or not isinstance(section.get("name"), str):

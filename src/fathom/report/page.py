@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from fathom.inspect import PICTURES
-from fathom.models.registry import ENCODER, SECTIONS, resolve_section
+from fathom.models.registry import ENCODER_PLAIN, SECTIONS, resolve_section
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
@@ -196,7 +196,8 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
-        if section["name"] in (("full",) if registry == ENCODER else SECTIONS[registry].plain):
+        plain = (ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain
+        if section["name"] in plain:
             continue
         defaults = resolve_section(registry, section["name"])
         given = {key: value for key, value in section.items() if key != "name"}
@@ -204,7 +205,7 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
             f"{key}={value}" for i, (key, value) in enumerate(given.items()) if i == 0 or value != defaults.get(key)
         ]
         said.append(f"{section['name']} ({', '.join(shown)})" if shown else str(section["name"]))
-    return " + ".join(said) or f"ordinary {ENCODER if ENCODER in options else 'decoder'}"
+    return " + ".join(said) or f"ordinary {'encoder' if any(name in options for name in ENCODER_PLAIN) else 'decoder'}"
 
 
 def _columns(table: Table, scores: tuple[Score, ...]) -> tuple[Column, ...]:

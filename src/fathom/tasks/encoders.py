@@ -42,7 +42,7 @@ class EncoderTask(Task):
     auto: ClassVar[Any]
     specials: ClassVar[tuple[str, ...]]
     checkpoint_fields = ("encoder",)
-    unused = ("document_mask", "keep_remainder", "streaming")
+    unused: ClassVar[tuple[str, ...]] = ("document_mask", "keep_remainder", "streaming")
 
     @classmethod
     def model_fields(cls) -> list[str]:

@@ -27,7 +27,7 @@ from fathom.data import DataConfig, PreparedData, check_vocabulary, load_tokeniz
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
-from fathom.models.registry import ENCODER, ENCODERS, REGISTRIES, SECTIONS, nearest
+from fathom.models.registry import ENCODER_PLAIN, REGISTRIES, SECTIONS, methods_of, nearest
 from fathom.tasks import DEFAULT, Task, lookup, tasks
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 
@@ -357,7 +357,7 @@ def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig
 
 
 def _registry_of(name: str, where: str) -> str:
-    for registry, methods in (*REGISTRIES.items(), (ENCODER, ENCODERS)):
+    for registry, methods in (*REGISTRIES.items(), *((section, methods_of(section)) for section in ENCODER_PLAIN)):
         if name in methods and name not in ("none", "standard"):
             return registry
     known = sorted(name for methods in REGISTRIES.values() for name in methods if name not in ("none", "standard"))

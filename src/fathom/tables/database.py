@@ -1,0 +1,186 @@
+"""An SQLite file that queries of a model may read and can do nothing else to.
+
+The connection is read-only, an authorizer allows SELECT alone, and a query ends at a limit of work, rows and bytes.
+Work is counted in steps of SQLite's virtual machine, so that what a query comes to does not depend on the computer.
+Only one whose single steps take long, such as searches in long texts, meets the limit of seconds behind that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fathom.tables.schema import Column, Schema, in_words, kind_of
+
+STEPS = 20_000_000  # of the virtual machine, about a second
+ROWS = 100_000
+SECONDS = 30.0
+_BYTES = 100_000  # of one value
+_STRIDE = 100  # steps between two looks at the count
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+# What leaves the file, and what writes billions of characters within one step.
+_REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "printf", "format"}
+
+
+class QueryError(ValueError):
+    """A query that did not run to its end: what SQLite or a limit says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Names of the columns, and rows."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+class Database:
+    """A file, opened for reading. `steps` and `rows` are a query's limits; `schema` says more of it than the file does
+    (names in words), and its columns may be in another order.
+
+    Raises FileNotFoundError; ValueError for a file that is no database, is empty, or is locked.
+    """
+
+    def __init__(self, path: str | Path, schema: Schema | None = None, steps: int = STEPS, rows: int = ROWS):
+        self.path, self.steps, self.rows = Path(path), steps, rows
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{path}: no such database file")
+        if self.path.stat().st_size == 0:
+            raise ValueError(f"{path}: an empty file; name a database with tables")
+        self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro")
+        try:
+            count = self.connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+        except sqlite3.Error as error:
+            self.connection.close()
+            locked = "locked" in str(error)
+            remedy = "another program holds it; close that, or copy the file" if locked else "name an SQLite file"
+            raise ValueError(f"{path}: {error}; {remedy}") from error
+        if not count:
+            self.connection.close()
+            raise ValueError(f"{path}: a database without tables; name one that has some")
+        self.schema = schema or read_schema(self.connection, self.path.stem)
+        guard(self.connection)
+
+    def run(self, sql: str) -> Answer:
+        """What a query returns. Raises QueryError for one that fails, does something other than read, or passes a
+        limit."""
+        return run(self.connection, sql, self.steps, self.rows)
+
+    @functools.cache  # noqa: B019  as long as the database is open
+    def values(self, column: int) -> tuple[Any, ...]:
+        """The distinct values of a column, None left out; none where the file lacks the column or has too many."""
+        found = self.schema.columns[column]
+        table = quoted(self.schema.tables[found.table])
+        name = f"{table}.{quoted(found.name)}"  # a bare name in quotes would be a text where there is no such column
+        try:
+            rows = self.run(f"SELECT DISTINCT {name} FROM {table}").rows
+        except QueryError:
+            return ()
+        return tuple(row[0] for row in rows if row[0] is not None)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def connect(uri: str) -> sqlite3.Connection:
+    """A connection that decodes what is no UTF-8 without it, as Spider's databases need."""
+    connection = sqlite3.connect(uri, timeout=0.5, uri=True, isolation_level=None)
+    connection.text_factory = lambda raw: raw.decode(errors="ignore")
+    return connection
+
+
+def guard(connection: sqlite3.Connection) -> None:
+    """From here on the connection reads and does nothing else."""
+    limits = ((sqlite3.SQLITE_LIMIT_LENGTH, _BYTES), (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000))
+    for limit, value in (*limits, (sqlite3.SQLITE_LIMIT_ATTACHED, 0), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 100_000)):
+        connection.setlimit(limit, value)
+
+    def authorize(action: int, first: str | None, second: str | None, *_: Any) -> int:
+        fine = action in _ALLOWED
+        if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _REFUSED_FUNCTIONS:
+            fine = False
+        if action == sqlite3.SQLITE_READ and (first or "").lower().startswith("pragma_"):
+            fine = False
+        return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
+
+    connection.set_authorizer(authorize)
+
+
+def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int = ROWS) -> Answer:
+    """What a query returns on a guarded connection, within the limits."""
+    with _limited(connection, steps) as over:
+        try:
+            cursor = connection.execute(sql)
+            found = cursor.fetchmany(rows + 1)
+            names = tuple(column[0] for column in cursor.description or ())
+            cursor.close()
+        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+            said = over[0] if over else str(error) or type(error).__name__
+            raise QueryError(f"{said}: {sql}") from error
+    if not names:
+        raise QueryError(f"no query: {sql}")
+    if len(found) > rows:
+        raise QueryError(f"more than {rows:,} rows: {sql}")
+    return Answer(names, found)
+
+
+@contextlib.contextmanager
+def _limited(connection: sqlite3.Connection, steps: int) -> Iterator[list[str]]:
+    """Interrupts the connection after so many steps; the list then says so."""
+    left, over, end = [max(1, steps // _STRIDE)], list[str](), time.monotonic() + SECONDS
+
+    def look() -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            over.append(f"stopped after {steps:,} steps")
+        elif time.monotonic() > end:
+            over.append(f"stopped after {SECONDS:g} seconds")
+        return len(over)
+
+    connection.set_progress_handler(look, _STRIDE)
+    try:
+        yield over
+    finally:
+        connection.set_progress_handler(None, 0)
+
+
+def quoted(name: str) -> str:
+    """A name as SQL writes it whatever it is."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def read_schema(connection: sqlite3.Connection, name: str) -> Schema:
+    """The schema of an open file, before it is guarded."""
+    listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    tables = [row[0] for row in listed.fetchall()]
+    columns, primary, links = [Column(-1, "*", "*")], [], []
+    for table, title in enumerate(tables):
+        for _, column, declared, _, _, key in connection.execute(f"PRAGMA table_info({quoted(title)})").fetchall():
+            if key:
+                primary.append(len(columns))
+            columns.append(Column(table, column, in_words(column), kind_of(declared or "")))
+        for row in connection.execute(f"PRAGMA foreign_key_list({quoted(title)})").fetchall():
+            links.append((title, row[3], row[2], row[4]))
+    schema = Schema(name, tuple(tables), tuple(in_words(t) for t in tables), tuple(columns), frozenset(primary))
+    foreign = []
+    for table, column, other, target in links:
+        there = schema.by_name.get(other.lower(), {})
+        if target is None:  # the other table's primary key
+            target = next((schema.columns[n].name for n in there.values() if n in schema.primary), None)
+        here = schema.by_name[table.lower()].get(column.lower())
+        if here is not None and target is not None and target.lower() in there:
+            foreign.append((here, there[target.lower()]))
+    return dataclasses.replace(schema, foreign=tuple(foreign))

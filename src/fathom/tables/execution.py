@@ -1,0 +1,71 @@
+"""Whether two queries return the same: Spider's execution accuracy (test suites, arXiv 2010.02840).
+
+Results are the same where some order of the predicted columns makes equal bags of rows, or equal lists where the gold
+query has ORDER BY. DISTINCT is left out of both first, as the official script does by default.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fathom.tables.database import Database, QueryError
+from fathom.tables.mutants import TOKEN
+
+_JOINED = {("<", "="): "<=", (">", "="): ">=", ("!", "="): "!=", ("<", ">"): "<>"}
+
+
+def runnable(query: str, distinct: bool = False) -> str:
+    """The query as it is run: signs that a tokenizer parted are joined, and without `distinct` there is none."""
+    for (first, second), whole in _JOINED.items():
+        query = query.replace(f"{first} {second}", whole)
+    if not distinct and "distinct" in query.lower():
+        query = _without_distinct(query)
+    return query
+
+
+def _without_distinct(query: str) -> str:
+    parts, end = [], 0
+    for token in TOKEN.finditer(query):
+        if token.group().lower() == "distinct":
+            parts.append(query[end : token.start()])
+            end = token.end()
+    return "".join([*parts, query[end:]])
+
+
+def same_rows(gold: Sequence[tuple[Any, ...]], said: Sequence[tuple[Any, ...]], ordered: bool) -> bool:
+    """Whether the rows are the same up to the order of columns, and of rows unless `ordered`."""
+    if len(gold) != len(said):
+        return False
+    if not gold:
+        return True
+    width = len(gold[0])
+    if len(said[0]) != width:
+        return False
+    bag: Any = list if ordered else Counter
+
+    def extends(taken: tuple[int, ...]) -> bool:
+        """Whether the first columns of gold are these of the others, and the rest of them can be found, too."""
+        count = len(taken)
+        if bag(row[:count] for row in gold) != bag(tuple(row[i] for i in taken) for row in said):
+            return False
+        return count == width or any(extends((*taken, i)) for i in range(width) if i not in taken)
+
+    return extends(())
+
+
+def execution_match(predicted: str, gold: str, databases: Iterable[Database], distinct: bool = False) -> bool:
+    """Whether a prediction returns what the gold query does, on every database. A prediction that fails, or that a
+    limit stops, does not. Raises QueryError where the gold query does not run."""
+    said, right = runnable(predicted, distinct), runnable(gold, distinct)
+    ordered = "order by" in " ".join(gold.lower().split())
+    for database in databases:
+        expected = database.run(right).rows
+        try:
+            rows = database.run(said).rows
+        except QueryError:
+            return False
+        if not same_rows(expected, rows, ordered):
+            return False
+    return True

@@ -1,0 +1,200 @@
+"""Questions with their right queries, the databases they are over, and how predictions score."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fathom.models.registry import nearest
+from fathom.tables.database import Database, QueryError
+from fathom.tables.execution import execution_match, runnable
+from fathom.tables.relations import Turn
+from fathom.tables.schema import Schema, read_schemas
+from fathom.tables.spoken import spoken_turns
+from fathom.tables.sql_match import Unreadable, exact_match, hardness, parse
+
+SUFFIXES = (".sqlite", ".db", ".sqlite3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question, after those that were asked before it.
+
+    Attributes:
+        turns: all that was asked, the current question last.
+        query: the right query.
+        database: its name.
+        interaction: number of the dialogue that it is a turn of.
+        goal: it says the whole of a dialogue at once: learned from and never scored.
+        spoken: what files say of the turns' words.
+    """
+
+    turns: tuple[str, ...]
+    query: str
+    database: str
+    interaction: int = 0
+    goal: bool = False
+    spoken: tuple[Turn, ...] | None = None
+
+
+class Databases:
+    """The databases of a folder, `NAME.sqlite` or `NAME/NAME.sqlite`, with what a file like Spider's tables.json says
+    of them. One without a file has a schema alone.
+
+    Raises FileNotFoundError for a folder or file that is not there.
+    """
+
+    def __init__(self, folder: str | Path | None, schemas: str | Path | None = None):
+        if folder is None and schemas is None:
+            raise ValueError("databases=None and schemas=None: name a folder of SQLite files, a tables.json, or both")
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None and not self.folder.is_dir():
+            raise FileNotFoundError(f"databases={str(folder)!r}: no such folder")
+        self.described = {} if schemas is None else read_schemas(schemas)
+        self._open: dict[str, Database | None] = {}
+
+    def file(self, name: str) -> Path | None:
+        if self.folder is None:
+            return None
+        places = (place / f"{name}{end}" for end in SUFFIXES for place in (self.folder, self.folder / name))
+        return next((path for path in places if path.is_file()), None)
+
+    def open(self, name: str) -> Database | None:
+        """The database's file; None: it has none."""
+        if name not in self._open:
+            path = self.file(name)
+            self._open[name] = None if path is None else Database(path, self.described.get(name))
+        return self._open[name]
+
+    def schema(self, name: str) -> Schema:
+        """Raises ValueError that names the nearest database."""
+        database = self.open(name)
+        if database is not None:
+            return database.schema
+        if name in self.described:
+            return self.described[name]
+        known = [
+            *self.described,
+            *(p.stem for p in (self.folder.rglob("*") if self.folder else ()) if p.suffix in SUFFIXES),
+        ]
+        raise ValueError(f"database {name!r} is not there{nearest(name, known)}; {len(known)} are")
+
+    def close(self) -> None:
+        for database in self._open.values():
+            if database is not None:
+                database.close()
+        self._open.clear()
+
+    def __enter__(self) -> Databases:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Of one prediction: whether it matches and returns what it should (None where that cannot be said: a gold query
+    that cannot be read, a database without a file), whether it runs, and the gold query's hardness."""
+
+    exact: bool | None
+    execution: bool | None
+    runs: bool | None
+    hardness: str | None
+
+
+def verdict(
+    predicted: str, question: Question, databases: Databases, suites: Mapping[str, Any] | None = None
+) -> Verdict:
+    """Judge one prediction. `suites` has further databases, by name, on which results must be the same, too."""
+    schema, database = databases.schema(question.database), databases.open(question.database)
+    try:
+        level: str | None = hardness(parse(question.query, schema))
+        exact: bool | None = exact_match(predicted, question.query, schema)
+    except Unreadable:
+        level = exact = None
+    if database is None and not (suites or {}).get(question.database):
+        return Verdict(exact, None, None, level)
+    files = [*([] if database is None else [database]), *(suites or {}).get(question.database, ())]
+    try:
+        same: bool | None = execution_match(predicted, question.query, files)
+    except QueryError:
+        same = None
+    return Verdict(exact, same, _runs(predicted, files[0]), level)
+
+
+def _runs(query: str, database: Database) -> bool:
+    try:
+        database.run(runnable(query, distinct=True))
+    except QueryError:
+        return False
+    return True
+
+
+def summary(verdicts: Sequence[Verdict], questions: Sequence[Question]) -> dict[str, Any]:
+    """Shares of questions, and of dialogues whose every question is right; None where nothing can be said.
+
+    The last dialogue counts, which the official scripts of SParC and CoSQL forget.
+    """
+    found: dict[str, Any] = {"questions": len(verdicts)}
+    for name in ("exact", "execution", "runs"):
+        said = [getattr(v, name) for v in verdicts if getattr(v, name) is not None]
+        found[name] = sum(said) / len(said) if said else None
+        found[f"{name}_of"] = len(said)
+    for name in ("exact", "execution"):
+        dialogues: dict[int, list[bool]] = {}
+        for one, question in zip(verdicts, questions, strict=True):
+            if getattr(one, name) is not None:
+                dialogues.setdefault(question.interaction, []).append(getattr(one, name))
+        right = [all(turns) for turns in dialogues.values()]
+        found[f"interaction_{name}"] = sum(right) / len(right) if right else None
+    levels: dict[str, list[Verdict]] = {}
+    for one in verdicts:
+        levels.setdefault(one.hardness or "unread", []).append(one)
+    found["by_hardness"] = {
+        level: {
+            "questions": len(ones),
+            "exact": _share([v.exact for v in ones]),
+            "execution": _share([v.execution for v in ones]),
+        }
+        for level, ones in levels.items()
+    }
+    return found
+
+
+def _share(values: Sequence[bool | None]) -> float | None:
+    said = [value for value in values if value is not None]
+    return sum(said) / len(said) if said else None
+
+
+def questions_of(
+    row: Mapping[str, Any],
+    where: str,
+    number: int,
+    fields: tuple[str, str, str],
+    goals: bool = False,
+    coreference: Any = None,
+    parses: Any = None,
+) -> Iterator[Question]:
+    """The questions of row `number`: one, or with "interaction" every turn of a dialogue (`goals`: and its goal).
+
+    Raises ValueError that names the row and the field.
+    """
+    asked, right, database = fields
+    dialogue = row.get("interaction") or [{"utterance": row.get(asked), "query": row.get(right)}]
+    named = {asked: [turn.get("utterance") for turn in dialogue], right: [turn.get("query") for turn in dialogue]}
+    for field, texts in {**named, database: [row.get(database)]}.items():
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: no text in field {field!r} (found: {', '.join(row) or 'none'})")
+    turns, queries = tuple(named[asked]), named[right]
+    spoken = None
+    if coreference is not None or parses is not None:
+        spoken = spoken_turns(turns, number, coreference, parses)
+    for last in range(1, len(turns) + 1):
+        said = None if spoken is None else spoken[:last]
+        yield Question(turns[:last], queries[last - 1], row[database], number, spoken=said)
+    if goals and "final" in row:
+        final = row["final"]
+        yield Question((final["utterance"],), final["query"], row[database], number, goal=True)

@@ -1,0 +1,229 @@
+"""How a question and a database are written for a model, and what each token of that stands for.
+
+    {turn 1} | … | {turn n} | {database} | {table} : {column} , {column} [ {cell} ; {cell} ] | {table} : …
+    answer: {database} | {query}
+
+Every word, name and cell keeps its characters, so that the tokenizer's offsets say which tokens it has. The database's
+name stands for the column "*". Where turns are too long, the oldest go first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fathom.models.method import check_range
+from fathom.tables.database import Database
+from fathom.tables.linking import values_of
+from fathom.tables.rasat import numbering
+from fathom.tables.relations import Turn, relation_matrix
+from fathom.tables.schema import STAR, Schema
+from fathom.tables.words import split
+
+_QUOTED = re.compile(r"(\"[^\"]*\"|'[^']*')")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """What some characters [start, stop) stand for. kind: "word", "table", "column" or "value"; a word's `owner` is its
+    turn and a cell's its column, and `index` counts within them."""
+
+    kind: str
+    owner: int
+    index: int
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A source, and its items in the order of their characters."""
+
+    text: str
+    items: tuple[Item, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A source for a model.
+
+    Attributes:
+        table: what every word, name and cell is to every other (`fathom.tables.relations`), uint8.
+        rows: of every token its row of the table, −1 for none.
+        cut: what was left out.
+    """
+
+    input_ids: list[int]
+    table: np.ndarray
+    rows: np.ndarray
+    text: Text
+    cut: str = ""
+
+    def relation_ids(self, options: Any) -> np.ndarray:
+        """The relations [T, T] of tokens, uint8, by the ids of a model with these options (`Rasat.Options`)."""
+        return of_tokens(np.array(numbering(options), dtype=np.uint8)[self.table], self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The way to write sources and answers. A checkpoint's config keeps it.
+
+    tokens: most tokens of a source, its end included.
+    values: cells that nearly stand in the question are written beside their column.
+    links: cells of the real database link words to columns ("value match").
+    """
+
+    tokens: int = 512
+    values: bool = True
+    links: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("source", "tokens", self.tokens, 8)
+
+    def write(self, turns: Sequence[str], schema: Schema, database: Database | None = None) -> Text:
+        """The text of turns, the current one last, and a database."""
+        cells = values_of(" | ".join(turns), database) if self.values else {}
+        return write(turns, schema, cells)
+
+    def encode(
+        self,
+        tokenizer: Any,
+        turns: Sequence[str],
+        schema: Schema,
+        database: Database | None = None,
+        spoken: Sequence[Turn] | None = None,
+        dependency: bool = False,
+        whole: bool = True,
+    ) -> Encoded:
+        """Tokens of turns and a database, with the end, and what they are to each other.
+
+        Args:
+            turns: what was asked, the current question last; older ones are left out where there is no room.
+            spoken: of each turn, what a file says of its words (coreference, a parse).
+            dependency: words are related by their parse, not by their distance.
+            whole: raise ValueError where the current question and the schema have no room; else their end is cut.
+        """
+        turns, spoken = list(turns), list(spoken) if spoken is not None else [Turn() for _ in turns]
+        if not turns or not turns[-1].strip():
+            raise ValueError("question is empty: ask something of the database")
+        count, cut = len(turns), ""
+        for first in range(count):
+            text = self.write(turns[first:], schema, database)
+            found = tokenizer(text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = [*found["input_ids"], tokenizer.eos_token_id]
+            offsets = [*found["offset_mapping"], (0, 0)]
+            if len(ids) <= self.tokens:
+                break
+        else:
+            if whole:
+                raise ValueError(self._too_long(tokenizer, turns[-1], schema, database, len(ids)))
+            lost = len(ids) - self.tokens
+            ids, offsets = [*ids[: self.tokens - 1], ids[-1]], [*offsets[: self.tokens - 1], (0, 0)]
+            cut = f"the last {lost} tokens of the schema"
+            first = count - 1
+        if first:
+            cut = " and ".join(part for part in (f"the oldest {first} of {count} turns", cut) if part)
+        links = database if self.links else None
+        table, rows = relation_matrix(text, turns[first:], schema, links, spoken[first:], dependency)
+        owner = token_items(text, offsets)
+        return Encoded(ids, table, np.where(owner >= 0, rows[owner], -1), text, cut)
+
+    def _too_long(self, tokenizer: Any, question: str, schema: Schema, database: Any, tokens: int) -> str:
+        alone = len(tokenizer(write([""], schema, {}).text, add_special_tokens=False, verbose=False)["input_ids"]) + 1
+        if alone > self.tokens:
+            return (
+                f"database {schema.name!r}: its schema alone has {alone} tokens, and a source has room for "
+                f"{self.tokens}; use a source of more tokens, or a database with fewer tables"
+            )
+        return (
+            f"question of {len(question)} characters: with the schema of {schema.name!r} ({alone} tokens) it has "
+            f"{tokens} tokens, and a source has room for {self.tokens}; ask it more briefly"
+        )
+
+
+def write(turns: Sequence[str], schema: Schema, cells: Mapping[int, Sequence[str]]) -> Text:
+    """The text, with `cells` beside their columns."""
+    parts: list[str] = []
+    items: list[Item] = []
+    place = 0
+
+    def say(text: str, kind: str = "", owner: int = 0, index: int = 0) -> None:
+        nonlocal place
+        if kind:
+            items.append(Item(kind, owner, index, place, place + len(text)))
+        parts.append(text)
+        place += len(text)
+
+    for number, turn in enumerate(turns):
+        if number:
+            say(" | ")
+        text = question_text(turn)
+        for index, word in enumerate(split(text)):
+            items.append(Item("word", number, index, place + word.start, place + word.stop))
+        say(text)
+    say(" | ")
+    say(schema.name, "column", STAR, STAR)
+    for table, name in enumerate(schema.tables):
+        say(" | ")
+        say(name.lower(), "table", table, table)
+        for position, column in enumerate(schema.of_table(table)):
+            say(" , " if position else " : ")
+            say(schema.columns[column].name.lower(), "column", column, column)
+            for order, cell in enumerate(cells.get(column, ())):
+                say(" ; " if order else " [ ")
+                say(cell, "value", column, order)
+            if cells.get(column):
+                say(" ]")
+    return Text("".join(parts), tuple(items))
+
+
+def question_text(turn: str) -> str:
+    """A turn as it is written: double quotes for their imitations, no bar that would end it, single spaces."""
+    for mark in ("``", "''", "“", "”", "‘‘", "’’"):
+        turn = turn.replace(mark, '"')
+    return " ".join(turn.replace("|", " ").replace("\ufeff", " ").split())
+
+
+def token_items(text: Text, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The item of each token, −1 for none: the one that has most of its characters, of equal ones the first."""
+    owner = np.full(len(offsets), -1)
+    number = 0
+    for token, (start, stop) in enumerate(offsets):
+        while number < len(text.items) and text.items[number].stop <= start:
+            number += 1
+        best = 0
+        for candidate in range(number, len(text.items)):
+            item = text.items[candidate]
+            if item.start >= stop:
+                break
+            shared = min(stop, item.stop) - max(start, item.start)
+            if shared > best:
+                best, owner[token] = shared, candidate
+    return owner
+
+
+def of_tokens(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The relations [T, T] of tokens that have these rows of a table; −1 is no row, and so no relation."""
+    return np.where((rows[:, None] >= 0) & (rows >= 0), table[rows[:, None], rows], 0).astype(np.uint8)
+
+
+def answer_text(query: str, schema_name: str) -> str:
+    """What a model learns to write: the database's name, a bar, and the query in lower case outside quotes."""
+    return f"{schema_name} | {normalised(query)}"
+
+
+def normalised(query: str) -> str:
+    """A query in lower case outside quotes, with single spaces and none before a comma."""
+    query = query.strip().rstrip(";").strip()
+    parts = _QUOTED.split(query)
+    parts = [part if i % 2 else re.sub(r"\s+", " ", part.lower()) for i, part in enumerate(parts)]
+    return "".join(parts).replace(" , ", ", ").strip()
+
+
+def query_of(answer: str) -> str:
+    """The query in what a model wrote."""
+    return answer.split("|", 1)[-1].strip()

@@ -1,0 +1,72 @@
+"""Exact set match and hardness are the official script's."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fathom.tables.mutants import mutants
+from fathom.tables.schema import Column, Schema
+from fathom.tables.sql_match import LEVELS, Unreadable, exact_match, hardness, parse, plain_quotes
+
+KEPT = json.loads(lzma.decompress((Path(__file__).parent / "data" / "exact_match_pairs.json.xz").read_bytes()))
+
+
+def schema_of(kept: dict) -> Schema:
+    columns, numbers = [Column(-1, "*", "*")], {}
+    for table, (name, names) in enumerate(kept["tables"].items()):
+        for column in names:
+            numbers[f"{name}.{column}"] = len(columns)
+            columns.append(Column(table, column, column))
+    foreign = tuple((numbers[a], numbers[b]) for a, b in kept["foreign"])
+    names = tuple(kept["tables"])
+    return Schema("kept", names, names, tuple(columns), frozenset(), foreign)
+
+
+def test_a_thousand_verdicts_are_the_official_ones():
+    schemas = {name: schema_of(kept) for name, kept in KEPT["schemas"].items()}
+    assert len(KEPT["pairs"]) == 1000
+    verdicts, levels = Counter(), Counter()
+    for database, gold, said, verdict, level in KEPT["pairs"]:
+        assert exact_match(said, gold, schemas[database]) == verdict, (said, gold)
+        assert hardness(parse(gold, schemas[database])) == level, gold
+        verdicts[verdict] += 1
+        levels[level] += 1
+    assert min(verdicts.values()) >= 400 and set(levels) == set(LEVELS) and min(levels.values()) >= 100
+
+
+SCHEMA = schema_of({"tables": {"town": ["id", "name", "size"], "person": ["id", "town_id", "age"]}, "foreign": []})
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT", "SELECT name FROM nowhere", "SELECT nothing FROM town", "SELECT name FROM town LEFT JOIN person ON 1",
+        "SELECT name FROM town WHERE size IS NULL", "SELECT name FROM town WHERE (id = 1 OR id = 2)", "DROP TABLE town",
+        "SELECT name FROM town WHERE name = 'x", "SELECT name AS n FROM town", "SELECT 1", "", "(" * 500,
+    ],
+)  # fmt: skip
+def test_what_the_script_cannot_read_matches_nothing(query):
+    with pytest.raises(Unreadable):
+        parse(query, SCHEMA)
+    assert not exact_match(query, "SELECT name FROM town", SCHEMA)
+
+
+def test_quotes_of_both_kinds_are_texts():
+    assert plain_quotes("""a = "O'Brien" AND b = 'say "hi"' AND c = 'it''s'""") == (
+        """a = 'O''Brien' AND b = 'say "hi"' AND c = 'it''s'"""
+    )
+
+
+def test_mutants_differ_in_one_place():
+    found = mutants("SELECT max(name) FROM town WHERE id > 3 AND size = 'x' LIMIT 2", SCHEMA)
+    assert "SELECT max ( name ) FROM town WHERE id > 3 LIMIT 2" in found
+    assert "SELECT max ( size ) FROM town WHERE id > 3 AND size = 'x' LIMIT 2" in found
+    assert "SELECT min ( name ) FROM town WHERE id > 3 AND size = 'x' LIMIT 2" in found
+    assert "SELECT max ( name ) FROM town WHERE id > 4 AND size = 'x' LIMIT 2" in found
+    assert "SELECT max ( name ) FROM town WHERE id > 3 AND size = 'xx' LIMIT 2" in found
+    assert "SELECT max ( name ) FROM town WHERE id > 3 OR size = 'x'" not in found and len(found) == len(set(found))
