@@ -12,6 +12,7 @@ import jinja2
 
 from fathom.inspect import PICTURES
 from fathom.models.registry import ENCODER, SECTIONS, resolve_section
+from fathom.tables.text.base import from_dict as table_method
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
@@ -196,6 +197,11 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
+        if registry == "table":  # how sources are read, which has no plain form
+            plain = table_method(section["name"]).to_dict()
+            changed = [f"{key}={value}" for key, value in section.items() if value != plain[key]]
+            said.append(f"{section['name']} ({', '.join(changed)})" if changed else section["name"])
+            continue
         if section["name"] in (("full",) if registry == ENCODER else SECTIONS[registry].plain):
             continue
         defaults = resolve_section(registry, section["name"])
