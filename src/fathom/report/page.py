@@ -12,7 +12,6 @@ import jinja2
 
 from fathom.inspect import PICTURES
 from fathom.models.registry import ENCODER, SECTIONS, resolve_section
-from fathom.tables.text.base import from_dict as table_method
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import Results, Row, Run, Table, tables
@@ -30,6 +29,7 @@ from fathom.report.wording import (
     si,
     verdict,
 )
+from fathom.tables.text.base import from_dict as table_method
 from fathom.tasks import Score
 from fathom.writing import whole
 

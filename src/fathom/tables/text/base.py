@@ -41,7 +41,10 @@ class TableMethod:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            check_type(f"{self.name}.{field.name}", getattr(self, field.name), hints[field.name])
+            value, hint = getattr(self, field.name), hints[field.name]
+            check_type(f"{self.name}.{field.name}", value, hint)
+            if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+                raise self.refuse(field.name, value, f"use {', '.join(typing.get_args(hint))}")
         if self.trains == "knowledge" and not self.adapter:
             raise self.refuse("trains", "knowledge", "it has no adapter to train; use adapter=True")
 

@@ -134,6 +134,12 @@ class TableModel(EncoderModel):
                 f"{pretrained_model_name_or_path}: the width of its knowledge adapter is not what reduction="
                 f"{config.method.reduction} and placement={config.method.placement!r} make; use the checkpoint's"
             )
+        own = sum(KNOWLEDGE_NAME in name for name, _ in model.named_parameters())
+        if own and (known["unexpected_keys"] or len(known["missing_keys"]) not in (0, own)):
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: its knowledge adapter is not where placement="
+                f"{config.method.placement!r} has it, or is incomplete; use the checkpoint's placement"
+            )
         for kind, fault in (
             ("missing_keys", "is missing"),
             ("unexpected_keys", "has no place"),
@@ -145,15 +151,11 @@ class TableModel(EncoderModel):
                     f"{pretrained_model_name_or_path}: tensor {wrong[0]!r} {fault}: load a complete checkpoint of "
                     f"{config.model_type}, or of {config.stock.model_type}"
                 )
-        if len(known["missing_keys"]) not in (0, sum(KNOWLEDGE_NAME in name for name, _ in model.named_parameters())):
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: its knowledge adapter is incomplete or was placed elsewhere than "
-                f"placement={config.method.placement!r}"
-            )
         if known["missing_keys"]:  # a new adapter: transformers gave it the host's initial values
             for module in model.modules():
                 for bottleneck in getattr(module, "knowledge_adapter", {}).values():
                     bottleneck.initialize()
+        model.train_part(config.method.trains)
         if wanted != model.config.vocab_size:
             model.resize_token_embeddings(wanted, mean_resizing=False)
         return (model, report) if info else model
