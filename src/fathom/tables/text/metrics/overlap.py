@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
 
 def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], tokenize: str = "13a") -> float:
@@ -81,5 +82,7 @@ def bert_score(
 
     refuse_absent(model, f"bert_score model={model!r}")
     scorer = BERTScorer(model_type=model, num_layers=layer, batch_size=batch_size, lang="en")
+    known: Any = scorer._tokenizer
+    known.model_max_length = min(known.model_max_length, scorer._model.config.max_position_embeddings)  # type: ignore[union-attr]
     _, _, f1 = scorer.score(list(predictions), [list(some) for some in references])
     return float(f1.mean())
