@@ -15,6 +15,7 @@ _PLACES = {
     "meteor": "overlap",
     "bert_score": "overlap",
     "distinct": "mentions",
+    "mentioned": "mentions",
     "coverage": "mentions",
     "off_target": "mentions",
     "number_precision": "mentions",
