@@ -14,6 +14,7 @@ import pytest
 import fathom
 from fathom import caches, diffusion, growth, lineage
 from fathom.models.registry import ENCODERS, REGISTRIES
+from fathom.tables import text
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
@@ -21,6 +22,7 @@ from tiny_checkpoint import run_cli
 # registry → name → the method's class
 CLASSES = {
     **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
+    "table_to_text": text.METHODS,
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method

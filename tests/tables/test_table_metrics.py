@@ -155,14 +155,14 @@ def test_ctrleval_is_the_likelihood_of_what_a_mask_hides(tmp_path):
     expected = weights[0] * likelihood(f"<mask> {b}", a) + weights[1] * likelihood(f"{a} <mask>", b)
     assert judge.coherence(f"{a} {b}") == pytest.approx(expected, rel=1e-4)
     weights = judge.weights(["Alan Thai", a])
-    expected = weights[0] * likelihood(f"<mask> {a}", "Alan Thai") + weights[1] * likelihood(f"Alan Thai <mask>", a)
+    expected = weights[0] * likelihood(f"<mask> {a}", "Alan Thai") + weights[1] * likelihood("Alan Thai <mask>", a)
     assert judge.consistency("Alan Thai", a) == pytest.approx(expected, rel=1e-4)
     verbalisers = {"good": ["Thai"], "bad": ["Greek", "Welsh"]}
     shares = [judge.attribute(a, label, verbalisers, ["It is [mask] ."]) for label in verbalisers]
     assert sum(shares) == pytest.approx(1) and min(shares) > 0
     with pytest.raises(ValueError, match="label='odd': has no verbalisers; labels: good, bad"):
         judge.attribute(a, "odd", verbalisers, ["[mask]"])
-    with pytest.raises(ValueError, match="write .mask. where the label stands"):
+    with pytest.raises(ValueError, match=r"write \[mask\] where the label stands"):
         judge.attribute(a, "good", verbalisers, ["It is"])
     with pytest.raises((FileNotFoundError, ValueError), match="CTRLEval model="):
         metrics.CTRLEval("/nowhere/model")

@@ -92,7 +92,9 @@ def test_a_stranger_cannot_write_markers():
 
 def test_tables_that_cannot_be_are_refused(tmp_path):
     for rows, said in (
-        ("a,b\n1\n", "row 1 has 1 cells, the header 2: a ragged table"), ("a,b\n", "the table is empty"), ("", "is empty"),
+        ("a,b\n1\n", "row 1 has 1 cells, the header 2: a ragged table"),
+        ("a,b\n", "the table is empty"),
+        ("", "is empty"),
     ):  # fmt: skip
         (tmp_path / "t.csv").write_text(rows)
         with pytest.raises(ValueError, match=said):
@@ -119,9 +121,8 @@ def test_masks_stand_for_the_tables_words():
     for text, expected in cases.items():
         masked, hidden = mask_fill(text, table)
         assert masked == expected and unmask(masked, hidden) == text
-        assert not {w for w in words(masked.replace(MASK, " "))} & (
-            {w for v in table.values for w in words(v)} - STOP_WORDS
-        )
+        of_table = {w for value in table.values for w in words(value)} - STOP_WORDS
+        assert of_table.isdisjoint(words(masked.replace(MASK, " ")))
         assert mask_fill(masked, table) is None  # nothing is left to mask
     assert mask_fill("New York", table) is None and mask_fill("Nothing of it", table) is None
     assert mask_fill("in New York", table, unit="word")[0] == f"in {MASK} {MASK}"
@@ -221,7 +222,7 @@ def test_a_checkpoint_is_saved_and_loaded_under_any_method(section, family, fold
     kind = MODELS[family]
     model = kind.from_pretrained(folders[family], table=section).eval()
     assert model.config.method == from_dict(section)
-    if not model.config.method.adapter:
+    if not model.config.method.adapts:
         assert torch.equal(model(**given).logits, stock(**given).logits)
     else:
         assert not torch.equal(model(**given).logits, stock(**given).logits)
@@ -304,7 +305,6 @@ def test_each_stage_changes_its_own_parameters_alone(family, folders):
     assert changed() == {True}
     generator.fit_generator(few, Stage(steps=3, lr=1e-2))
     assert changed() == {False}
-    table, text = few[0]
     with pytest.raises(ValueError, match="no sentence of it shares a word with a table"):
         generator.fit_knowledge([Table((("x", "zzz"),))], Stage(steps=1))
 

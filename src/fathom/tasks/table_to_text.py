@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ import datasets
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM
 
-from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
+from fathom.data import DataConfig, PreparedData, Source, load_tokenizer, token_byte_lengths
 from fathom.data.packing import IGNORED
-from fathom.data.prepared import cache_key, make_tokenizer
+from fathom.data.prepared import build_once, cache_key, make_tokenizer
+from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.method import check_range
 from fathom.tables.text.base import SlotMethod
 from fathom.tables.text.ctrlscitab import GRID_MARKERS, pieces, query
@@ -73,9 +75,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Descriptions(PreparedData):
-    """Examples, and the held-out rows that they were made of."""
+    """Examples, the held-out rows that they were made of, and the folder of the planner whose plans they have."""
 
     rows: tuple[Row, ...] = ()
+    planner: Path | None = None
 
 
 @register_task("table_to_text")
@@ -220,7 +223,7 @@ class TableToText(EncoderTask):
 
     def model_config(self, fields, data, tokenizer):
         if "checkpoint" in fields and tokenizer is None and isinstance(data.tokenizer, str):
-            tokenizer = self.with_specials(AutoTokenizer.from_pretrained(data.tokenizer))
+            tokenizer = self.with_specials(load_tokenizer(data.tokenizer))
         config = super().model_config(fields, data, tokenizer)
         if "checkpoint" in fields and tokenizer is not None:
             config.vocab_size = max(config.vocab_size, len(tokenizer))  # rows for the markers
@@ -298,7 +301,7 @@ class TableToText(EncoderTask):
             data, lambda: self._texts(rows, corpus), lambda: cache_key(*hashes, "table_to_text"), cache
         )
         tokenizer = self.with_specials(tokenizer)
-        prompts = Prompts(self, tokenizer, rows, others, corpus)
+        prompts = Prompts(self, tokenizer, rows, others, corpus, cache, hashes)
 
         def kept(source: Source, some: Sequence[Row], training: bool) -> datasets.Dataset:
             options = [*map(str, self.section.values()), tokenizer.pad_token_id, *hashes, training]
@@ -325,7 +328,9 @@ class TableToText(EncoderTask):
             notes.append(
                 f"{cut} of {len(rows)} training tables are longer than table_tokens={self.table_tokens} and cut."
             )
-        return Descriptions(training, validation, tokenizer, targets, size, notes=tuple(notes), rows=others)
+        return Descriptions(
+            training, validation, tokenizer, targets, size, notes=tuple(notes), rows=others, planner=prompts.planner_at
+        )
 
     def _rows(self, source: Source) -> Iterator[Row]:
         for row, where in source.rows():
@@ -413,11 +418,18 @@ class TableToText(EncoderTask):
             return values
         assert isinstance(data, Descriptions) and data.validation is not None
         model = self.auto.from_pretrained(checkpoint)
+        if getattr(model.config.method, "plans", False) and data.planner is not None:  # what it describes with later
+            self.planner_of(data, checkpoint)
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         count = min(self.answers, len(data.validation))
         said = [sample.text for sample in self._answers(model, data, count)]
         values |= {"target_bits_per_byte": bits_of_loss(data, loss)}
         return values | (description_scores(said, data.rows[:count]) if self.stage == "describe" else {})
+
+    def planner_of(self, data: Descriptions, checkpoint: Path) -> None:
+        """Put the planner beside the model's weights, where `TableGenerator` finds it."""
+        assert data.planner is not None
+        shutil.copytree(data.planner, checkpoint / "planner", dirs_exist_ok=True)
 
     @torch.no_grad()
     def _answers(self, model: Any, data: PreparedData, count: int) -> Iterator[Sample]:
@@ -453,12 +465,16 @@ class Prompts:
     """What a source has beside its table. What learns does so from the training rows, when first asked."""
 
     def __init__(
-        self, task: TableToText, tokenizer: Any, rows: Sequence[Row], held_out: Sequence[Row], corpus: Sequence[str]
-    ):
+        self, task: TableToText, tokenizer: Any, rows: Sequence[Row], held_out: Sequence[Row], corpus: Sequence[str],
+        cache: Path, hashes: Sequence[str],
+    ):  # fmt: skip
         self.task, self.tokenizer, self.corpus = task, tokenizer, corpus
         self.held_out = [text for row in held_out for text in (*row.references, *_background(row))]
         self.pairs = [(row.table, text) for row in rows for text in row.references if isinstance(row.table, Table)]
-        self.grids = [row for row in rows if isinstance(row.table, Grid)]
+        key = cache_key(*map(str, task.section.values()), tokenizer_hash(tokenizer), *hashes)
+        plans = self.pairs and task.planner != "none" and task.stage == "describe"
+        self.planner_at = cache / f"planner-{key}" if plans else None
+        self.grids = [(row.table, row.references[0]) for row in rows if isinstance(row.table, Grid)]
         self.linearizer = TableLinearizer(
             tokenizer, task.prefix, task.table_tokens, prototype_tokens=task.prototype_tokens, plan_item=task.plan_item
         )
@@ -502,10 +518,17 @@ class Prompts:
 
     @functools.cached_property
     def planner(self) -> Any:
-        from fathom.tables.text.generator import make_planner
+        from fathom.tables.text.generator import load_planner, make_planner, save_planner
 
-        task = self.task
-        return make_planner(task.planner, self.pairs, self.tokenizer, task.planner_model, task.planner_steps)
+        task, at = self.task, self.planner_at
+        assert at is not None  # asked for by tables of slots alone
+
+        def build(work: Path) -> None:
+            made = make_planner(task.planner, self.pairs, self.tokenizer, task.planner_model, task.planner_steps)
+            save_planner(made, work)
+
+        build_once(at, build)
+        return load_planner(at)
 
     @functools.cached_property
     def retriever(self) -> Any:
@@ -513,7 +536,7 @@ class Prompts:
 
         task = self.task
         return make_retriever(
-            task.retriever, [row.table for row in self.grids], [row.references[0] for row in self.grids],
+            task.retriever, [grid for grid, _ in self.grids], [text for _, text in self.grids],
             self.tokenizer, task.retriever_model, task.retriever_steps, task.query_for_train, self.held_out,
         )  # fmt: skip
 

@@ -103,7 +103,8 @@ class KnowledgeLayer(nn.Module, BaseTunerLayer):
         return getattr(self.get_base_layer(), "bias", None)
 
     def add(self, adapter_name: str, config: KnowledgeAdapterConfig, **kwargs: Any) -> None:
-        weight = self.get_base_layer().weight
+        base: Any = self.get_base_layer()
+        weight = base.weight
         width = weight.shape[0]  # of a linear layer and of a norm alike, what comes out
         inner = width // config.reduction
         if inner < 1:
@@ -143,7 +144,7 @@ class KnowledgeAdapterModel(BaseTuner):
 
     def _create_and_replace(
         self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, current_key: str,
-        **kwargs: Any,
+        parameter_name: str | None = None,
     ) -> None:  # fmt: skip
         if isinstance(target, KnowledgeLayer):
             target.add(adapter_name, peft_config)

@@ -35,7 +35,6 @@ class TableMethod:
     summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
     equation: ClassVar[str]
     variants: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # what the suite runs
-    adapter: ClassVar[bool | Any] = False
     slots: ClassVar[bool] = True  # whether its tables are of slots, not of rows
 
     def __post_init__(self) -> None:
@@ -45,8 +44,13 @@ class TableMethod:
             check_type(f"{self.name}.{field.name}", value, hint)
             if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
                 raise self.refuse(field.name, value, f"use {', '.join(typing.get_args(hint))}")
-        if self.trains == "knowledge" and not self.adapter:
+        if self.trains == "knowledge" and not self.adapts:
             raise self.refuse("trains", "knowledge", "it has no adapter to train; use adapter=True")
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the model has a knowledge adapter."""
+        return False
 
     def refuse(self, option: str, value: Any, remedy: str) -> ValueError:
         return ValueError(f"{self.name} option {option}={value!r}: {remedy}")
@@ -85,7 +89,7 @@ class SlotMethod(TableMethod):
     plan_item: Literal["key", "value", "key_value"] = "key"
     plan_noise: float = 0.0
     keep_planned_slots: bool = True
-    adapter: bool = False  # type: ignore[misc]  # a field here, a constant of the base
+    adapter: bool = False
     reduction: int = 16
     placement: Literal["every_layer", "last_layer"] = "every_layer"
     zero_init_up: bool = False
@@ -107,6 +111,10 @@ class SlotMethod(TableMethod):
             raise self.refuse("content_aware", self.content_aware, "must not be negative")
         if self.planner == "prototype" and self.prototypes < 1:
             raise self.refuse("planner", "prototype", "its prompt are prototypes; give prototypes=3")
+
+    @property
+    def adapts(self) -> bool:
+        return self.adapter
 
     @property
     def plans(self) -> bool:

@@ -36,7 +36,6 @@ class CTRLSciTab(TableMethod):
     sentence_tokens: most tokens of each; None: the source's end cuts.
     query_for_train: "plain", or "oracle": queries of training rows hold the reference, as in the released code.
     strip_stopwords: background sentences without their stop words, as in the released code.
-    adapter: always false; a knowledge adapter is for tables of slots.
     """
 
     highlights: bool = True

@@ -27,7 +27,7 @@ def load_encoder(model: str | None, tokenizer: Any, positions: int, seed: int = 
     encoder: Any
     if model is None:
         torch.manual_seed(seed)
-        sizes = {**SMALL, **small, "max_position_embeddings": positions}
+        sizes: dict[str, Any] = {**SMALL, **small, "max_position_embeddings": positions}
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         encoder = BertModel(BertConfig(vocab_size=len(tokenizer), pad_token_id=pad, **sizes), add_pooling_layer=False)
     else:

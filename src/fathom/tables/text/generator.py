@@ -181,7 +181,8 @@ class TableGenerator:
 
         rerank: a selector sorts prototypes; without, they stay in BM25's order.
         """
-        method, losses = self.method, {}
+        method = self.method
+        losses: dict[str, list[float]] = {}
         if not isinstance(method, SlotMethod):
             raise ValueError(f"method {method.name!r}: fit is for methods of slots; train it by a recipe")
         texts = list(corpus)
@@ -281,12 +282,9 @@ def small_seq2seq(tokenizer: Any, seed: int) -> nn.Module:
 
     torch.manual_seed(seed)
     pad = special(tokenizer, "pad")
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(tokenizer), d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, pad_token_id=pad,
-            decoder_start_token_id=pad, eos_token_id=special(tokenizer, "eos"),
-        )
-    )  # fmt: skip
+    fields: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    fields |= {"vocab_size": len(tokenizer), "eos_token_id": special(tokenizer, "eos")}
+    return T5ForConditionalGeneration(T5Config(**fields, pad_token_id=pad, decoder_start_token_id=pad))  # type: ignore[call-arg]
 
 
 def save_planner(planner: ContentPlanner, folder: Path) -> None:

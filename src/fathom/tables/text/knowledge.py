@@ -92,11 +92,10 @@ def knowledge_pairs(
     random = np.random.default_rng(seed)
     for table, found in tables:
         for sentence in found:
-            masked = {
-                "table_values": lambda s=sentence, t=table: mask_fill(s, t, unit, source),
-                "entity": lambda s=sentence: mask_entities(s, unit),
-                "random_span": lambda s=sentence: mask_spans(s, random),
-            }[task]()
+            if task == "table_values":
+                masked = mask_fill(sentence, table, unit, source)
+            else:
+                masked = mask_entities(sentence, unit) if task == "entity" else mask_spans(sentence, random)
             if masked is not None and (masked[0], sentence) not in seen:
                 seen.add((masked[0], sentence))
                 yield table, masked[0], sentence

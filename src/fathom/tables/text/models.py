@@ -36,7 +36,7 @@ class TableSection(EncoderSection):
     table: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super(EncoderSection, self).__post_init__(**kwargs)  # the family's own: there is no section `encoder`
+        super(EncoderSection, self).__post_init__(**kwargs)  # type: ignore[misc]  # the family's own: there is no section `encoder`
         self.table = from_dict(self.table).to_dict()
 
     @property
@@ -83,7 +83,7 @@ class TableModel(EncoderModel):
     def add_knowledge(self) -> None:
         """The adapter that the config names, and gradients for what its `trains` says."""
         method = self.config.method
-        if method.adapter:
+        if method.adapts:
             from peft import inject_adapter_in_model
 
             from fathom.tables.text.adapter import KnowledgeAdapterConfig

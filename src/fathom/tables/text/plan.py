@@ -108,7 +108,8 @@ class PointerPlanner(ContentPlanner):
         total, count = torch.zeros((), device=self.stop.device), 0
         for table, plan in pairs:
             slots = self.slots(table)
-            read, state = self.start, self.state
+            read: Tensor = self.start
+            state: Tensor = self.state
             taken = torch.zeros(len(slots) + 1, dtype=torch.bool, device=slots.device)
             for index in [*(table.keys.index(item) for item in plan), len(slots)]:
                 logits, state = self.step(slots, read, state)

@@ -68,7 +68,8 @@ def train(
         raise ValueError(f"{type(model).__name__}: none of its parameters has a gradient")
     order = torch.Generator().manual_seed(stage.seed)
     optimiser = stage.optimiser(parameters)
-    was, losses, queue = model.training, [], []
+    was, losses = model.training, []
+    queue: list[int] = []
     model.train()
     for step in range(stage.steps):
         while len(queue) < min(stage.batch_size, len(examples)):
