@@ -14,6 +14,7 @@ import pytest
 import fathom
 from fathom import caches, diffusion, growth, lineage, tables
 from fathom.models.registry import ENCODER_PLAIN, REGISTRIES, methods_of
+from fathom.tables import text
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
 from tiny_checkpoint import run_cli
@@ -21,7 +22,7 @@ from tiny_checkpoint import run_cli
 # registry → name → the method's class
 CLASSES = {
     **REGISTRIES, **{section: methods_of(section) for section in ENCODER_PLAIN}, "cache": caches.METHODS,
-    "growth": growth.methods(), "vision": METHODS, "tables": tables.METHODS,
+    "growth": growth.methods(), "vision": METHODS, "tables": tables.METHODS, "table_to_text": text.METHODS,
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method

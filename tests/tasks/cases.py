@@ -81,9 +81,29 @@ def text_to_sql(folder: Path) -> dict[str, Any]:
     return {"task": task, "model": model, "data": {**data, "tokenizer": {"bpe": 300}, "block_size": 64}}
 
 
+def table_to_text(folder: Path) -> dict[str, Any]:
+    foods, places = ("Thai", "Greek", "Welsh", "Fijian"), ("river", "castle", "market", "harbour")
+    rows = [
+        {"table": [["name", name], ["food", food], ["near", place], ["price", str(number + 5)]],
+         "text": f"{name} serves {food} food near the {place} for {number + 5} pounds."}
+        for number, (name, food, place) in enumerate(
+            (f"{first}{last}", food, place) for first in ("Al", "Bo", "Cy", "Di", "Ed") for last in ("an", "is")
+            for food in foods for place in places[:2]
+        )
+    ]  # fmt: skip
+    corpus = [f"{name} has {food} food." for name in ("Fay", "Gus", "Hal") for food in foods]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus))
+    model = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    task = {"name": "table_to_text", "target_tokens": 40, "table_tokens": 96, "plan_tokens": 20, "source_tokens": 96}
+    task |= {"answers": 9, "corpus": str(folder / "corpus.jsonl"), "prototypes": 1, "prototype_tokens": 12}
+    task |= {"planner_steps": 2}
+    data = {**write_rows(folder, rows), "tokenizer": {"bpe": 290}, "block_size": 160}
+    return {"task": task, "model": {"family": "t5", **model}, "data": data}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
-    "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql,
+    "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql, "table_to_text": table_to_text,
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from fathom.report.wording import (
     si,
     verdict,
 )
+from fathom.tables.text.base import from_dict as table_method
 from fathom.tasks import Score
 from fathom.writing import whole
 
@@ -196,8 +197,12 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
-        plain = (ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain
-        if section["name"] in plain:
+        if registry == "table":  # how sources are read, which has no plain form
+            plain = table_method(section["name"]).to_dict()
+            changed = [f"{key}={value}" for key, value in section.items() if value != plain[key]]
+            said.append(f"{section['name']} ({', '.join(changed)})" if changed else section["name"])
+            continue
+        if section["name"] in ((ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain):
             continue
         defaults = resolve_section(registry, section["name"])
         given = {key: value for key, value in section.items() if key != "name"}

@@ -36,11 +36,13 @@ class EncoderTask(Task):
         families: configs by the name that a recipe's `family` gives; the first is the default.
         auto: the Auto class that makes and loads their models.
         specials: special tokens that are added to a tokenizer without them.
+        markers: tokens that every source may have, added to a tokenizer that does not know them.
     """
 
     families: ClassVar[dict[str, Any]]
     auto: ClassVar[Any]
     specials: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]] = ()
     checkpoint_fields = ("encoder",)
     unused: ClassVar[tuple[str, ...]] = ("document_mask", "keep_remainder", "streaming")
 
@@ -72,7 +74,7 @@ class EncoderTask(Task):
             tokenizer = self.with_specials(load_tokenizer(data.tokenizer))
         found: dict[str, Any] = {"max_position_embeddings": data.block_size + 1}
         if tokenizer is None:
-            found["vocab_size"] = data.tokenizer["bpe"] + len(self.specials)  # type: ignore[index]
+            found["vocab_size"] = data.tokenizer["bpe"] + len(self.specials + self.markers)  # type: ignore[index]
         else:
             found["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
             found |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
@@ -91,6 +93,8 @@ class EncoderTask(Task):
             given = getattr(tokenizer, f"{name}_token")
             if given is None or given == tokenizer.eos_token:
                 tokenizer.add_special_tokens({f"{name}_token": f"<{name}>"})
+        known = tokenizer.get_vocab()
+        tokenizer.add_tokens([marker for marker in self.markers if marker not in known], special_tokens=True)
         return tokenizer
 
     def _checkpoint_config(self, checkpoint: str, changes: dict[str, Any]) -> Any:

@@ -1,0 +1,110 @@
+"""CTRLSciTab (arXiv 2312.05402): highlighted cells and a few background sentences say what to write about a table.
+
+    full            h₁ <C> h₂ … <H> <R> <C> col₁ <C> col₂ … <CAP> caption <BKG> s₁ s₂ s₃
+    no background   the same without <BKG> …
+    no highlight    <R> <C> v <C> v … of every row <CAP> caption <BKG> …
+    neither         <R> <C> v <C> v … of every row <CAP> caption
+
+"full" has the header but no body, as in the released code; `include_body=True` adds the rows, which comparisons need.
+The released preprocessing puts the reference into the query of training rows and trains its retriever on all splits'
+references: here queries are plain and the retriever sees training texts alone (`retrieval.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fathom.tables.text.base import TableMethod
+from fathom.tables.text.linearize import BACKGROUND, BODY, CAPTION, HEADER, HIGHLIGHTS, PREFIX, Grid
+
+ROW, CELL, CAPTION_MARK, BACKGROUND_MARK, HIGHLIGHT_END = "<R>", "<C>", "<CAP>", "<BKG>", "<H>"
+GRID_MARKERS = (ROW, CELL, CAPTION_MARK, BACKGROUND_MARK, HIGHLIGHT_END)
+GRID_PREFIX = "Table to text: "  # for T5
+
+Retriever = Literal["tsdae", "tfidf", "cross_encoder", "random", "oracle", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CTRLSciTab(TableMethod):
+    """highlights: the highlighted cells are read, and only the header of the table.
+    include_body: the table's rows are read beside the highlights, too.
+    background: retrieved background sentences are read.
+    retriever: who chooses them: tsdae, tfidf, cross_encoder, random, oracle (nearest to the reference) or none.
+    sentences: how many are read.
+    sentence_tokens: most tokens of each; None: the source's end cuts.
+    query_for_train: "plain", or "oracle": queries of training rows hold the reference, as in the released code.
+    strip_stopwords: background sentences without their stop words, as in the released code.
+    """
+
+    highlights: bool = True
+    include_body: bool = False
+    background: bool = True
+    retriever: Retriever = "tsdae"
+    sentences: int = 3
+    sentence_tokens: int | None = None
+    query_for_train: Literal["plain", "oracle"] = "plain"
+    strip_stopwords: bool = False
+
+    name = "ctrlscitab"
+    paper = "2312.05402"
+    summary = "Highlighted cells, and background sentences that a retriever chose, say what to write about a table."
+    equation = "source = highlights <H> header <CAP> caption <BKG> top₃ sentences by cos(enc(query), enc(sentence))"
+    variants = ({}, {"background": False}, {"highlights": False}, {"highlights": False, "background": False})
+    slots = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sentences < 1:
+            raise self.refuse("sentences", self.sentences, "must be at least 1; background=False reads none")
+        if self.background and self.retriever == "none":
+            raise self.refuse("retriever", "none", "choose one, or use background=False")
+
+    def parts(self, training: bool) -> tuple[int, ...]:
+        table = (HIGHLIGHTS, HEADER, *((BODY,) if self.include_body else ())) if self.highlights else (BODY,)
+        return (PREFIX, *table, CAPTION, *((BACKGROUND,) if self.background else ()))
+
+
+def pieces(grid: Grid, background: Sequence[str] = ()) -> dict[int, str]:
+    """The text of every part of a source; a source is some of them, in this order, with one space between."""
+    return {
+        HIGHLIGHTS: " ".join([f" {CELL} ".join(grid.highlights), HIGHLIGHT_END]).strip(),
+        HEADER: _row(grid.header),
+        BODY: " ".join(map(_row, grid.rows)),
+        CAPTION: f"{CAPTION_MARK} {grid.caption}".strip(),
+        BACKGROUND: " ".join([BACKGROUND_MARK, *background]) if background else "",
+    }
+
+
+def serialize(grid: Grid, method: CTRLSciTab, background: Sequence[str] = ()) -> str:
+    """A source as text."""
+    found = pieces(grid, background)
+    return " ".join(found[part] for part in method.parts(training=False) if found.get(part))
+
+
+def parse(source: str) -> dict[str, Any]:
+    """What a source says: `highlights`, `rows` (the header first, where it is read), `caption`, `background`."""
+    before, mark, rest = source.partition(HIGHLIGHT_END)
+    if not mark:
+        before, rest = "", source
+    head, _, tail = rest.partition(CAPTION_MARK)
+    caption, _, background = tail.partition(BACKGROUND_MARK)
+    rows = [row for row in head.split(ROW) if row.strip()]
+    return {
+        "highlights": [cell.strip() for cell in before.split(CELL)] if before.strip() else [],
+        "rows": [[cell.strip() for cell in row.split(CELL)[1:]] for row in rows],
+        "caption": caption.strip(),
+        "background": background.strip(),
+    }
+
+
+def query(grid: Grid, reference: str | None = None) -> str:
+    """What background is searched for by: highlights, header and caption; with the reference, as released."""
+    found = pieces(grid)
+    plain = " ".join(found[part] for part in (HIGHLIGHTS, HEADER, CAPTION))
+    return plain if reference is None else f"{plain} {BACKGROUND_MARK} {reference}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " ".join([ROW, *(f"{CELL} {cell}".strip() for cell in cells)])

@@ -1,0 +1,320 @@
+"""`TableGenerator`: tables and some descriptions in, a model that describes tables out. All stages in one place.
+
+generator = TableGenerator.from_pretrained("a T5 or BART", AKG())
+generator.fit(pairs, corpus)
+generator.describe(table)
+generator.save_pretrained("out")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from fathom.models.local_paths import refuse_absent
+from fathom.tables.text.base import SlotMethod, TableMethod, planner_for
+from fathom.tables.text.crf import CRFPlanner
+from fathom.tables.text.ctrlscitab import GRID_MARKERS, CTRLSciTab, query, serialize
+from fathom.tables.text.encoder import batch, special
+from fathom.tables.text.knowledge import knowledge_pairs
+from fathom.tables.text.linearize import MARKERS, T5_PREFIX, Grid, Table, TableLinearizer, with_markers
+from fathom.tables.text.models import (
+    FathomTableBartConfig,
+    FathomTableBartForConditionalGeneration,
+    FathomTableT5Config,
+    FathomTableT5ForConditionalGeneration,
+)
+from fathom.tables.text.plan import ContentPlanner, Plan, PointerPlanner, Seq2SeqPlanner, gold_plan
+from fathom.tables.text.prototypes import Candidates, PrototypeSelector
+from fathom.tables.text.stages import Stage, train
+from fathom.writing import write_json
+
+MODELS = {
+    model: cls
+    for config, cls in (
+        (FathomTableT5Config, FathomTableT5ForConditionalGeneration),
+        (FathomTableBartConfig, FathomTableBartForConditionalGeneration),
+    )
+    for model in (config.model_type, config.stock.model_type)
+}
+TARGET_TOKENS, KNOWLEDGE_TOKENS = 90, 512
+PLANNER = "planner"  # folder beside the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How long and how fast each stage of `fit` trains. The papers' (P2G's scripts) for 50 and 100 pairs."""
+
+    planner: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=8, lr=5e-4, warmup=50))
+    selector: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=4, lr=2e-5, warmup=100))
+    knowledge: Stage = dataclasses.field(
+        default=Stage(steps=1000, batch_size=8, lr=1e-3, schedule="constant", optimizer="adafactor")
+    )
+    generator: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=8, lr=3e-5, warmup=100))
+
+
+class TableGenerator:
+    """A model with what it reads beside the table.
+
+    model, tokenizer: of this wing's classes, the tokenizer with the markers.
+    planner, candidates, selector, retriever: what makes plans, finds and sorts prototypes, and chooses background.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, planner: ContentPlanner | None = None,
+        candidates: Candidates | None = None, selector: PrototypeSelector | None = None, retriever: Any = None,
+    ):  # fmt: skip
+        self.model, self.tokenizer = model, tokenizer
+        self.planner, self.candidates, self.selector, self.retriever = planner, candidates, selector, retriever
+        method = self.method
+        slots: dict[str, Any] = {}
+        if isinstance(method, SlotMethod):
+            slots = {"plan_item": method.plan_item, "keep_planned_slots": method.keep_planned_slots}
+        t5 = "t5" in model.config.model_type
+        self.linearizer = TableLinearizer(tokenizer, T5_PREFIX if t5 else "", **slots)
+
+    @property
+    def method(self) -> TableMethod:
+        return self.model.config.method
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str, method: TableMethod | None = None, corpus: Iterable[str] | None = None
+    ) -> Any:
+        """Of a stock T5 or BART with a method, or of what `save_pretrained` or a recipe has written.
+
+        corpus: sentences that prototypes are found among.
+        """
+        refuse_absent(folder, f"checkpoint {folder!r}")
+        kind = AutoConfig.from_pretrained(folder).model_type
+        if kind not in MODELS:
+            raise ValueError(f"{folder}: model_type={kind!r}; table to text is for {', '.join(MODELS)}")
+        tokenizer = with_markers(AutoTokenizer.from_pretrained(folder), (*MARKERS, *GRID_MARKERS))
+        changes = {} if method is None else {"table": method.to_dict()}
+        model = MODELS[kind].from_pretrained(folder, **changes)
+        if model.config.vocab_size < len(tokenizer):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        planner = load_planner(Path(folder) / PLANNER) if (Path(folder) / PLANNER).is_dir() else None
+        candidates = None if corpus is None else Candidates(corpus)
+        return cls(model.eval(), tokenizer, planner=planner, candidates=candidates)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Model, tokenizer and planner. A corpus is given again when it is loaded."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.planner is not None:
+            save_planner(self.planner, Path(folder) / PLANNER)
+
+    # -- what the model reads ----------------------------------------------------------------------------------------
+
+    def source(self, table: Table | Grid, plan: Plan | None = None, without: Sequence[str] = ()) -> list[int]:
+        """Ids of a table with what its method reads beside it.
+
+        plan: instead of the planner's. without: sentences that are no prototypes, such as the table's references.
+        Raises ValueError where a planner, a corpus or a retriever is needed and none is there, and for a plan with an
+        item that is no key.
+        """
+        method = self.method
+        if isinstance(method, CTRLSciTab):
+            if not isinstance(table, Grid):
+                raise ValueError("table: ctrlscitab reads tables of rows; give a Grid")
+            chosen: list[str] = []
+            if method.background and table.background:
+                if self.retriever is None:
+                    raise ValueError("retriever=None: this method reads retrieved background; give one")
+                chosen = self.retriever.top(query(table), table.background, method.sentences)
+            return self.linearizer.ids(serialize(table, method, chosen))
+        assert isinstance(method, SlotMethod)
+        slots = table.slots() if isinstance(table, Grid) else table
+        if plan is None and method.plans:
+            if self.planner is None:
+                raise ValueError(
+                    f"plan=None: method {method.name!r} has no planner here; give the keys to tell, in order"
+                )
+            (plan,) = self.planner.predict([slots])
+        elif not method.plans and plan:
+            raise ValueError(f"plan={plan!r}: method {method.name!r} reads none (planner={method.planner!r})")
+        return self.linearizer.source(slots, plan or (), self.prototypes(slots, without))
+
+    def prototypes(self, table: Table, without: Sequence[str] = ()) -> list[str]:
+        method = self.method
+        if not isinstance(method, SlotMethod) or not method.prototypes:
+            return []
+        if self.candidates is None:
+            raise ValueError(f"corpus=None: method {method.name!r} reads prototypes; give sentences of the domain")
+        found = self.candidates.find(table, method.candidates, without)
+        if self.selector is not None:
+            found = self.selector.rank(table, found)
+        return found[: method.prototypes]
+
+    @torch.no_grad()
+    def describe(
+        self, tables: Table | Grid | Sequence[Table | Grid], plans: Sequence[Plan] | None = None, beams: int = 4,
+        max_new_tokens: int = TARGET_TOKENS, batch_size: int = 8,
+    ) -> list[str]:  # fmt: skip
+        """A description of every table, by beam search. plans: of every table, instead of the planner's."""
+        some = [tables] if isinstance(tables, Table | Grid) else list(tables)
+        sources = [self.source(table, None if plans is None else plans[i]) for i, table in enumerate(some)]
+        found: list[str] = []
+        for start in range(0, len(sources), batch_size):
+            given = batch(sources[start : start + batch_size], special(self.tokenizer, "pad"))
+            given = {name: value.to(self.model.device) for name, value in given.items()}
+            out = self.model.generate(**given, num_beams=beams, do_sample=False, max_new_tokens=max_new_tokens)
+            found += [text.strip() for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
+        return found
+
+    # -- the stages --------------------------------------------------------------------------------------------------
+
+    def fit(
+        self, pairs: Sequence[tuple[Table, str]], corpus: Iterable[str] = (), stages: Stages = Stages(),
+        selector_model: str | None = None, planner_model: str | None = None, rerank: bool = True,
+    ) -> dict[str, list[float]]:  # fmt: skip
+        """Losses of every stage, by its name. Each trains its own parameters and leaves the others' bits as they were.
+
+        rerank: a selector sorts prototypes; without, they stay in BM25's order.
+        """
+        method = self.method
+        losses: dict[str, list[float]] = {}
+        if not isinstance(method, SlotMethod):
+            raise ValueError(f"method {method.name!r}: fit is for methods of slots; train it by a recipe")
+        texts = list(corpus)
+        if texts:
+            self.candidates = Candidates(texts)
+        tables = [table for table, _ in pairs]
+        if method.plans and method.planner != "oracle":
+            self.planner = make_planner(method.planner, pairs, self.tokenizer, planner_model, stages.planner, losses)
+        if method.prototypes and rerank:
+            assert self.candidates is not None or self._no_corpus()
+            self.selector = PrototypeSelector(selector_model, self.tokenizer)
+            examples = [(t, text, self.candidates.find(t, method.candidates, [text])) for t, text in pairs]  # type: ignore[union-attr]
+            losses["selector"] = self.selector.fit(examples, stages.selector)
+        if method.adapter:
+            losses["knowledge"] = self.fit_knowledge(tables, stages.knowledge, [text for _, text in pairs])
+        losses["generator"] = self.fit_generator(pairs, stages.generator)
+        return losses
+
+    def _no_corpus(self) -> bool:
+        raise ValueError(f"corpus=(): method {self.method.name!r} learns from sentences of the domain; give some")
+
+    def fit_knowledge(self, tables: Sequence[Table], stage: Stage, without: Sequence[str] = ()) -> list[float]:
+        """Stage 2: the adapter alone learns to fill in what tables say in sentences of the corpus."""
+        method = self.method
+        assert isinstance(method, SlotMethod)
+        assert self.candidates is not None or self._no_corpus()
+        found = [(table, self.candidates.find(table, method.candidates, without)) for table in tables]  # type: ignore[union-attr]
+        examples = []
+        for table, masked, text in knowledge_pairs(
+            found, method.knowledge, method.mask_unit, method.mask_source, stage.seed
+        ):
+            ids = self.linearizer.ids(masked)
+            if method.knowledge_with_table:
+                ids = [*self.linearizer.table(table), *ids]
+            examples.append((ids[:KNOWLEDGE_TOKENS], self.target(text, KNOWLEDGE_TOKENS)))
+        if not examples:
+            raise ValueError(
+                "corpus: no sentence of it shares a word with a table, so the adapter has nothing to learn"
+            )
+        self.model.train_part("knowledge")
+        losses = train(self.model, examples, self.loss, stage)
+        self.model.train_part(method.trains)
+        return losses
+
+    def fit_generator(self, pairs: Sequence[tuple[Table, str]], stage: Stage) -> list[float]:
+        """Stage 3: the host learns descriptions, with the references' own plans as prompts."""
+        method = self.method
+        assert isinstance(method, SlotMethod)
+        draw = torch.Generator().manual_seed(stage.seed)
+        examples = []
+        for table, text in pairs:
+            plan = gold_plan(table, text) if method.plans else None
+            if plan is not None and method.plan_noise and torch.rand((), generator=draw) < method.plan_noise:
+                plan = None  # the planner's
+            examples.append((self.source(table, plan, without=[text]), self.target(text, TARGET_TOKENS)))
+        return train(self.model, examples, self.loss, stage)
+
+    def target(self, text: str, most: int) -> list[int]:
+        return [*self.linearizer.plain(text)[: most - 1], special(self.tokenizer, "eos")]
+
+    def loss(self, examples: list[tuple[list[int], list[int]]]) -> Tensor:
+        """Cross-entropy of targets."""
+        sources, targets = zip(*examples, strict=True)
+        given = batch(sources, special(self.tokenizer, "pad"))
+        size = max(map(len, targets))
+        labels = torch.tensor([[*row, *[-100] * (size - len(row))] for row in targets])
+        given = {name: value.to(self.model.device) for name, value in {**given, "labels": labels}.items()}
+        return self.model(**given).loss
+
+
+def make_planner(
+    kind: str, pairs: Sequence[tuple[Table, str]], tokenizer: Any, model: str | None = None, stage: Stage | int = 1000,
+    losses: dict[str, list[float]] | None = None,
+) -> ContentPlanner:  # fmt: skip
+    """A planner that has learned the plans of the pairs' descriptions; "auto" goes by how many there are."""
+    if isinstance(stage, int):
+        stage = Stage(steps=stage, batch_size=8, lr=2e-5 if model else 5e-4, warmup=min(50, stage))
+    kind = planner_for(kind, len(pairs))
+    planner: ContentPlanner
+    if kind == "pointer":
+        planner = PointerPlanner(tokenizer, model, seed=stage.seed)
+    elif kind == "crf":
+        planner = CRFPlanner([key for table, _ in pairs for key in table.keys], tokenizer, model, seed=stage.seed)
+    elif kind == "seq2seq":
+        planner = Seq2SeqPlanner(small_seq2seq(tokenizer, stage.seed), tokenizer)
+    else:
+        raise ValueError(f"planner={kind!r}: use auto, pointer, crf or seq2seq")
+    found = planner.fit([(table, gold_plan(table, text)) for table, text in pairs], stage)
+    if losses is not None:
+        losses["planner"] = found
+    return planner
+
+
+def small_seq2seq(tokenizer: Any, seed: int) -> nn.Module:
+    """A T5 of two layers from scratch."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    pad = special(tokenizer, "pad")
+    fields: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    fields |= {"vocab_size": len(tokenizer), "eos_token_id": special(tokenizer, "eos")}
+    return T5ForConditionalGeneration(T5Config(**fields, pad_token_id=pad, decoder_start_token_id=pad))  # type: ignore[call-arg]
+
+
+def save_planner(planner: ContentPlanner, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = {PointerPlanner: "pointer", CRFPlanner: "crf", Seq2SeqPlanner: "seq2seq"}[type(planner)]  # type: ignore[index]
+    host: Any = planner.model if kind == "seq2seq" else planner.encoder
+    host.config.save_pretrained(folder)
+    planner.tokenizer.save_pretrained(folder)  # type: ignore[operator, union-attr]
+    write_json(folder / "planner.json", {"planner": kind, "keys": getattr(planner, "keys", [])})
+    save_file(
+        {name: value.contiguous().clone() for name, value in planner.state_dict().items()},
+        folder / "planner.safetensors",
+    )
+
+
+def load_planner(folder: Path) -> ContentPlanner:
+    said = json.loads((folder / "planner.json").read_text(encoding="utf-8"))
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    planner: Any
+    if said["planner"] == "seq2seq":
+        from transformers import AutoModelForSeq2SeqLM
+
+        planner = Seq2SeqPlanner(AutoModelForSeq2SeqLM.from_config(config), tokenizer)
+    else:
+        kind = {"pointer": PointerPlanner, "crf": CRFPlanner}[said["planner"]]
+        sizes = {
+            name: getattr(config, name)
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        }
+        planner = kind(*([said["keys"]] if said["planner"] == "crf" else []), tokenizer, **sizes)
+        planner.encoder = AutoModel.from_config(config, add_pooling_layer=False)
+    planner.load_state_dict(load_file(folder / "planner.safetensors"))
+    return planner.eval()

@@ -1,0 +1,113 @@
+"""What a description mentions: cells, numbers, planned slots, and words that nobody gave it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fathom.tables.text.linearize import Grid, Table, content_words, words
+
+_NUMBER = re.compile(r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)|(?<![\w.])[-+−]?\.\d+")
+
+
+def numbers(text: str) -> list[tuple[float, int]]:
+    """The numbers of a text, each with its digits after the point: "27.2 %, 1,000" → (27.2, 1), (1000, 0)."""
+    found = []
+    for written in _NUMBER.findall(text):
+        plain = written.replace(",", "").replace("−", "-")
+        found.append((float(plain), len(plain.partition(".")[2])))
+    return found
+
+
+def mentioned(cell: str, text: str) -> bool:
+    """Whether a text names a cell: its number, or its words one after the other."""
+    own = numbers(cell)
+    if own and not content_words(re.sub(_NUMBER, " ", cell)):
+        return any(value == own[0][0] for value, _ in numbers(text))
+    wanted, said = words(cell), words(text)
+    return bool(wanted) and any(said[i : i + len(wanted)] == wanted for i in range(len(said) - len(wanted) + 1))
+
+
+def coverage(text: str, highlights: Sequence[str]) -> float | None:
+    """Share of the highlighted cells that a description mentions; None without any."""
+    return sum(mentioned(cell, text) for cell in highlights) / len(highlights) if highlights else None
+
+
+def off_target(text: str, grid: Grid) -> float | None:
+    """Share of the mentioned cells that are not highlighted; None where no cell is mentioned.
+
+    Cells of one text are one cell. A number that is in no highlighted cell counts wherever it comes from.
+    """
+    found = {cell for cell in (*grid.cells, *grid.highlights) if mentioned(cell, text)}
+    return len(found - set(grid.highlights)) / len(found) if found else None
+
+
+def number_precision(text: str, cells: Iterable[str]) -> float | None:
+    """Share of a description's numbers that a table has, or that one step makes of its numbers; None without numbers.
+
+    One step: a rounding to the digits written, or of two numbers their sum, difference, ratio, or ratio in percent. Of
+    large tables many numbers can be made: compare it between models, not with 1.
+    """
+    held = sorted({value for cell in cells for value, _ in numbers(cell)})
+    said = numbers(text)
+    if not said:
+        return None
+    return sum(_derivable(value, digits, held) for value, digits in said) / len(said)
+
+
+def _derivable(value: float, digits: int, held: list[float]) -> bool:
+    half = 0.5 * 10.0**-digits * (1 + 1e-9)  # what rounds to the digits written
+
+    def near(other: float) -> bool:
+        return abs(other - value) <= half
+
+    if any(near(a) for a in held):
+        return True
+    return any(
+        near(a + b) or near(a - b) or near(b - a) or (b != 0 and (near(a / b) or near(100 * a / b)))
+        for i, a in enumerate(held)
+        for j, b in enumerate(held)
+        if i != j
+    )
+
+
+def plan_adherence(text: str, table: Table, plan: Sequence[str]) -> float | None:
+    """Share of the planned slots whose values a description has, in the planned order: the longest run of them, not
+    necessarily without gaps, over the plan's length. None for an empty plan."""
+    from fathom.tables.text.plan import place
+
+    if not plan:
+        return None
+    held = dict(table.slots)
+    places = [place(held[key], text) for key in plan]
+    best = [0] * len(plan)  # longest increasing run that ends at an item
+    for i, here in enumerate(places):
+        if here is not None:
+            best[i] = 1 + max((best[j] for j in range(i) if places[j] is not None and places[j] <= here), default=0)  # type: ignore[operator]
+    return max(best) / len(plan)
+
+
+def plan_distance(plan: Sequence[str], gold: Sequence[str]) -> float:
+    """Edit distance of two plans over the longer one's length, in 0 … 1."""
+    row = list(range(len(gold) + 1))
+    for i, item in enumerate(plan, start=1):
+        corner, row[0] = row[0], i
+        for j, other in enumerate(gold, start=1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (item != other))
+    return row[-1] / max(len(plan), len(gold), 1)
+
+
+def hallucination(text: str, table: Table, prompts: Iterable[str] = ()) -> float | None:
+    """Share of a description's content words that neither the table nor its prompts have; None without such words."""
+    known = {word for part in (*table.keys, *table.values, *prompts) for word in words(part)}
+    said = content_words(text)
+    return sum(word not in known for word in said) / len(said) if said else None
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Mean over texts of distinct n-grams over words: 1/len for a text that repeats one word (n = 1)."""
+    shares = []
+    for said in map(words, texts):
+        grams = {tuple(said[i : i + n]) for i in range(len(said) - n + 1)}
+        shares.append(len(grams) / len(said) if said else 0.0)
+    return sum(shares) / max(1, len(shares))
