@@ -13,6 +13,7 @@ import pytest
 
 import fathom
 from fathom import caches, diffusion, growth, lineage
+from fathom.audiovideo import Mova
 from fathom.models.registry import ENCODERS, REGISTRIES
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
@@ -21,6 +22,7 @@ from tiny_checkpoint import run_cli
 # registry → name → the method's class
 CLASSES = {
     **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
+    "audiovideo": {Mova.name: Mova},
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method
