@@ -23,7 +23,9 @@ _PLACES = {
     "AudioTower": "towers",
     "Bridge": "bridge",
     "FlowMatchPairScheduler": "scheduler",
+    "MovaPipeline": "pipeline",
     "branches": "guidance",
+    "lora_config": "lora",
     "read_release": "checkpoints",
     "write_release": "checkpoints",
 }
