@@ -95,7 +95,7 @@ def write_clip(clip: Clip, path: Path, crf: int = 12) -> None:
     if rates and clip.sample_rate not in rates:
         near = min(rates, key=lambda rate: abs(rate - clip.sample_rate))
         raise ValueError(f"{path}: sample_rate={clip.sample_rate}: AAC has no such rate; the nearest is {near}")
-    audio = _fitted(clip.audio, samples_of(len(clip.frames), clip.frame_rate, clip.sample_rate))
+    audio = fitted(clip.audio, samples_of(len(clip.frames), clip.frame_rate, clip.sample_rate))
     with (
         whole(path) as partial,
         av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"}) as file,
@@ -132,7 +132,7 @@ def _encoder(av: Any, name: str) -> Any:
         ) from error
 
 
-def _fitted(audio: np.ndarray, samples: int) -> np.ndarray:
+def fitted(audio: np.ndarray, samples: int) -> np.ndarray:
     """The first `samples` samples, filled with silence where there are fewer."""
     return np.pad(audio[:samples], (0, max(0, samples - len(audio))))
 
@@ -170,7 +170,7 @@ class Recording:
         skip = round((begin - self.start) * sample_rate)
         audio = audio[skip:] if skip >= 0 else np.pad(audio, (-skip, 0))
         return Clip(
-            self.frames[shown], frame_rate, _fitted(audio, samples_of(frames, frame_rate, sample_rate)), sample_rate
+            self.frames[shown], frame_rate, fitted(audio, samples_of(frames, frame_rate, sample_rate)), sample_rate
         )
 
     def count(self, frame_rate: float) -> int:
@@ -277,22 +277,29 @@ def read_clip(
     return recording.clip(frame_rate, sample_rate, frames)
 
 
-def normalized(clip: Clip, loudness: float) -> Clip:
-    """The clip at an integrated loudness of `loudness` LUFS (ITU-R BS.1770), or less loud where it would clip.
-
-    Silence, and what is too short or too quiet to have a loudness, stays as it is.
-    """
+def loudness(clip: Clip) -> float | None:
+    """Integrated loudness in LUFS (ITU-R BS.1770); None for silence, and for less than the 0.4 s of a block."""
     try:
         import pyloudnorm
     except ImportError as error:
         raise ImportError("loudness is measured by pyloudnorm: pip install 'fathom-lm[media]'") from error
     block = 0.4
-    if len(clip.audio) <= block * clip.sample_rate:
+    if len(clip.audio) <= block * clip.sample_rate or not clip.audio.any():
+        return None
+    meter = pyloudnorm.Meter(clip.sample_rate, block_size=block)
+    measured = float(meter.integrated_loudness(clip.audio.astype(np.float64)))
+    return measured if math.isfinite(measured) else None
+
+
+def normalized(clip: Clip, target: float) -> Clip:
+    """The clip at an integrated loudness of `target` LUFS, or less loud where it would clip.
+
+    What has no loudness, such as silence, stays as it is.
+    """
+    measured = loudness(clip)
+    if measured is None:
         return clip
-    measured = pyloudnorm.Meter(clip.sample_rate, block_size=block).integrated_loudness(clip.audio.astype(np.float64))
-    if not math.isfinite(measured):
-        return clip
-    gain = min(10 ** ((loudness - measured) / 20), 1 / float(np.abs(clip.audio).max()))
+    gain = min(10 ** ((target - measured) / 20), 1 / float(np.abs(clip.audio).max()))
     return dataclasses.replace(clip, audio=clip.audio * np.float32(gain))
 
 
