@@ -23,6 +23,7 @@ from fathom.audiovideo.scheduler import TABLE, add_noise, draw, shifted, unshift
 from fathom.audiovideo.towers import AudioTower, VideoTower
 from fathom.models.hf_versions import FathomOutput
 
+FIRST, SECOND = "text_encoder.shared.weight", "text_encoder.encoder.embed_tokens.weight"
 TEXT_SEED = 0  # of the text encoder that a model from scratch has
 
 
@@ -143,6 +144,15 @@ def make_text_encoder(config: MovaConfig) -> UMT5EncoderModel:
         return UMT5EncoderModel(sizes).eval()
 
 
+def _name_once(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+    state.pop(f"{prefix}{SECOND}", None)
+
+
+def _name_twice(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    if f"{prefix}{FIRST}" in state:
+        state[f"{prefix}{SECOND}"] = state[f"{prefix}{FIRST}"]
+
+
 class MovaModel(nn.Module):
     """The towers, the bridge and the text encoder, and their training loss.
 
@@ -165,6 +175,13 @@ class MovaModel(nn.Module):
             self.add_module(name, part)
         self.text_encoder.requires_grad_(False)
         self.step, self.progress = 0, 0.0
+        # The text encoder has one table under two names, which a safetensors file does not hold.
+        self.register_state_dict_post_hook(_name_once)
+        self.register_load_state_dict_pre_hook(_name_twice)
+
+    def on_step(self, step: int, of_steps: int) -> None:
+        """What the training says before every optimiser step (train.Phases)."""
+        self.step, self.progress = step, step / of_steps
 
     @classmethod
     def from_config(cls, config: MovaConfig) -> MovaModel:
@@ -176,6 +193,11 @@ class MovaModel(nn.Module):
         from fathom.audiovideo.pipeline import read_parts
 
         stored, parts = read_parts(folder)
+        if config is not None:
+            for name in ("strategy", "layers", "directions", "rotary", "pooled_adaln", "experts"):
+                before, now = stored.mova[name], config.mova[name]
+                if before != now:
+                    raise ValueError(f"mova.{name}={now!r}: the checkpoint {folder} has {before!r}, which stays")
         return cls(stored if config is None else config, parts)
 
     @property

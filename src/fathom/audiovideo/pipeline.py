@@ -125,7 +125,7 @@ class MovaPipeline(DiffusionPipeline):
         self,
         prompt: str | Sequence[str],
         negative_prompt: str = "",
-        image: UInt8[np.ndarray, "H W 3"] | None = None,
+        image: UInt8[np.ndarray, "H W 3"] | Float[Tensor, "B C f h w"] | None = None,
         *,
         frames: int | None = None,
         height: int | None = None,
@@ -144,7 +144,8 @@ class MovaPipeline(DiffusionPipeline):
 
         Args:
             negative_prompt: what ∅ is for text.
-            image: the first picture of every clip, of any size: it is cropped and resized. None: white.
+            image: the first picture of every clip, of any size: it is cropped and resized. None: white. Or
+                their latents (`first_latents`).
             frames, height, width: of a clip; None: the settings'.
             steps: Euler steps.
             text_scale, bridge_scale: s_T and s_B (guidance.py).
@@ -259,6 +260,8 @@ class MovaPipeline(DiffusionPipeline):
 
     def encode_image(self, image: Any, settings: MovaConfig, clips: int) -> Float[Tensor, "B C f h w"]:
         """Latents of the first picture followed by nothing; without a codec, zeros."""
+        if isinstance(image, Tensor):
+            return image
         if self.codec is None:
             return torch.zeros(clips, *settings.video_shape)
         if image is None:
