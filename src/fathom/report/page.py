@@ -196,9 +196,10 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
-        if section["name"] in (("full",) if registry == ENCODER else SECTIONS[registry].plain):
+        known = registry == ENCODER or registry in SECTIONS  # a task's own section says only what is not its default
+        if known and section["name"] in (("full",) if registry == ENCODER else SECTIONS[registry].plain):
             continue
-        defaults = resolve_section(registry, section["name"])
+        defaults = resolve_section(registry, section["name"]) if known else {}
         given = {key: value for key, value in section.items() if key != "name"}
         shown = [
             f"{key}={value}" for i, (key, value) in enumerate(given.items()) if i == 0 or value != defaults.get(key)

@@ -207,7 +207,9 @@ class AudioVideo(Task):
         return codec
 
     def sections(self, config: MovaConfig) -> dict[str, dict[str, Any]]:
-        return {"mova": config.mova}
+        plain = type(config.method)().to_section()
+        changed = {key: value for key, value in config.mova.items() if value != plain[key]}
+        return {"mova": {"name": plain["name"], **changed}}
 
     def training_flops(self, config, block_size, checkpointing, ran=None):
         return (4 if checkpointing else 3) * forward_flops(config) / block_size
