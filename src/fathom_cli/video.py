@@ -47,6 +47,7 @@ def make(
       fathom video make runs/mova_demo/both/tokens-0-seed-0/model --prompt "a red ball bounces" -o clip.mp4
     """
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from fathom.audiovideo import MovaPipeline
     from fathom.audiovideo.clips import Clip, write_clip
@@ -58,6 +59,7 @@ def make(
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
     picture = None if image is None else read(image)
+    disable_progress_bar()  # of reading weights
     pipeline = MovaPipeline.from_pretrained(checkpoint)
     pipeline.set_progress_bar_config(disable=json_output)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -217,6 +217,12 @@ class MovaModel(nn.Module):
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
+    def compile_blocks(self, **options: Any) -> None:
+        """Has torch.compile make one graph that all blocks of a width share, whichever expert they are of."""
+        for part in (*self.experts, self.audio_dit, self.dual_tower_bridge):
+            if any(type(module).__name__ in part._repeated_blocks for module in part.modules()):
+                part.compile_repeated_blocks(**options)
+
     def expert(self, sigma: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
         """Which expert each noise level asks: 0 at and above the boundary, 1 below."""
         if len(self.experts) == 1:

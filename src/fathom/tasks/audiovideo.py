@@ -127,6 +127,10 @@ class AudioVideo(Task):
         check_number(where, "frame_rate", self.frame_rate, 1)
         object.__setattr__(self, "actions", tuple(self.actions))
 
+    @property
+    def section(self) -> dict[str, Any]:
+        return {**super().section, "actions": list(self.actions)}
+
     @classmethod
     def model_fields(cls) -> list[str]:
         return list(fields())

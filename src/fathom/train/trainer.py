@@ -244,9 +244,16 @@ def train_run(
     set_seed(seed)
     model = _make_model(recipe, method, config)
     freeze(model, training.trains)
-    if training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
+    if training.compile and hasattr(model, "compile_blocks"):
+        if training.compile != "layers":
+            raise ValueError(
+                f"training.compile={training.compile!r}: parts of {task.name} models take turns, so that each would be "
+                "compiled again; use 'layers'"
+            )
+        model.compile_blocks()
+    elif training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
         raise ValueError(f"training.compile={training.compile!r}: {task.name} models have no such layers; use true")
-    if training.compile in ("layers", "graphs"):
+    elif training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
