@@ -101,9 +101,19 @@ def table_to_text(folder: Path) -> dict[str, Any]:
     return {"task": task, "model": {"family": "t5", **model}, "data": data}
 
 
+def audiovideo(folder: Path) -> dict[str, Any]:
+    task = {"name": "audiovideo", "frames": 25, "height": 32, "width": 32, "sample_rate": 8000, "audio_channels": 8}
+    task |= {"train_clips": 20, "held_out_clips": 5, "video_channels": 4, "made": 2, "steps": 2, "actions": ["bounce"]}
+    data = {"train": "generated", "validation": "generated", "tokenizer": {"bpe": 270}, "block_size": 81}
+    model = {"preset": "tiny", "freq_dim": 32}
+    method = {"name": "vanilla", "mova": {"bridge_dropout": 0.1}}
+    return {"task": task, "model": model, "data": data, "methods": [method]}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
     "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql, "table_to_text": table_to_text,
+    "audiovideo": audiovideo,
 }  # fmt: skip
 
 

@@ -21,6 +21,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
+from fathom.audiovideo import FlowMatchPairScheduler, MovaPipeline, joint_forward
+from fathom.audiovideo.clips import Clip
+from fathom.audiovideo.codecs import load_codec
+from fathom.audiovideo.metrics import score as score_clip
 from fathom.data import PreparedData
 from fathom.models.registry import REGISTRIES
 from fathom.report.compare import compare
@@ -85,7 +89,8 @@ def test_a_batch_is_its_examples_and_its_targets_are_counted(trained, task):
     blocks = [data.validation[i] for i in range(2)]
     batch = loaded.task.collate(blocks)
     for row, block in enumerate(blocks):
-        assert all(torch.equal(batch[name][row], block[name].long()) for name in block)
+        for name, value in block.items():
+            assert torch.equal(batch[name][row], value if value.is_floating_point() else value.long())
     targets = sum(int(loaded.task.targets(loaded.task.collate([block]))) for block in data.validation)
     assert targets == data.validation_targets and data.validation_bytes > 0
 
@@ -217,6 +222,44 @@ def of_tables(recipe: Recipe, rows: list[dict[str, Any]], tokenizer: Any, model:
     return {"target_bits_per_byte": nats / math.log(2) / size, "bleu": bleu, "rouge4": sum(rouge) / len(rouge)}
 
 
+def of_clips(recipe: Recipe, data: PreparedData, model: Any) -> dict[str, float]:
+    """Velocities clip by clip, from the equations; and clips that the pipeline makes one at a time."""
+    errors, golden = [], (math.sqrt(5) - 1) / 2
+    made = {"offset_ms": [], "within_frame": []}
+    parts = dict(model.named_children())
+    pipeline = MovaPipeline(scheduler=FlowMatchPairScheduler(), tokenizer=data.tokenizer, **parts)
+    pipeline.settings, pipeline.codec = model.config, load_codec(data.codec)
+    for number, row in enumerate(data.validation):
+        generator = torch.Generator().manual_seed(((number + 1) * 0xBF58476D1CE4E5B9) % 2**63)
+        torch.rand(4, generator=generator)
+        noise = [torch.randn(row[name].shape, generator=generator) for name in ("video", "audio")]
+        sigma = [5 * u / (1 + 4 * u) for u in ((0.5 + number * golden) % 1, (0.5 + number * golden**2) % 1)]
+        x = [(1 - s) * row[name] + s * e for name, s, e in zip(("video", "audio"), sigma, noise, strict=True)]
+        mask = torch.zeros(4, *x[0].shape[1:])
+        mask[:, 0] = 1
+        states = model.text_encoder(row["input_ids"][None], row["attention_mask"][None])[0]
+        given = torch.cat([x[0], mask, row["first"]])[None], x[1][None], states * row["attention_mask"][None, :, None]
+        tower = model.video_dit if sigma[0] >= 0.9 else model.video_dit_2
+        tau = (torch.tensor([1000 * s]) for s in sigma)
+        found = joint_forward(tower, model.audio_dit, model.dual_tower_bridge, *given, *tau)
+        right = (e - row[name] for name, e in zip(("video", "audio"), noise, strict=True))
+        errors.append([float(((a[0] - b) ** 2).mean()) for a, b in zip(found, right, strict=True)])
+        if number < recipe.task.made:
+            seed = torch.Generator().manual_seed(number)
+            options = {"steps": recipe.task.steps, "text_scale": 1.0, "bridge_scale": 1.0}
+            caption = data.validation.captions[number]
+            out = pipeline(caption, image=row["first"][None], generator=[seed], **options)
+            said = score_clip(Clip(out.frames[0], out.frame_rate, out.audio[0], out.sample_rate))
+            for name, values in made.items():
+                values += [] if said[name] is None else [said[name]]
+    video, audio = (sum(values) / len(values) for values in zip(*errors, strict=True))
+    means = {
+        name: sum(values) / len(values) if values else {"offset_ms": 500.0, "within_frame": 0.0}[name]
+        for name, values in made.items()
+    }
+    return {"velocity_error": video + audio, "video_error": video, "audio_error": audio, **means}
+
+
 def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM) -> dict[str, float]:
     """Row by row from the files, with nothing of the task but its tokenizer."""
     tokenizer = data.tokenizer
@@ -246,6 +289,8 @@ def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: Fat
                 nats += float(F.cross_entropy(logits[hidden], ids[hidden], reduction="sum")) * size / count / 3
         text = "".join(tokenizer.decode(block["input_ids"][1:], skip_special_tokens=True) for block in data.validation)
         return {"bits_per_byte_bound": nats / math.log(2) / len(text.encode())}
+    if task == "audiovideo":
+        return of_clips(recipe, data, model)
     rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
     if task == "classification":
         said = [int(model(torch.tensor([tokenizer(row["text"])["input_ids"]])).logits.argmax()) for row in rows]
@@ -305,8 +350,13 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path
         "classification": {"label_field": "kind"},
         "text_to_sql": {"databases": "other"},
         "table_to_text": {"answers": 3},
+        "audiovideo": {"made": 3},
     }
-    other = dataclasses.replace(loaded, task=lookup(task if task in options else "sft")(**options.get(task, {})))
+    if task == "audiovideo":
+        changed: Any = dataclasses.replace(loaded.task, **options[task])
+    else:
+        changed = lookup(task if task in options else "sft")(**options.get(task, {}))
+    other = dataclasses.replace(loaded, task=changed)
     with pytest.raises(ValueError, match="holds another run: its task"):
         train_run(other, VANILLA, **arguments)
 

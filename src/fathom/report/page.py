@@ -202,9 +202,12 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
             changed = [f"{key}={value}" for key, value in section.items() if value != plain[key]]
             said.append(f"{section['name']} ({', '.join(changed)})" if changed else section["name"])
             continue
-        if section["name"] in ((ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain):
+        known = registry in ENCODER_PLAIN or registry in SECTIONS  # a task's own section says only what is not its default
+        if known and section["name"] in (
+            (ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain
+        ):
             continue
-        defaults = resolve_section(registry, section["name"])
+        defaults = resolve_section(registry, section["name"]) if known else {}
         given = {key: value for key, value in section.items() if key != "name"}
         shown = [
             f"{key}={value}" for i, (key, value) in enumerate(given.items()) if i == 0 or value != defaults.get(key)

@@ -113,6 +113,7 @@ class Task:
     samples_note: ClassVar[str]
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
+    alternates: ClassVar[bool] = False  # whether parts of a model take no part in some training steps
     numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
@@ -230,6 +231,10 @@ class Task:
         """The model's output for a batch in training and on held-out examples, with `loss`: the model's own."""
         return model(**batch)
 
+    def tokens(self, batch: Mapping[str, Tensor]) -> int:
+        """How many tokens a batch has."""
+        return batch["input_ids"].numel()
+
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Labels, of which those other than −100 are what the training loss of a step is divided by."""
         return batch["labels"]
@@ -237,6 +242,9 @@ class Task:
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """How many predictions the loss of a batch is the mean over."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
+
+    def complete(self, folder: Path, config: Any, data: PreparedData) -> None:
+        """Adds to the folder of a saved model what a user needs beside its weights: nothing, as a rule."""
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         """Every score of a trained model by name; None where there is nothing to score or it is not finite.

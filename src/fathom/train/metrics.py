@@ -140,7 +140,7 @@ class Metrics(TrainerCallback):
 
     def add(self, output: FathomOutput) -> None:
         """Keep what one training forward said beside its loss, without waiting for the device."""
-        if self.depth is None:
+        if self.depth is None and getattr(output, "auxiliary", None) is None:
             return
         assert output.losses is not None and output.auxiliary is not None and output.trace is not None  # asked for
         for name, value in {**output.auxiliary, **output.losses}.items():
@@ -151,7 +151,7 @@ class Metrics(TrainerCallback):
             else:
                 self.said.setdefault(name, []).append(value.detach().float().mean())
         self.losses |= output.losses.keys()
-        if self.adaptive:
+        if self.depth is not None and self.adaptive:
             passes = output.trace["passes"]
             shares = [(passes > step).double().mean() for step in range(self.depth.most_steps(self.depth.options))]
             self.ran.append(torch.stack(shares))

@@ -16,11 +16,12 @@ from fathom.depth.base import DepthMethod
 
 
 class Phases(TrainerCallback):
-    """Tells the model's depth method how far training is."""
+    """Tells the model's depth method how far training is, and any module with `on_step(step, of_steps)` the step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         # peft may train a copy of the method beside the first (modules_to_save)
         self.depths = [module for module in model.modules() if isinstance(module, DepthMethod)]
+        self.told = [module for module in model.modules() if hasattr(module, "on_step")]
         own = {id(parameter) for depth in self.depths for parameter in depth.parameters()}
         self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
         self.hooked = False
@@ -28,6 +29,8 @@ class Phases(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for depth in self.depths:
             depth.progress = state.global_step / state.max_steps
+        for module in self.told:
+            module.on_step(state.global_step, state.max_steps)
         if self.alone() and not self.hooked:
             self.hooked = True
             for parameter in self.others:

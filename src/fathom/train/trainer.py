@@ -172,7 +172,7 @@ class FathomTrainer(Trainer):
         return [name for name, weight in model.named_parameters() if weight.ndim >= 2 and id(weight) not in tables]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return round(self.flops_per_token * inputs["input_ids"].numel())
+        return round(self.flops_per_token * self.task.tokens(inputs))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -223,7 +223,9 @@ def train_run(
             f"{given}: less than one step of {tokens_per_step} tokens (sequences × gradient_accumulation × block_size)"
         )
     check_extras(training)
-    arguments = _arguments(training, share, folder, lr, seed, steps, evaluate=data.validation is not None)
+    arguments = _arguments(
+        training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates
+    )
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
             f"training.compile='graphs' on {arguments.world_size} devices: gradients that lie in CUDA graphs are not "
@@ -242,9 +244,16 @@ def train_run(
     set_seed(seed)
     model = _make_model(recipe, method, config)
     freeze(model, training.trains)
-    if training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
+    if training.compile and hasattr(model, "compile_blocks"):
+        if training.compile != "layers":
+            raise ValueError(
+                f"training.compile={training.compile!r}: parts of {task.name} models take turns, so that each would be "
+                "compiled again; use 'layers'"
+            )
+        model.compile_blocks()
+    elif training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
         raise ValueError(f"training.compile={training.compile!r}: {task.name} models have no such layers; use true")
-    if training.compile in ("layers", "graphs"):
+    elif training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
@@ -272,7 +281,9 @@ def train_run(
     )
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
-    complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
+    complete = checkpoints.CompleteCheckpoints(
+        folder, training.keep, lambda: _save_model(trainer, folder / MODEL, config, data)
+    )
     for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
         trainer.add_callback(callback)
 
@@ -330,7 +341,7 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
 
 
 def _arguments(
-    training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool
+    training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool
 ) -> TrainingArguments:
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
@@ -367,7 +378,7 @@ def _arguments(
         eval_strategy="steps" if evaluate else "no",
         eval_steps=training.eval_every or steps,
         prediction_loss_only=True,
-        ddp_find_unused_parameters=False,  # every parameter takes part in every step
+        ddp_find_unused_parameters=alternates,  # else every parameter takes part in every step
         ddp_broadcast_buffers=False,  # the only buffers are rotary frequencies, the same on all ranks
         label_names=["labels"],  # not every argument of forward that has "label" in its name
         save_strategy="steps",
@@ -547,7 +558,7 @@ def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display
             logging.enable_progress_bar()
 
 
-def _save_model(trainer: FathomTrainer, folder: Path) -> None:
+def _save_model(trainer: FathomTrainer, folder: Path, config: Any, data: PreparedData) -> None:
     """The model and tokenizer as an ordinary checkpoint; the folder appears when it is whole. All ranks call it."""
     partial = folder.with_name(f"{folder.name}.partial")
     if trainer.is_fsdp_enabled:  # gather the shards
@@ -556,6 +567,8 @@ def _save_model(trainer: FathomTrainer, folder: Path) -> None:
         trainer.save_model(str(partial))
     if trainer.args.should_save:
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says it
+        with naming(partial):
+            trainer.task.complete(partial, config, data)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)

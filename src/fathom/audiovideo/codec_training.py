@@ -1,0 +1,222 @@
+"""Training of the codecs on generated clips: `AutoencoderKLWan` on pictures, the DAC on sound.
+
+    pictures   L = |x̂ − x| + 5 (x̂ − x)² + β KL
+    sound      L = 10 |x̂ − x| + Σ_w ( |Ŝ_w − S_w| / |S_w| + |log Ŝ_w − log S_w| ) + β KL,   S_w: spectra of windows w
+    KL of N(μ, σ²) from N(0, 1), per latent; x̂ is decoded from a sample
+
+One loop for both, through accelerate: several GPUs and mixed precision as it launches them. Sound stays in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, set_seed
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.data import DataLoader, Dataset
+
+from fathom.audiovideo.clips import Clip
+from fathom.audiovideo.generator import Generator
+
+WINDOWS = (64, 256, 1024)  # samples of the spectra that are compared
+TRIED = 20  # steps by which a step's time is judged
+PLACES = 4  # of a crop, of which the most eventful is taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How long and how fast.
+
+    steps: of the optimiser.
+    batch: crops a step and process.
+    lr: highest learning rate, after a warm-up of a twentieth of the steps; it falls along a cosine.
+    kl: β.
+    minutes: where a step takes too long for `steps` in this time, there are fewer; None: no limit.
+    precision: accelerate's mixed_precision: "no" or "bf16".
+    seed: of weights and latents' noise.
+    workers: processes that make clips.
+    """
+
+    steps: int = 2000
+    batch: int = 8
+    lr: float = 2e-3
+    kl: float = 1e-6
+    minutes: float | None = None
+    precision: str = "no"
+    seed: int = 0
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps <= TRIED:
+            raise ValueError(f"steps={self.steps}: use more than {TRIED}")
+
+
+class Crops(Dataset):
+    """Crop n is cut from clip n of a generator: `frames` pictures of `side` × `side`, or as many samples.
+
+    Of a few places the one that changes the most is taken, as walls and silence teach little.
+    """
+
+    def __init__(self, generator: Generator, cut: Callable[[Clip, np.random.Generator], Tensor], count: int) -> None:
+        self.generator, self.cut, self.count = generator, cut, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, n: int) -> Tensor:
+        return self.cut(self.generator.clip(n), np.random.default_rng([self.generator.seed, n, 1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureCrop:
+    frames: int = 17
+    side: int = 64
+
+    def __call__(self, clip: Clip, draw: np.random.Generator) -> Float[Tensor, "3 F h w"]:
+        total, height, width, _ = clip.frames.shape
+        begins = draw.integers(0, total - self.frames + 1, PLACES)
+        tops, lefts = (draw.integers(0, room - self.side + 1, PLACES) for room in (height, width))
+        crops = [
+            clip.frames[b : b + self.frames, t : t + self.side, l : l + self.side]
+            for b, t, l in zip(begins, tops, lefts)
+        ]
+        chosen = max(crops, key=lambda crop: float(crop.std()))
+        return torch.from_numpy(chosen.astype(np.float32) / 127.5 - 1).permute(3, 0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoundCrop:
+    samples: int = 4800
+
+    def __call__(self, clip: Clip, draw: np.random.Generator) -> Float[Tensor, "1 n"]:
+        begins = draw.integers(0, len(clip.audio) - self.samples + 1, PLACES)
+        crops = [clip.audio[begin : begin + self.samples] for begin in begins]
+        return torch.from_numpy(max(crops, key=lambda crop: float(np.square(crop).sum())))[None]
+
+
+class PictureLoss(nn.Module):
+    """The loss of pictures through an `AutoencoderKLWan`."""
+
+    def __init__(self, codec: Any, kl: float) -> None:
+        super().__init__()
+        self.codec, self.kl = codec, kl
+
+    def forward(self, pictures: Float[Tensor, "B 3 F h w"]) -> Float[Tensor, ""]:
+        latents = self.codec.encode(pictures).latent_dist
+        error = self.codec.decode(latents.sample(), return_dict=False)[0].float() - pictures
+        return error.abs().mean() + 5 * error.square().mean() + self.kl * _divergence(latents.mean, latents.logvar)
+
+
+class SoundLoss(nn.Module):
+    """The loss of sound through a `Dac`."""
+
+    def __init__(self, codec: Any, kl: float) -> None:
+        super().__init__()
+        self.codec, self.kl = codec, kl
+
+    def forward(self, sound: Float[Tensor, "B 1 n"]) -> Float[Tensor, ""]:
+        mean, log_variance = self.codec.moments(sound)
+        latents = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+        decoded = self.codec.decode(latents)[..., : sound.shape[-1]]
+        loss = 10 * (decoded - sound).abs().mean() + self.kl * _divergence(mean, log_variance)
+        for window in WINDOWS:
+            made, true = _spectrum(decoded, window), _spectrum(sound, window)
+            loss = loss + (made - true).abs().mean() / true.mean().clamp(min=1e-3)
+            loss = loss + (torch.log(made + 1e-2) - torch.log(true + 1e-2)).abs().mean()
+        return loss
+
+
+@torch.no_grad()
+def start(codec: Any) -> None:
+    """Weights to train a `Dac` of any width from: each convolution keeps the size of its signal, second ones in
+    residual units a fifth of it, and latents start almost without noise.
+
+    The release's rule, deviations of 0.02, is one for its widths: a narrow codec would start silent, and stay so.
+    """
+    for name, module in codec.named_modules():
+        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            taps, stride = module.kernel_size[0], module.stride[0]
+            inputs = module.in_channels * (taps / stride if isinstance(module, nn.ConvTranspose1d) else taps)
+            second = name.endswith("block.3") and taps == 1
+            weight = torch.randn(module.weight.shape) * (0.2 if second else 1.0) / math.sqrt(inputs)
+            if is_parametrized(module):
+                module.weight = weight  # weight norm takes it apart
+            else:
+                module.weight.copy_(weight)
+    codec.decoder.model[-2].weight = 0.2 * codec.decoder.model[-2].weight  # sound is less loud than unit variance
+    codec.quant_conv.bias[codec.config.latent_dim :] = -6.0
+
+
+def _divergence(mean: Tensor, log_variance: Tensor) -> Float[Tensor, ""]:
+    return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).float().mean()
+
+
+def _spectrum(sound: Float[Tensor, "B 1 n"], window: int) -> Float[Tensor, "B bins l"]:
+    hann = torch.hann_window(window, device=sound.device)
+    both = torch.stft(sound[:, 0], window, window // 4, window=hann, return_complex=True)
+    return (both.real.square() + both.imag.square() + 1e-8).sqrt()  # |z| has no gradient at 0
+
+
+def train(
+    loss: PictureLoss | SoundLoss, crops: Crops, training: Training, say: Callable[[str], None] = print
+) -> list[float]:
+    """Train the codec of `loss` in place; returns the loss of every step. Crops are taken in order, once each.
+
+    Raises ValueError where there are fewer crops than the steps need.
+    """
+    accelerator = Accelerator(mixed_precision=training.precision)
+    needed = training.steps * training.batch * accelerator.num_processes
+    if len(crops) < needed:
+        raise ValueError(f"crops: {len(crops)}, and {training.steps} steps need {needed}")
+    set_seed(training.seed + accelerator.process_index)
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=training.lr, betas=(0.9, 0.99), weight_decay=1e-4)
+    loader = DataLoader(crops, training.batch, num_workers=training.workers)
+    model, optimizer, loader = accelerator.prepare(loss, optimizer, loader)
+    model.train()
+    steps, losses, began = training.steps, [], time.perf_counter()
+    for step, batch in enumerate(loader):
+        if step == TRIED and training.minutes is not None:
+            fits = torch.tensor(training.minutes * 60 / (time.perf_counter() - began) * TRIED, device=batch.device)
+            steps = min(steps, max(TRIED + 1, int(broadcast(fits))))
+            say(f"{steps} steps of {(time.perf_counter() - began) / TRIED:.3f} s")
+        if step == steps:
+            break
+        warm = max(1, steps // 20)
+        share = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
+        for group in optimizer.param_groups:
+            group["lr"] = training.lr * max(share, 0.01)
+        with accelerator.autocast():
+            value = model(batch)
+        accelerator.backward(value)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+        if step % max(1, steps // 20) == 0 or step == steps - 1:
+            say(f"step {step + 1} of {steps}: loss {losses[-1].item():.4f}, {time.perf_counter() - began:.0f} s")
+    accelerator.wait_for_everyone()
+    model.eval()
+    return [value.item() for value in losses]
+
+
+@torch.no_grad()
+def set_statistics(video: Any, generator: Generator, count: int = 32, first: int = 0) -> None:
+    """Write mean and deviation of the latents of these clips into the autoencoder's config, for `NeuralCodec`."""
+    parts = []
+    for clip in generator.clips(count, first):
+        pictures = torch.from_numpy(clip.frames.astype(np.float32) / 127.5 - 1).permute(3, 0, 1, 2)[None]
+        parts.append(
+            video.encode(pictures.to(video.device, video.dtype)).latent_dist.mode().float().cpu()[0].flatten(1)
+        )
+    latents = torch.cat(parts, dim=1)
+    mean, deviation = latents.mean(dim=1), latents.std(dim=1).clamp(min=1e-3)
+    video.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
