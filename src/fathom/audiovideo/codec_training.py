@@ -1,7 +1,7 @@
 """Training of the codecs on generated clips: `AutoencoderKLWan` on pictures, the DAC on sound.
 
     pictures   L = |x̂ − x| + 5 (x̂ − x)² + β KL
-    sound      L = 10 |x̂ − x| + Σ_w ( |Ŝ_w − S_w| / |S_w| + |log Ŝ_w − log S_w| ) + β KL,   S_w: spectra of windows w
+    sound      L = 4 |x̂ − x| / |x| + Σ_w ( |Ŝ_w − S_w| / |S_w| + ½ |log Ŝ_w − log S_w| ) + β KL,   S_w: spectra
     KL of N(μ, σ²) from N(0, 1), per latent; x̂ is decoded from a sample
 
 One loop for both, through accelerate: several GPUs and mixed precision as it launches them. Sound stays in float32.
@@ -127,11 +127,12 @@ class SoundLoss(nn.Module):
         mean, log_variance = self.codec.moments(sound)
         latents = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
         decoded = self.codec.decode(latents)[..., : sound.shape[-1]]
-        loss = 10 * (decoded - sound).abs().mean() + self.kl * _divergence(mean, log_variance)
+        loss = 4 * (decoded - sound).abs().mean() / sound.abs().mean().clamp(min=1e-3)
+        loss = loss + self.kl * _divergence(mean, log_variance)
         for window in WINDOWS:
             made, true = _spectrum(decoded, window), _spectrum(sound, window)
             loss = loss + (made - true).abs().mean() / true.mean().clamp(min=1e-3)
-            loss = loss + (torch.log(made + 1e-2) - torch.log(true + 1e-2)).abs().mean()
+            loss = loss + 0.5 * (torch.log(made + 1e-2) - torch.log(true + 1e-2)).abs().mean()
         return loss
 
 
@@ -182,12 +183,17 @@ def train(
     loader = DataLoader(crops, training.batch, num_workers=training.workers)
     model, optimizer, loader = accelerator.prepare(loss, optimizer, loader)
     model.train()
-    steps, losses, began = training.steps, [], time.perf_counter()
+    steps, losses = training.steps, []
+    began = warmed_up = time.perf_counter()
     for step, batch in enumerate(loader):
+        if step == TRIED // 2:
+            warmed_up = time.perf_counter()
         if step == TRIED and training.minutes is not None:
-            fits = torch.tensor(training.minutes * 60 / (time.perf_counter() - began) * TRIED, device=batch.device)
-            steps = min(steps, max(TRIED + 1, int(broadcast(fits))))
-            say(f"{steps} steps of {(time.perf_counter() - began) / TRIED:.3f} s")
+            now = time.perf_counter()
+            each, left = (now - warmed_up) / (step - TRIED // 2), training.minutes * 60 - (now - began)
+            fits = broadcast(torch.tensor(step + left / each, device=batch.device))
+            steps = min(steps, max(TRIED + 1, int(fits)))
+            say(f"{steps} steps of {each:.3f} s")
         if step == steps:
             break
         warm = max(1, steps // 20)
