@@ -8,6 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fathom import FathomConfig, FathomForMaskedDiffusion
+from fathom.data import train_bpe
+from fathom.tasks.masked_diffusion import with_mask
+
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
 ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(4, 14) for b in range(1, 9)]
 
@@ -59,9 +65,35 @@ def masked_diffusion(folder: Path) -> dict[str, Any]:
     return {**causal_lm(folder), "task": {"name": "masked_diffusion", "draws": 3, "random_length": 0.3}}
 
 
+def latent_diffusion(folder: Path) -> dict[str, Any]:
+    """On a masked model with random weights."""
+    made = causal_lm(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder = save_masked(folder / "encoder", (folder / "train.txt").read_text(), **sizes)
+    model = {"encoder": encoder, "denoiser": sizes, "decoder": {**sizes, "num_hidden_layers": 1}, "codar": {"ema": 0.9}}
+    data = {**made["data"], "tokenizer": encoder, "block_size": 16}
+    return {"task": {"name": "latent_diffusion", "draws": 2}, "model": model, "data": data}
+
+
+def contextual_decoder(folder: Path) -> dict[str, Any]:
+    return {**latent_diffusion(folder), "task": {"name": "contextual_decoder", "word_dropout": 0.1, "examples": 3}}
+
+
+def save_masked(folder: Path, text: str, **sizes: Any) -> str:
+    """A masked diffusion model with random weights, and a tokenizer of this text."""
+    tokenizer = with_mask(train_bpe([text], 280))
+    torch.manual_seed(0)
+    section = {"name": "masked", "mask_token_id": tokenizer.mask_token_id}
+    config = FathomConfig(vocab_size=281, eos_token_id=tokenizer.eos_token_id, diffusion=section, **sizes)
+    FathomForMaskedDiffusion(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
-    "masked_diffusion": masked_diffusion,
+    "masked_diffusion": masked_diffusion, "latent_diffusion": latent_diffusion,
+    "contextual_decoder": contextual_decoder,
 }  # fmt: skip
 
 

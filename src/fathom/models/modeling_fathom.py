@@ -10,8 +10,10 @@ try:
         FathomConfig,
         FathomEncoderConfig,
         FathomForCausalLM,
+        FathomForLatentDiffusion,
         FathomForMaskedDiffusion,
         FathomForSequenceClassification,
+        FathomLatentConfig,
         FathomLongT5Config,
         FathomLongT5ForConditionalGeneration,
     )
@@ -26,8 +28,10 @@ __all__ = [
     "FathomConfig",
     "FathomEncoderConfig",
     "FathomForCausalLM",
+    "FathomForLatentDiffusion",
     "FathomForMaskedDiffusion",
     "FathomForSequenceClassification",
+    "FathomLatentConfig",
     "FathomLongT5Config",
     "FathomLongT5ForConditionalGeneration",
 ]

@@ -240,7 +240,7 @@ def train_run(
     if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
-    model = _make_model(recipe, method, config)
+    model = _make_model(recipe, method, config, data)
     freeze(model, training.trains)
     if training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
         raise ValueError(f"training.compile={training.compile!r}: {task.name} models have no such layers; use true")
@@ -273,7 +273,15 @@ def train_run(
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(folder, training.keep, lambda: _save_model(trainer, folder / MODEL))
-    for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
+    for callback in (
+        Phases(),
+        complete,
+        metrics,
+        display,
+        *_tensorboard(training, folder),
+        *task.callbacks(),
+        *callbacks,
+    ):
         trainer.add_callback(callback)
 
     if arguments.should_save:
@@ -494,8 +502,11 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
+def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData) -> Any:
+    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`; or as the task says."""
+    own = recipe.task.new_model(config, {**recipe.model, **method.fields}, data)
+    if own is not None:
+        return own
     checkpoint = recipe.model.get("checkpoint")
     make: Any = recipe.task.model_class
     if not isinstance(config, make.config_class if hasattr(make, "config_class") else ()):  # one of the Auto classes
