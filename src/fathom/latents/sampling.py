@@ -154,7 +154,7 @@ def _run(model: Any, inputs: Any, attention_mask: Any, config: LatentGenerationC
     new = 0 if config.infill else config.max_new_tokens
     new = most - inputs.shape[1] if new is None else new
     length = inputs.shape[1] + new
-    if length > most or new + int(not config.infill) < 1:
+    if length > most or new < int(not config.infill):
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens}: with {inputs.shape[1]} tokens of the prompt that is {length}; "
             f"the model was trained on rows of at most length={most}"
