@@ -8,11 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fathom import FathomConfig, FathomForMaskedDiffusion
-from fathom.data import train_bpe
-from fathom.tasks.masked_diffusion import with_mask
+from tiny_checkpoint import save_masked
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
 ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(4, 14) for b in range(1, 9)]
@@ -77,17 +73,6 @@ def latent_diffusion(folder: Path) -> dict[str, Any]:
 
 def contextual_decoder(folder: Path) -> dict[str, Any]:
     return {**latent_diffusion(folder), "task": {"name": "contextual_decoder", "word_dropout": 0.1, "examples": 3}}
-
-
-def save_masked(folder: Path, text: str, **sizes: Any) -> str:
-    """A masked diffusion model with random weights, and a tokenizer of this text."""
-    tokenizer = with_mask(train_bpe([text], 280))
-    torch.manual_seed(0)
-    section = {"name": "masked", "mask_token_id": tokenizer.mask_token_id}
-    config = FathomConfig(vocab_size=281, eos_token_id=tokenizer.eos_token_id, diffusion=section, **sizes)
-    FathomForMaskedDiffusion(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
