@@ -25,6 +25,9 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for what is
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="YAML file with stages, such as recipes/codar_cpu.yaml.")],
+    judge: Annotated[
+        str | None, typer.Option(help="Folder or hub name of a causal model that judges fluency, not the recipe's.")
+    ] = None,
     output: Output = Path("runs"),
     device: Device = None,
 ) -> None:
@@ -53,8 +56,8 @@ def run(
         if "recovery" in stages.more:
             recovered(model, train, held_out, stages.more["recovery"], folder)
         if "writers" in stages.more:
-            judge = judge_of(stages.more.get("judge"), found, device)
-            compared(model, tokenizer, train, held_out, stages.more["writers"], folder, judge)
+            judges = judge_of(judge or stages.more.get("judge"), found, device)
+            compared(model, tokenizer, train, held_out, stages.more["writers"], folder, judges)
         typer.echo(f"Model: {result.model}")
         for text in tokenizer.batch_decode(model.generate(rows=2, temperature=0.7), skip_special_tokens=True):
             typer.echo(f"> {text}")

@@ -29,14 +29,17 @@ def encoder(**fields: Any) -> FathomForMaskedDiffusion:
     return model.eval()
 
 
-def model(denoiser: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None, **codar: Any) -> Any:
+def model(
+    denoiser: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None,
+    frozen: dict[str, Any] | None = None, **codar: Any,
+) -> Any:  # fmt: skip
     """Trained, it says of itself; random, it is."""
-    frozen = encoder()
+    given = encoder(**(frozen or {}))
     config = FathomLatentConfig(
-        encoder=frozen.config, denoiser={**PART, **(denoiser or {})}, decoder={**PART, **(decoder or {})},
+        encoder=given.config, denoiser={**PART, **(denoiser or {})}, decoder={**PART, **(decoder or {})},
         length=LENGTH, codar={"ema": 0.9, **codar}, trained=["latent_diffusion", "contextual_decoder"], **TOKENS,
     )  # fmt: skip
-    made = FathomForLatentDiffusion.from_encoder(frozen, config)
+    made = FathomForLatentDiffusion.from_encoder(given, config)
     for part in (made.denoiser, made.denoiser_mean, made.decoder):
         perturb(part)
     made.space.fit([(ids(16), None)])

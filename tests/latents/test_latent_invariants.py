@@ -395,8 +395,10 @@ def test_known_tokens_stay_and_holes_are_filled():
 # ---------------------------------------------------------------- saved and loaded; what is refused
 
 
-def test_saved_and_loaded_by_the_auto_class(tmp_path):
-    tested = model(bottleneck="pca", latent_dim=8, diagonal=True)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_saved_and_loaded_by_the_auto_class(tied, tmp_path):
+    frozen = {"tie_word_embeddings": tied}
+    tested = model(decoder=frozen, frozen=frozen, bottleneck="pca", latent_dim=8, diagonal=True)
     tested.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path).eval()
     assert type(loaded) is type(tested) and AutoConfig.from_pretrained(tmp_path).codar["latent_dim"] == 8
@@ -404,6 +406,13 @@ def test_saved_and_loaded_by_the_auto_class(tmp_path):
     assert torch.equal(loaded.generate(**given), tested.generate(**given))
     with torch.no_grad():
         torch.testing.assert_close(loaded.encode(ids()).values, tested.encode(ids()).values, rtol=0, atol=0)
+    encoder = loaded.space.encoder
+    assert (encoder.lm_head.weight is encoder.model.embed_tokens.weight) == tied
+    state = loaded.state_dict()
+    state.pop("denoiser.input.bias")
+    loaded.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"missing.*denoiser\.input\.bias"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_the_running_mean_follows_the_weights():

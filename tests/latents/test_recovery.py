@@ -12,6 +12,7 @@ import yaml
 from latent_models import TOKENS, encoder, ids, model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertModel
 
 from fathom import FathomConfig, FathomForMaskedDiffusion
 from fathom.latents.configuration import FathomLatentConfig
@@ -235,3 +236,68 @@ def test_embeddings_that_learn_are_kept_apart_by_the_loss_of_rounding():
         said = tested.denoiser(x, t)
         expected = F.cross_entropy((said @ rows.T).flatten(0, 1), text.flatten()) + (said - x0).square().mean()
     torch.testing.assert_close(loss.detach(), expected)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_stock_decoder_reads_the_vectors(kind, tmp_path):
+    """T5's and BART's decoders: logits are those of the stock class given W z for encoder states, greedy decoding with
+    transformers' cache is the full forward, and the model is saved and loaded."""
+    sizes = {
+        "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+        "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+                 "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    }[kind]  # fmt: skip
+    frozen = encoder()
+    fields = {"model_type": kind, "vocab_size": 97, "pad_token_id": 0, "decoder_start_token_id": 1, **sizes}
+    config = FathomLatentConfig(
+        encoder=frozen.config, denoiser=SIZES, decoder=fields, length=12, codar={"memory_positions": "learned"},
+        trained=["latent_diffusion", "contextual_decoder"], **TOKENS,
+    )  # fmt: skip
+    tested = FathomForLatentDiffusion.from_encoder(frozen, config).eval()
+    text = ids(2)
+    tested.space.fit([(text, None)])
+    with torch.no_grad():
+        z = tested.space.encode(text)
+        inputs = F.pad(text[:, :-1], (1, 0), value=1)
+        states = tested.decoder.project(z) + tested.decoder.places.weight
+        given = {"encoder_outputs": (states,), "decoder_input_ids": inputs}
+        torch.testing.assert_close(tested.decoder_logits(text, None), tested.decoder.model(**given).logits)
+        said = tested.decode(tested.encode(text))
+        expected = torch.full((2, 1), 1)
+        for _ in range(12):
+            step = tested.decoder.model(encoder_outputs=(states,), decoder_input_ids=expected, use_cache=False)
+            expected = torch.cat([expected, step.logits[:, -1:].argmax(-1)], dim=1)
+        assert torch.equal(said, expected[:, 1:])
+    assert not [name for name, _ in tested.decoder.model.get_encoder().named_parameters() if ".0." in name]
+    tested.save_pretrained(tmp_path)
+    loaded = FathomForLatentDiffusion.from_pretrained(tmp_path).eval()
+    assert torch.equal(
+        loaded.generate(rows=2, steps=2, temperature=0.0), tested.generate(rows=2, steps=2, temperature=0.0)
+    )
+    tested(text, labels=text).loss.backward()
+    assert tested.decoder.project.weight.grad.any() and decoder_flops(config, 12) > 0
+    for options, message in (({}, "memory_positions='rotary'"), ({"diagonal": True}, "diagonal=True")):
+        config.codar = {**config.codar, "memory_positions": "rotary", **options}
+        with pytest.raises(ValueError, match=f"codar option {message}: a stock decoder has no place for it"):
+            FathomForLatentDiffusion(config)
+
+
+def test_a_stock_encoder_gives_the_vectors():
+    """BERT, its last states and an earlier layer's; padding is not seen."""
+    small = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    torch.manual_seed(0)
+    frozen = BertModel(small).eval()
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 8:] = False
+    for layer in (None, 1):
+        config = FathomLatentConfig(encoder=small, denoiser=SIZES, decoder=SIZES, length=12,
+                                    codar={"layer": layer, "specials": "kept"}, **TOKENS)  # fmt: skip
+        tested = FathomForLatentDiffusion.from_encoder(frozen, config).eval()
+        with torch.no_grad():
+            expected = frozen(ids(2), mask.long(), output_hidden_states=True).hidden_states[2 if layer is None else 1]
+            found = tested.space.features(ids(2), mask)
+        torch.testing.assert_close(found[mask], expected[mask])
+        tested.space.fit([(ids(2), mask)])
+        x = tested.encode(ids(2), mask).values
+        torch.testing.assert_close(x[mask].mean(0), torch.zeros(16), rtol=0, atol=1e-4)
+        assert not x[1, 8:].any()

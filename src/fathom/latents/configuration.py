@@ -136,7 +136,12 @@ class FathomLatentConfig(PreTrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         """Of the decoder, whose depth reports name."""
-        return self.decoder_config.num_hidden_layers
+        found = self.decoder_config
+        return (
+            getattr(found, "decoder_layers", None)
+            or getattr(found, "num_decoder_layers", None)
+            or (found.num_hidden_layers)
+        )
 
     @property
     def max_position_embeddings(self) -> int:

@@ -9,9 +9,13 @@ Both for rows of `length` tokens. What depends on t alone is counted once a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fathom.cost import forward_flops_per_token
 from fathom.latents.configuration import FathomLatentConfig
 from fathom.latents.denoiser import FREQUENCIES
+from fathom.models.configuration import FathomConfig
+from fathom.models.encoder_configs import FathomBartConfig, FathomLongT5Config
 
 
 def encoder_flops(config: FathomLatentConfig, length: int) -> float:
@@ -45,6 +49,11 @@ def decoder_flops(config: FathomLatentConfig, length: int, memory: int | None = 
     """Of the decoder, per token, with what reads `memory` rows (None: as many as tokens)."""
     backbone, k = config.decoder_config, config.latent_dim
     rows = length if memory is None else memory
+    if backbone.model_type != FathomConfig.model_type:
+        kind: Any = FathomBartConfig if backbone.model_type == "bart" else FathomLongT5Config
+        fields = {name: value for name, value in backbone.to_dict().items() if name != "model_type"}
+        whole = kind(**fields).decoder_flops(length, rows, (length + 1) / 2)
+        return (whole + 2 * k * backbone.d_model * rows) / length
     d, layers = backbone.hidden_size, backbone.num_hidden_layers
     wide, narrow = (n * backbone.head_dim for n in (backbone.num_attention_heads, backbone.num_key_value_heads))
     cross = 2 * 2 * d * wide + 4 * rows * wide  # of a token
@@ -57,4 +66,7 @@ def decoder_flops(config: FathomLatentConfig, length: int, memory: int | None = 
 def cache_bytes(config: FathomLatentConfig, bytes_each: int) -> float:
     """What decoding keeps of a token: its keys and values, and those of its row of the memory."""
     backbone = config.decoder_config
+    if backbone.model_type != FathomConfig.model_type:
+        width = backbone.d_model if backbone.model_type == "bart" else backbone.num_heads * backbone.d_kv
+        return 2 * 2 * config.num_hidden_layers * width * bytes_each
     return 2 * 2 * backbone.num_hidden_layers * backbone.num_key_value_heads * backbone.head_dim * bytes_each

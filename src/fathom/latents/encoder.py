@@ -54,6 +54,12 @@ def new_encoder(config: FathomLatentConfig) -> nn.Module:
     return AutoModel.from_config(made)
 
 
+def tied_below(name: str, model: Any) -> dict[str, str]:
+    """The tied weights of a model of transformers, by their names in a module that holds it as `name`: transformers
+    asks the modules right below a model for them, and looks no deeper."""
+    return {f"{name}.{one}": f"{name}.{other}" for one, other in model.all_tied_weights_keys.items()}
+
+
 class LatentSpace(nn.Module):
     """The frozen encoder, and the norm of its vectors. Embeddings that learn are the only weights that train."""
 
@@ -68,6 +74,7 @@ class LatentSpace(nn.Module):
         self.config, self.options = config, config.options
         width, k = config.source_width, config.latent_dim
         self.encoder = new_encoder(config).requires_grad_(False)
+        self.all_tied_weights_keys = tied_below("encoder", self.encoder)
         if self.options.source == "learned":
             self.table = nn.Embedding(config.vocab_size, k)
         self.register_buffer("mean", torch.zeros(k))

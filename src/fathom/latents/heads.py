@@ -24,6 +24,7 @@ from fathom.latents.configuration import FathomLatentConfig
 from fathom.latents.decoder import ContextualDecoder
 from fathom.latents.denoiser import Denoiser
 from fathom.models import hf_versions
+from fathom.models.configuration import FathomConfig
 from fathom.ops.visibility import BIDIRECTIONAL
 
 HEADS = ("nearest", "linear", "mlp", "factorised", "contextual", "language")
@@ -150,6 +151,10 @@ class Contextual(Head):
 def new_head(name: str, model: Any) -> Head:
     """A head for the vectors of a model, with random weights. Raises ValueError for another name."""
     config = model.config
+    if not isinstance(config.decoder_config, FathomConfig) and name in ("factorised", "contextual", "language"):
+        raise ValueError(
+            f"head={name!r}: made of the decoder's blocks, and {config.decoder_config.model_type} is stock"
+        )
     made: dict[str, Any] = {
         "nearest": lambda: Nearest(model),
         "linear": lambda: Pointwise(config),

@@ -16,13 +16,16 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import initialization as init
 
 from fathom.latents.configuration import STAGES, FathomLatentConfig
 from fathom.latents.decoder import ContextualDecoder, Memory
 from fathom.latents.denoiser import Denoiser
 from fathom.latents.encoder import Latents, LatentSpace
 from fathom.latents.process import Process
+from fathom.latents.stock_decoder import StockDecoder
 from fathom.models import registry
+from fathom.models.checkpoints.stock import check_names
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
 from fathom.ops.cross_entropy import IGNORE
@@ -53,16 +56,24 @@ class FathomForLatentDiffusion(PreTrainedModel):
         self.denoiser = Denoiser(config.denoiser_config, width, options)
         if options.ema:
             self.denoiser_mean = Denoiser(config.denoiser_config, width, options).requires_grad_(False)
-        self.decoder = ContextualDecoder(config.decoder_config, width, options)
+        own = isinstance(config.decoder_config, FathomConfig)
+        self.decoder: Any = (
+            ContextualDecoder(config.decoder_config, width, options)
+            if own
+            else StockDecoder(config.decoder_config, width, options, config.length)
+        )
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """What no part fills by its own rule: the norm, and embeddings that learn."""
+        """What no part fills by its own rule: the norm, tables, and the map to a stock decoder."""
         if isinstance(module, LatentSpace):
             module.initialize_parameters()
         elif isinstance(module, nn.Embedding):
-            module.weight.normal_()
+            init.normal_(module.weight)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=0.02)
+            init.zeros_(module.bias)
 
     @classmethod
     def from_encoder(cls, encoder: str | Path | PreTrainedModel, config: FathomLatentConfig) -> Any:
@@ -74,6 +85,14 @@ class FathomForLatentDiffusion(PreTrainedModel):
         if config.options.ema:
             model.denoiser_mean.load_state_dict(model.denoiser.state_dict())
         return model
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises ValueError for a tensor that the files lack or that has no place."""
+        wanted = kwargs.pop("output_loading_info", False)
+        read: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        check_names(pretrained_model_name_or_path, read[1]["missing_keys"], read[1]["unexpected_keys"])
+        return read if wanted else read[0]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -157,15 +176,14 @@ class FathomForLatentDiffusion(PreTrainedModel):
             raise ValueError(f"stage={stage!r}: must be one of {', '.join(STAGES)}")
         self.check_length(input_ids.shape[1])
         self.check_fitted()
-        if stage == "latent_diffusion":
-            each = self.diffusion_losses(input_ids, mask, **options)
-        else:
-            logits = self.decoder_logits(input_ids, mask, **options)
-            if labels is None:
-                return FathomOutput(logits=logits)
-            targets = labels.flatten()
-            each = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="none")
-            each = each.view_as(labels)
+        if stage == "contextual_decoder":
+            # the decoder's own loss, which in training makes no [tokens, V] tensor of logits
+            targets: dict[str, Any] = (
+                {} if labels is None else {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
+            )
+            out = self.decoder_output(input_ids, mask, **options, **targets)
+            return FathomOutput(loss=out.loss, logits=out.logits)
+        each = self.diffusion_losses(input_ids, mask, **options)
         kept = torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE
         items = kept.sum() if num_items_in_batch is None else num_items_in_batch
         return FathomOutput(loss=(each * kept).sum() / items)
@@ -212,15 +230,20 @@ class FathomForLatentDiffusion(PreTrainedModel):
         x = self.process.corrupt(x0, t, noise.to(x0))
         return (self.estimate(x, t, None, mask) - x0).square().mean(-1)
 
-    def decoder_logits(
+    def decoder_logits(self, *args: Any, **kwargs: Any) -> Float[Tensor, "B L V"]:
+        """The logits of `decoder_output`."""
+        return self.decoder_output(*args, **kwargs).logits
+
+    def decoder_output(
         self,
         input_ids: Int[Tensor, "B L"],
         mask: Bool[Tensor, "B L"] | None,
         z: Float[Tensor, "B L k"] | None = None,
         dropped: Bool[Tensor, "B L"] | None = None,
         use_memory: bool = True,
-    ) -> Float[Tensor, "B L V"]:
-        """Teacher-forced logits of every token given those before it and vectors z (None: x₀).
+        **labels: Any,
+    ) -> Any:
+        """Teacher-forced output for every token given those before it and vectors z (None: x₀).
 
         dropped: tokens that the decoder's input has masked. use_memory=False: without vectors, a plain language model.
         """
@@ -231,7 +254,7 @@ class FathomForLatentDiffusion(PreTrainedModel):
         if use_memory:
             z = self.space.encode(input_ids, mask).detach() if z is None else z
             memory = self.decoder.read(z, mask if self.options.padding == "masked" else None)
-        return self.decoder(input_ids=inputs, memory=memory, use_cache=False).logits
+        return self.decoder(input_ids=inputs, memory=memory, use_cache=False, **labels)
 
     def train_stage(self, stage: str) -> None:
         """Leave gradients to the part of a stage alone."""
@@ -242,7 +265,6 @@ class FathomForLatentDiffusion(PreTrainedModel):
                 self.space.table.requires_grad_(True)
         else:
             self.decoder.requires_grad_(True)
-            self.decoder.lm_head.requires_grad_(True)
 
     @torch.no_grad()
     def update_mean(self, step: int) -> None:

@@ -96,12 +96,15 @@ def trained_head(model: Any, name: str, train: Int[Tensor, "N L"], config: Recov
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_peak(step, config.steps))
     generator = torch.Generator().manual_seed(config.seed)
+    of_noise = torch.Generator(model.device).manual_seed(config.seed)
     for _ in range(config.steps):
         chosen = torch.randint(len(train), (config.rows,), generator=generator)
         t = torch.rand(config.rows, generator=generator) * config.t_max
         text = train[chosen].to(model.device)
-        z, noise = noised(model, text, t, generator)
-        loss = F.cross_entropy(head.logits(z, text, noise).flatten(0, 1), text.flatten())
+        z, noise = noised(model, text, t, of_noise)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            logits = head.logits(z, text, noise)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), text.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -121,7 +124,7 @@ def noised(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """x_t of texts, and its α and σ [B, 1, 1]; t = 0 is x₀."""
     x0 = model.space.encode(text)
-    noise = torch.randn(x0.shape, generator=generator).to(x0)
+    noise = torch.randn(x0.shape, generator=generator, device=generator.device).to(x0)
     alpha, sigma = (part[:, None, None].to(x0) for part in model.process.alpha_sigma(t.to(x0.device)))
     clean = (t == 0)[:, None, None].to(x0.device)
     alpha, sigma = alpha.masked_fill(clean, 1.0), sigma.masked_fill(clean, 0.0)
@@ -131,7 +134,7 @@ def noised(
 @torch.no_grad()
 def asked(model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int) -> dict[str, float]:
     """What a head gets right of held-out texts at one noise level, the same noise for every head."""
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator(model.device).manual_seed(seed + 1)
     total = right = free = exact = free_exact = 0.0
     for text in held_out.split(EVALUATED):
         text = text.to(model.device)

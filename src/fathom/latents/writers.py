@@ -224,12 +224,15 @@ def judged_by(model: Any, tokenizer: Any, window: int = 1024) -> Judge:
     """The judge: a causal language model with its own tokenizer, each text after its BOS or EOS token."""
     from fathom.evaluate.text import text_loss, with_prefix
 
+    window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
+
     def judge(texts: list[str]) -> tuple[float, int]:
         nats = tokens = 0.0
         for text in texts:
-            ids = with_prefix(tokenizer, text)[: window + 1]
+            ids = with_prefix(tokenizer, text)
             if len(ids) > 1:
-                found, count = text_loss(model, ids, window=len(ids) - 1, stride=len(ids) - 1)
+                read = min(window, len(ids) - 1)
+                found, count = text_loss(model, ids, window=read, stride=max(1, read // 2))
                 nats, tokens = nats + found, tokens + count
         return nats, int(tokens)
 
