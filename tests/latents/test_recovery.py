@@ -124,7 +124,8 @@ def test_the_table_of_writers():
     writers = [(line["writer"], line["temperature"]) for line in lines]
     both = [(name, t) for name in ("codar", "noise") for t in (0.0, 1.0)]
     assert writers == [("data", None), *both, ("linear", None), ("mlp", None), ("factorised", None),
-                       ("language", 0.0), ("language", 1.0), ("masked", 0.0), ("masked", 1.0)]  # fmt: skip
+                       ("language", 0.0), ("language", 1.0), ("masked", 0.0), ("masked", 1.0),
+                       ("compressed", 0.0), ("compressed", 1.0)]  # fmt: skip
     assert all(line["perplexity"] == pytest.approx(math.exp(2.0)) for line in lines) and len(asked) == len(lines)
     first = lines[0]
     assert first["overlap"] == 1.0 and first["text"] == " ".join(map(str, text[0].tolist()))

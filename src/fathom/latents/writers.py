@@ -5,6 +5,7 @@
     factorised   the same estimates, by blocks that see them all: TEncDM
     language     the decoder without vectors: an autoregressive model of its size
     masked       the encoder as a masked diffusion model, where it is one: the twin of the same backbone
+    compressed   a text as a quarter as many vectors, autoencoded: LD4LG (rivals.py)
     noise        control i: the decoder given pure noise for vectors
 
 Fluency is the judge's perplexity, which a text of few words wins: compare it at equal entropy alone. `at_entropy` reads
@@ -28,10 +29,11 @@ from torch import Tensor
 from fathom.latents.encoder import Latents
 from fathom.latents.heads import Contextual
 from fathom.latents.recovery import RecoveryConfig, trained_head
+from fathom.latents.rivals import trained_compressed
 from fathom.latents.sampling import LatentGenerationConfig, decode, denoised
 from fathom.models.method import check_number, check_range
 
-WRITERS = ("codar", "noise", "linear", "mlp", "factorised", "language", "masked")
+WRITERS = ("codar", "noise", "linear", "mlp", "factorised", "language", "masked", "compressed")
 TOGETHER = 64  # rows at once
 OVERLAP = 8  # tokens of a stretch that may stand in the training text
 
@@ -140,6 +142,15 @@ def written(
         return
     if name == "masked":
         yield from masked(model, config)
+        return
+    if name == "compressed":
+        with torch.enable_grad():
+            rival = trained_compressed(model, train, config.heads)
+        z = rival.latents(len(vectors), config.steps, config.solver, config.seed)
+        for temperature in config.temperatures:
+            torch.manual_seed(config.seed)
+            parts = [rival.write(some, length, temperature) for some in z.split(TOGETHER)]
+            yield temperature, torch.cat(parts), config.steps, length
         return
     with torch.enable_grad():
         head = trained_head(model, name, train, config.heads)
