@@ -11,7 +11,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import fathom_cli as cli
+from fathom import FathomConfig, FathomForMaskedDiffusion
 from fathom.data import train_bpe
+from fathom.tasks.masked_diffusion import with_mask
 from tiny import tiny_model
 
 TEXT = "The sea was calm — naïve, almost. Ünder the keel: 40 fathoms, then 400; then nothing to sound. " * 6
@@ -46,3 +48,14 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arg
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     return int(stopped.value.code or 0), out, err
+
+
+def save_masked(folder: Path, text: str, **sizes: Any) -> str:
+    """A masked diffusion model with random weights, and a tokenizer of this text."""
+    tokenizer = with_mask(train_bpe([text], 280))
+    torch.manual_seed(0)
+    section = {"name": "masked", "mask_token_id": tokenizer.mask_token_id}
+    config = FathomConfig(vocab_size=281, eos_token_id=tokenizer.eos_token_id, diffusion=section, **sizes)
+    FathomForMaskedDiffusion(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

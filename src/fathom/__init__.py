@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from fathom.latents.configuration import FathomLatentConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
 from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
@@ -41,6 +42,8 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     )
     from fathom.diffusion import DiffusionGenerationConfig
     from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
+    from fathom.latents.model import FathomForLatentDiffusion
+    from fathom.latents.sampling import LatentGenerationConfig
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
@@ -67,6 +70,8 @@ _PLACES = {
     "FathomT5ForConditionalGeneration": "fathom.models.seq2seq_t5",
     "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
     "DiffusionGenerationConfig": "fathom.diffusion",
+    "FathomForLatentDiffusion": "fathom.latents.model",
+    "LatentGenerationConfig": "fathom.latents.sampling",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
     "compare": "fathom.report.compare",
@@ -75,7 +80,8 @@ _PLACES = {
 }
 _MODULES = ("diffusion", "lineage")
 _CONFIGS = {
-    config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config)
+    config.__name__: config
+    for config in (FathomBartConfig, FathomEncoderConfig, FathomLatentConfig, FathomLongT5Config, FathomT5Config)
 }
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
@@ -95,6 +101,7 @@ def __dir__() -> list[str]:
 def _fill_registries() -> None:
     """Import the wings, whose methods register themselves, and hand the model to AutoModelForCausalLM."""
     from transformers import (
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForMaskedLM,
         AutoModelForSeq2SeqLM,
@@ -110,6 +117,7 @@ def _fill_registries() -> None:
     import fathom.residuals
     import fathom.tables.no_relations
     import fathom.tables.rasat
+    from fathom.latents.model import FathomForLatentDiffusion
     from fathom.models.causal_lm import FathomForCausalLM
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
@@ -118,6 +126,7 @@ def _fill_registries() -> None:
     from fathom.models.sequence_classification import FathomForSequenceClassification
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    AutoModel.register(FathomLatentConfig, FathomForLatentDiffusion, exist_ok=True)
     AutoModelForMaskedLM.register(FathomConfig, FathomForMaskedDiffusion, exist_ok=True)
     AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)

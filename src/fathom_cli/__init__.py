@@ -34,6 +34,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "lineage": "fathom_cli.lineage:app",
     "vision": "fathom_cli.vision:app",
     "video": "fathom_cli.video:app",
+    "latents": "fathom_cli.latents:app",
 }
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 

@@ -29,16 +29,16 @@ def command(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
     block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
+    solver: Annotated[str | None, typer.Option(help="Latent diffusion: ddim, ancestral, ode or sde.")] = None,
     device: Device = None,
 ) -> None:
-    """Continue a text. Of diffusion models, in blocks: `fathom methods` lists policies and block caches.
+    """Continue a text. Of diffusion models, in blocks: `fathom methods` lists policies and block caches. Of latent
+    diffusion models an empty prompt gives a text of its own.
 
     \b
     Example:
       fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream
     """
-    if not prompt.strip():
-        raise ValueError("--prompt is empty: give the text to continue")
     try:
         prompt.encode()
     except UnicodeEncodeError:  # the shell handed over bytes that are no text
@@ -50,9 +50,25 @@ def command(
 
     from fathom.evaluate import load_checkpoint
     from fathom.evaluate.bound import is_diffusion
+    from fathom.evaluate.load_model import load_config
+    from fathom.latents import FathomLatentConfig
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    if load_config(checkpoint).model_type == FathomLatentConfig.model_type:
+        others = {"stream": stream or None, "top-k": top_k, "block-length": block_length, "policy": policy,
+                  "block-cache": block_cache}  # fmt: skip
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"--{name}: {checkpoint} is a latent diffusion model, which has no such option")
+        given = {"max_new_tokens": max_new_tokens, "steps": steps, "solver": solver, "top_p": top_p}
+        given = {name: value for name, value in given.items() if value is not None}
+        typer.echo(_from_latents(checkpoint, device, prompt, {**given, "temperature": temperature, "seed": seed}))
+        return
+    if solver is not None:
+        raise ValueError(f"--solver: {checkpoint} is no latent diffusion model; leave it out")
+    if not prompt.strip():
+        raise ValueError("--prompt is empty: give the text to continue")
     model, tokenizer = load_checkpoint(checkpoint, device)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
@@ -101,3 +117,13 @@ def command(
     )
     if not stream:
         typer.echo(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _from_latents(checkpoint: str, device: str | None, prompt: str, options: dict[str, Any]) -> str:
+    """The text of a latent diffusion model."""
+    from fathom.latents.model import load
+
+    model, tokenizer = load(checkpoint, device)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False) if prompt else {}
+    ids = model.generate(inputs["input_ids"].to(model.device) if prompt else None, **options)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiny_checkpoint import save_masked
+
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
 ROWS = [(f"{a} + {b} =", str(a + b)) for a in range(4, 14) for b in range(1, 9)]
 
@@ -110,10 +112,24 @@ def audiovideo(folder: Path) -> dict[str, Any]:
     return {"task": task, "model": model, "data": data, "methods": [method]}
 
 
+def latent_diffusion(folder: Path) -> dict[str, Any]:
+    """On a masked model with random weights."""
+    made = causal_lm(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder = save_masked(folder / "encoder", (folder / "train.txt").read_text(), **sizes)
+    model = {"encoder": encoder, "denoiser": sizes, "decoder": {**sizes, "num_hidden_layers": 1}, "codar": {"ema": 0.9}}
+    data = {**made["data"], "tokenizer": encoder, "block_size": 16}
+    return {"task": {"name": "latent_diffusion", "draws": 2}, "model": model, "data": data}
+
+
+def contextual_decoder(folder: Path) -> dict[str, Any]:
+    return {**latent_diffusion(folder), "task": {"name": "contextual_decoder", "word_dropout": 0.1, "examples": 3}}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
     "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql, "table_to_text": table_to_text,
-    "audiovideo": audiovideo,
+    "audiovideo": audiovideo, "latent_diffusion": latent_diffusion, "contextual_decoder": contextual_decoder,
 }  # fmt: skip
 
 

@@ -145,7 +145,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
                 say(f"{job}: {said} ({len(finished)} done)")
     if not finished:
         raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")
-    results = replace(results, failures=failures)
+    remarks = [f"{run.folder}: {remark}" for run in results.runs for remark in task.remarks(run.scores)]
+    results = replace(results, failures=failures, notes=[*results.notes, *dict.fromkeys(remarks)])
     results.save(folder / "results.json")
     write_report(results, folder)
     return results

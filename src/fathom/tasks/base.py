@@ -163,6 +163,18 @@ class Task:
         """The config of a model that is no decoder of ours, of a recipe's fields; None: it is one."""
         return None
 
+    def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
+        """The model to train, where its config, or `fields["checkpoint"]` alone, does not make it; None: they do."""
+        return None
+
+    def callbacks(self) -> Sequence[Any]:
+        """Further Trainer callbacks."""
+        return ()
+
+    def remarks(self, scores: Mapping[str, float | None]) -> list[str]:
+        """What the page must say of a run with these scores, beside them."""
+        return []
+
     def sections(self, config: Any) -> dict[str, dict[str, Any]]:
         """The methods of a model, section by section."""
         return {section: getattr(config, section) for section in SECTIONS}

@@ -242,7 +242,7 @@ def train_run(
     if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
-    model = _make_model(recipe, method, config)
+    model = _make_model(recipe, method, config, data)
     freeze(model, training.trains)
     if training.compile and hasattr(model, "compile_blocks"):
         if training.compile != "layers":
@@ -284,7 +284,8 @@ def train_run(
     complete = checkpoints.CompleteCheckpoints(
         folder, training.keep, lambda: _save_model(trainer, folder / MODEL, config, data)
     )
-    for callback in (Phases(), complete, metrics, display, *_tensorboard(training, folder), *callbacks):
+    watching = [Phases(), complete, metrics, display, *_tensorboard(training, folder), *task.callbacks(), *callbacks]
+    for callback in watching:
         trainer.add_callback(callback)
 
     if arguments.should_save:
@@ -505,8 +506,11 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
+def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData) -> Any:
+    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`; or as the task says."""
+    own = recipe.task.new_model(config, {**recipe.model, **method.fields}, data)
+    if own is not None:
+        return own
     checkpoint = recipe.model.get("checkpoint")
     make: Any = recipe.task.model_class
     if not isinstance(config, make.config_class if hasattr(make, "config_class") else ()):  # one of the Auto classes

@@ -1,0 +1,250 @@
+"""CoDAR beside its rivals as writers: texts from nothing, and what an outside judge and a count of words say of them.
+
+    codar        noise → denoiser → the contextual decoder, at several temperatures τ
+    linear, mlp  the same estimates, each token by its own vector
+    factorised   the same estimates, by blocks that see them all: TEncDM
+    language     the decoder without vectors: an autoregressive model of its size
+    masked       the encoder as a masked diffusion model, where it is one: the twin of the same backbone
+    compressed   a text as a quarter as many vectors, autoencoded: LD4LG (rivals.py)
+    noise        control i: the decoder given pure noise for vectors
+
+Fluency is the judge's perplexity, which a text of few words wins: compare it at equal entropy alone. `at_entropy` reads
+it off a writer's line over τ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from fathom.latents.encoder import Latents
+from fathom.latents.heads import Contextual
+from fathom.latents.recovery import RecoveryConfig, trained_head
+from fathom.latents.rivals import trained_compressed
+from fathom.latents.sampling import LatentGenerationConfig, decode, denoised
+from fathom.models.method import check_number, check_range
+
+WRITERS = ("codar", "noise", "linear", "mlp", "factorised", "language", "masked", "compressed")
+TOGETHER = 64  # rows at once
+OVERLAP = 8  # tokens of a stretch that may stand in the training text
+
+
+@dataclasses.dataclass(frozen=True)
+class WritersConfig:
+    """What is written, and how the rivals' heads are trained.
+
+    Attributes:
+        writers: of `WRITERS`.
+        samples: texts of each writer and temperature.
+        temperatures: τ of writers that draw tokens.
+        steps, solver: of the denoiser.
+        head_steps, rows, lr, t_max: of the training of heads, on x_t with t ~ U(0, t_max), the decoder's range.
+        seed: of everything drawn.
+    """
+
+    writers: tuple[str, ...] = WRITERS
+    samples: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.5, 0.7, 0.9, 1.0)
+    steps: int = 50
+    solver: str = "ddim"
+    head_steps: int = 400
+    rows: int = 32
+    lr: float = 2e-3
+    t_max: float = 0.15
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("writers", "samples", self.samples, 1)
+        check_range("writers", "head_steps", self.head_steps, 1)
+        for temperature in self.temperatures:
+            check_number("writers", "temperatures", temperature, 0)
+        unknown = [name for name in self.writers if name not in WRITERS]
+        if unknown:
+            raise ValueError(f"writers option writers={unknown[0]!r}: must be some of {', '.join(WRITERS)}")
+        LatentGenerationConfig(steps=self.steps, solver=self.solver)
+
+    @property
+    def heads(self) -> RecoveryConfig:
+        return RecoveryConfig(
+            steps=self.head_steps, rows=self.rows, lr=self.lr, t_max=self.t_max, seed=self.seed, levels=(0.0,)
+        )
+
+
+Judge = Callable[[list[str]], tuple[float, int]]
+
+
+def table(
+    model: Any,
+    tokenizer: Any,
+    train: Int[Tensor, "N L"],
+    held_out: Int[Tensor, "M L"],
+    config: WritersConfig,
+    judge: Judge | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """A row for every writer and temperature, and one of held-out text ("data").
+
+    `judge` gives −Σ log p in nats and the number of tokens of texts. Rows: writer, temperature, perplexity (None
+    without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (share of different pairs of
+    tokens), overlap (share of stretches of 8 tokens that the training text has), nfe, decoder_steps, and a `text`.
+    """
+    seen = stretches(train.tolist())
+    rows = [measured("data", None, held_out[: config.samples], tokenizer, seen, judge, nfe=0, decoder_steps=0)]
+    vectors = estimates(model, config)
+    for name in config.writers:
+        for temperature, ids, nfe, steps in written(model, name, vectors, train, config):
+            rows.append(measured(name, temperature, ids, tokenizer, seen, judge, nfe=nfe, decoder_steps=steps))
+            last = rows[-1]
+            said = "" if last["perplexity"] is None else f"perplexity {last['perplexity']:.1f}, "
+            say(f"{name} τ={temperature}: {said}entropy {last['entropy']:.2f}, overlap {last['overlap']:.3f}")
+    return rows
+
+
+@torch.no_grad()
+def estimates(model: Any, config: WritersConfig) -> Tensor:
+    """The memory of `samples` texts, [samples, L, k], which all writers from vectors share."""
+    length, found = model.config.length, []
+    for start in range(0, config.samples, TOGETHER):
+        count = min(TOGETHER, config.samples - start)
+        canvas = torch.zeros(count, length, dtype=torch.long, device=model.device)
+        real = torch.ones_like(canvas, dtype=torch.bool)
+        seeds = [config.seed + 1_000_003 * (start + row) for row in range(count)]
+        given = LatentGenerationConfig(steps=config.steps, solver=config.solver, seed=seeds)
+        found.append(denoised(model, canvas, real, ~real, given)[0])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def written(
+    model: Any, name: str, vectors: Tensor, train: Tensor, config: WritersConfig
+) -> Iterable[tuple[float | None, Tensor, int, int]]:
+    """(temperature, token ids, passes of denoiser or encoder, tokens written one by one) of a writer."""
+    length = vectors.shape[1]
+    if name in ("codar", "noise"):
+        z = vectors
+        if name == "noise":
+            z = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(config.seed)).to(vectors)
+        for temperature in config.temperatures:
+            parts = [
+                decode(model, Latents(some, None, model.space.fingerprint()), temperature=temperature, seed=number)
+                for number, some in enumerate(z.split(TOGETHER))
+            ]
+            yield temperature, torch.cat(parts), config.steps if name == "codar" else 0, length
+        return
+    if name == "masked":
+        yield from masked(model, config)
+        return
+    if name == "compressed":
+        with torch.enable_grad():
+            rival = trained_compressed(model, train, config.heads)
+        z = rival.latents(len(vectors), config.steps, config.solver, config.seed)
+        for temperature in config.temperatures:
+            torch.manual_seed(config.seed)
+            parts = [rival.write(some, length, temperature) for some in z.split(TOGETHER)]
+            yield temperature, torch.cat(parts), config.steps, length
+        return
+    with torch.enable_grad():
+        head = trained_head(model, name, train, config.heads)
+    if isinstance(head, Contextual):
+        for temperature in config.temperatures:
+            torch.manual_seed(config.seed)
+            yield temperature, torch.cat([head.sample(z, temperature) for z in vectors.split(TOGETHER)]), 0, length
+        return
+    clean = (vectors.new_ones(1, 1, 1), vectors.new_zeros(1, 1, 1))
+    yield None, torch.cat([head.write(z, clean) for z in vectors.split(TOGETHER)]), config.steps, 0
+
+
+def masked(model: Any, config: WritersConfig) -> Iterable[tuple[float, Tensor, int, int]]:
+    """The encoder as a masked diffusion model: as many passes as the denoiser has, at most one a token, in random
+    order, after the start token."""
+    encoder, length = model.space.encoder, model.config.length
+    if not hasattr(encoder, "objective"):
+        return
+    steps = min(config.steps, length)
+    for temperature in config.temperatures:
+        found = []
+        for start in range(0, config.samples, TOGETHER):
+            count = min(TOGETHER, config.samples - start)
+            prompt = torch.full((count, 1), model.config.start_token_id, device=model.device)
+            ids = encoder.generate(
+                prompt, max_new_tokens=length, block_length=None, steps=steps, temperature=temperature,
+                policy="random", seed=config.seed + start,
+            )  # fmt: skip
+            found.append(ids[:, 1:])
+        yield temperature, torch.cat(found), steps, 0
+
+
+def measured(
+    writer: str, temperature: float | None, ids: Int[Tensor, "n L"], tokenizer: Any, seen: set[tuple[int, ...]],
+    judge: Judge | None, **costs: int,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of the table."""
+    rows = ids.tolist()
+    texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+    perplexity = None
+    if judge is not None:
+        nats, tokens = judge(texts)
+        perplexity = math.exp(nats / max(1, tokens))
+    pairs = [pair for row in rows for pair in pairwise(row)]
+    found = [stretch for row in rows for stretch in _stretches(row)]
+    return {
+        "writer": writer, "temperature": temperature, "samples": len(rows), "perplexity": perplexity,
+        "entropy": statistics.fmean(entropy(row) for row in rows), "distinct_2": len(set(pairs)) / max(1, len(pairs)),
+        "overlap": sum(stretch in seen for stretch in found) / max(1, len(found)), **costs, "text": texts[0],
+    }  # fmt: skip
+
+
+def entropy(row: Sequence[int]) -> float:
+    """−Σ p log p of the tokens of a text by their own counts, in nats."""
+    counts = Counter(row)
+    return -sum(n / len(row) * math.log(n / len(row)) for n in counts.values())
+
+
+def stretches(rows: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
+    """Every stretch of 8 tokens within a row."""
+    return {stretch for row in rows for stretch in _stretches(row)}
+
+
+def _stretches(row: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(row[i : i + OVERLAP]) for i in range(len(row) - OVERLAP + 1)]
+
+
+def at_entropy(rows: Sequence[dict[str, Any]], writer: str, wanted: float) -> float | None:
+    """A writer's perplexity at this entropy, its logarithm between two temperatures on a straight line; None where the
+    entropy lies outside them."""
+    points = sorted(
+        (r["entropy"], math.log(r["perplexity"])) for r in rows if r["writer"] == writer and r["perplexity"]
+    )
+    for (a, low), (b, high) in pairwise(points):
+        if a <= wanted <= b:
+            share = 0.0 if b == a else (wanted - a) / (b - a)
+            return math.exp(low + share * (high - low))
+    return None
+
+
+def judged_by(model: Any, tokenizer: Any, window: int = 1024) -> Judge:
+    """The judge: a causal language model with its own tokenizer, each text after its BOS or EOS token."""
+    from fathom.evaluate.text import text_loss, with_prefix
+
+    window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
+
+    def judge(texts: list[str]) -> tuple[float, int]:
+        nats = tokens = 0.0
+        for text in texts:
+            ids = with_prefix(tokenizer, text)
+            if len(ids) > 1:
+                read = min(window, len(ids) - 1)
+                found, count = text_loss(model, ids, window=read, stride=max(1, read // 2))
+                nats, tokens = nats + found, tokens + count
+        return nats, int(tokens)
+
+    return judge

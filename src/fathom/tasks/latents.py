@@ -1,0 +1,180 @@
+"""What the two stages of a latent diffusion model share: the model on a trained encoder, and its data.
+
+A recipe's `model` names the `encoder`, a folder or hub name, with the sizes of `denoiser` and `decoder` and the options
+`codar`; or the `checkpoint` that another stage left, whose decoder may be another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from fathom.data import DataConfig, PreparedData, collate, load_tokenizer, prepare
+from fathom.data.packing import IGNORED
+from fathom.latents.configuration import FathomLatentConfig
+from fathom.tasks.base import Sizes, Task
+from fathom.tasks.masked_diffusion import mixed
+
+FIT_TOKENS = 65_536  # of the training set, to which the norm is fitted
+FIT_BATCH = 32  # rows
+LATER = ("memory_positions", "diagonal")  # options of the decoder alone
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class LatentTask(Task):
+    """Base of `latent_diffusion` and `contextual_decoder`, which are stages of one model.
+
+    Attributes:
+        stage: of FathomForLatentDiffusion.
+    """
+
+    stage: ClassVar[str]
+    held_out = "held-out text"
+    reference_name = "unigram"
+    numbered = True  # a row's time follows from the seed and its number
+    checkpoint_fields = ("decoder", "codar")
+
+    @classmethod
+    def model_fields(cls) -> list[str]:
+        return ["encoder", "denoiser", "decoder", "codar", "length"]
+
+    @property
+    def model_class(self) -> Any:
+        from fathom.latents.model import FathomForLatentDiffusion
+
+        return FathomForLatentDiffusion
+
+    def model_config(self, fields: dict[str, Any], data: DataConfig, tokenizer: Any) -> FathomLatentConfig:
+        from fathom.latents.model import new_config
+
+        fields = {"length": data.block_size, **fields}
+        checkpoint = fields.pop("checkpoint", None)
+        if checkpoint is not None:
+            return self._continued(checkpoint, {n: fields[n] for n in ("decoder", "codar") if fields.get(n)})
+        if not isinstance(fields.get("encoder"), str):
+            raise ValueError(
+                f"model.encoder={fields.get('encoder')!r}: name the folder or hub name of a trained encoder, whose "
+                "states become the vectors (task 'masked_diffusion' trains one)"
+            )
+        encoder = fields.pop("encoder")
+        if tokenizer is None:
+            if not isinstance(data.tokenizer, str):
+                raise ValueError(
+                    f"data.tokenizer={data.tokenizer!r}: encoder and decoder read one tokenizer; name {encoder!r}"
+                )
+            tokenizer = load_tokenizer(data.tokenizer)
+        return new_config(encoder, tokenizer, **fields)
+
+    def _continued(self, checkpoint: str, changes: dict[str, Any]) -> FathomLatentConfig:
+        stored = FathomLatentConfig.from_pretrained(checkpoint)
+        for name, value in changes.get("codar", {}).items():
+            if name not in LATER and value != stored.codar.get(name):
+                raise ValueError(
+                    f"codar option {name}={value!r}: model.checkpoint has {stored.codar.get(name)!r}, which it was "
+                    f"trained with; only {', '.join(LATER)} may change"
+                )
+        if not changes:
+            return stored
+        written = {**stored.to_dict(), **changes, "codar": {**stored.codar, **changes.get("codar", {})}}
+        written["trained"] = [stage for stage in stored.trained if stage != "contextual_decoder"]
+        return FathomLatentConfig(**{name: value for name, value in written.items() if name != "model_type"})
+
+    def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
+        """The model of another stage, or a new one on the encoder, its norm fitted to the training set; with gradients
+        for this stage alone. Raises ValueError for an encoder with another tokenizer, and for longer rows."""
+        kind, checkpoint = self.model_class, fields.get("checkpoint")
+        if len(data.train[0]["input_ids"]) > config.length:
+            raise ValueError(
+                f"data.block_size={len(data.train[0]['input_ids'])}: the model's rows have length={config.length}"
+            )
+        if checkpoint is None:
+            refuse_other_tokenizer(fields["encoder"], data.tokenizer)
+            model = kind.from_encoder(fields["encoder"], config)
+            model.space.fit(batches(data, config))
+        else:
+            refuse_other_tokenizer(checkpoint, data.tokenizer)
+            model = kind.from_pretrained(checkpoint, dtype=torch.float32)
+            if model.config.decoder != config.decoder or model.config.codar != config.codar:
+                earlier, model = model, kind(config)
+                for part in ("space", "denoiser", "denoiser_mean"):
+                    if hasattr(model, part):
+                        getattr(model, part).load_state_dict(getattr(earlier, part).state_dict())
+        self.check_stages(model)
+        model.config.trained = sorted({*model.config.trained, self.stage})
+        model.train_stage(self.stage)
+        return model
+
+    def check_stages(self, model: Any) -> None:
+        """Raise ValueError for a stage that must come before this one and did not."""
+
+    def sections(self, config: Any) -> dict[str, dict[str, Any]]:
+        from fathom.latents.codar import CoDAR
+
+        plain = dataclasses.asdict(CoDAR())
+        return {"latents": {"name": CoDAR.name, **{k: v for k, v in config.codar.items() if v != plain[k]}}}
+
+    def sizes(self, config: Any, block_size: int, dtype: torch.dtype, ran: Any = None) -> Sizes:
+        from fathom.latents.cost import cache_bytes, decoder_flops
+
+        with torch.device("meta"):
+            model = self.model_class(config)
+        total = sum(model.part_parameters().values())
+        tables = 2 * config.vocab_size * config.decoder_config.hidden_size
+        return Sizes(total, total - tables, decoder_flops(config, block_size), cache_bytes(config, dtype.itemsize))
+
+    def check(self, data: DataConfig) -> None:
+        super().check(data)
+        if data.streaming:
+            raise ValueError("data.streaming=True: times follow from the number of a row; leave it out")
+
+    def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
+        return prepare(data, cache_dir)
+
+    def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Training rows with their times `t`, spread evenly over consecutive rows; of held-out rows the first token is
+        context, as for an autoregressive model."""
+        draws = [example["draw"] for example in examples if "draw" in example]
+        batch = collate([{name: x for name, x in example.items() if name != "draw"} for example in examples])
+        places = torch.arange(batch["labels"].shape[1])
+        ends = batch["labels"].shape[1] - 1 - (batch["labels"] != IGNORED).flip(1).int().argmax(1)
+        if bool((batch["labels"] == IGNORED).any()):
+            batch["attention_mask"] = (places <= ends[:, None]).long()
+        batch["labels"] = batch["labels"].clone()
+        batch.pop("position_ids", None)
+        if draws:
+            starts = [torch.Generator().manual_seed(mixed(int(seed), -1)) for seed, _ in draws]
+            numbers = torch.tensor([int(number) for _, number in draws], dtype=torch.float64)
+            first = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in starts])
+            batch["t"] = ((first + numbers * GOLDEN) % 1).float()
+        else:
+            batch["labels"][:, 0] = IGNORED
+        return batch
+
+    def targets(self, batch: Any) -> Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+
+def batches(data: PreparedData, config: FathomLatentConfig) -> Any:
+    """(input_ids, mask) of the rows that the norm is fitted to."""
+    size = len(data.train[0]["input_ids"])
+    rows = itertools.islice(iter(data.train), max(1, FIT_TOKENS // size))
+    while some := list(itertools.islice(rows, FIT_BATCH)):
+        batch = collate(some)
+        mask = batch["labels"] != IGNORED
+        yield batch["input_ids"], None if bool(mask.all()) else mask
+
+
+def refuse_other_tokenizer(checkpoint: str, tokenizer: Any) -> None:
+    """Raise ValueError where the tokenizer of a checkpoint is another one than that of the data."""
+    own = AutoTokenizer.from_pretrained(checkpoint)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{checkpoint}: its tokenizer is another one than that of the data ({len(own.get_vocab())} and "
+            f"{len(tokenizer.get_vocab())} tokens); encoder and decoder read one: set data.tokenizer={checkpoint!r}"
+        )

@@ -1,0 +1,108 @@
+"""A recipe in stages: several trainings of one method, each of which starts from what another one left.
+
+name: codar
+data: {…}                                   what all stages share; a stage's own fields lie over it
+stages:
+  encoder: {task: masked_diffusion, model: {…}, training: {…}}
+  denoiser: {task: latent_diffusion, model: {encoder: stage:encoder, …}, data: {tokenizer: stage:encoder}, …}
+
+`stage:NAME` stands for the folder of that stage's trained model, of the same seed. A stage is an ordinary recipe with
+one method; the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fathom.models.registry import nearest
+from fathom.train.loading import build, check_keys, parse_yaml
+from fathom.train.recipe import Recipe
+from fathom.train.trainer import TrainResult, train_run
+
+REFERENCE = "stage:"
+SHARED = ("data",)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages in the order in which they run.
+
+    Attributes:
+        stages: raw recipes by name.
+        seeds: each trains all stages anew.
+        more: sections of the file that are no stage, for the command that reads it.
+    """
+
+    name: str
+    stages: dict[str, dict[str, Any]]
+    seeds: tuple[int, ...]
+    more: dict[str, Any]
+
+    def recipe(self, name: str, models: dict[str, Path]) -> Recipe:
+        """The recipe of a stage, given the models of those before it."""
+        return build(Recipe, replaced(self.stages[name], models, f"stages.{name}"))
+
+
+def load_stages(path: str | Path, sections: tuple[str, ...] = ()) -> Stages:
+    """The stages in a YAML file, which may have further `sections`.
+
+    Raises OSError if the file cannot be read; ValueError, naming the key, for what is no recipe in stages.
+    """
+    try:
+        raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or not isinstance(raw.get("stages"), dict) or not raw["stages"]:
+            raise ValueError("stages is missing: give a mapping from names to recipes")
+        check_keys(raw, ["name", "stages", "seeds", *SHARED, *sections], "")
+        shared = {key: raw[key] for key in SHARED if key in raw}
+        stages: dict[str, dict[str, Any]] = {}
+        for name, stage in raw["stages"].items():
+            if not isinstance(stage, dict):
+                raise ValueError(f"stages.{name}={stage!r}: give a recipe")
+            data = {**shared.get("data", {}), **stage.get("data", {})}
+            stages[name] = {"name": name, **stage, "data": data}
+            replaced(stages[name], dict.fromkeys(list(stages)[:-1], Path()), f"stages.{name}")  # names what comes first
+        seeds = tuple(raw.get("seeds", [0]))
+        more = {key: raw[key] for key in sections if key in raw}
+        return Stages(str(raw.get("name", Path(path).stem)), stages, seeds, more)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def run_stages(
+    stages: Stages, output: Path, seed: int, say: Callable[[str], None] = print
+) -> dict[str, tuple[Recipe, TrainResult]]:
+    """Train every stage with this seed, in `output/<name>/seed-<seed>/<stage>`; finished ones are read."""
+    found: dict[str, tuple[Recipe, TrainResult]] = {}
+    for name in stages.stages:
+        recipe = stages.recipe(name, {other: result.model.resolve() for other, (_, result) in found.items()})
+        if len(recipe.methods) != 1:
+            raise ValueError(f"stages.{name}.methods: a stage has one method, not {len(recipe.methods)}")
+        data = recipe.task.prepare(recipe.data, output / ".data")
+        folder = output / stages.name / f"seed-{seed}" / name
+        result = train_run(recipe, recipe.methods[0], seed=seed, folder=folder, data=data)
+        scores = ", ".join(f"{key} {value:.4f}" for key, value in result.scores.items() if value is not None)
+        say(f"{name}: {result.tokens:,} tokens, {scores}")
+        for remark in recipe.task.remarks(result.scores):
+            say(f"{name}: {remark}")
+        found[name] = recipe, result
+    return found
+
+
+def replaced(value: Any, models: dict[str, Path], where: str) -> Any:
+    """The value with folders for `stage:NAME`. Raises ValueError for a name that does not stand before."""
+    if isinstance(value, dict):
+        return {key: replaced(item, models, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, models, where) for item in value]
+    if isinstance(value, str) and value.startswith(REFERENCE):
+        name = value.removeprefix(REFERENCE)
+        if name not in models:
+            known = ", ".join(models) or "none"
+            raise ValueError(
+                f"{where}={value!r}: no stage before it has this name{nearest(name, list(models))}; {known}"
+            )
+        return str(models[name])
+    return value
