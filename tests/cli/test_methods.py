@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, diffusion, growth, lineage
+from fathom import caches, curation, diffusion, growth, lineage
 from fathom.models.registry import ENCODERS, REGISTRIES
 from fathom.vision import METHODS
 from fathom_cli.catalogue import Entry, Module, entries
@@ -20,7 +20,8 @@ from tiny_checkpoint import run_cli
 
 # registry → name → the method's class
 CLASSES = {
-    **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "growth": growth.methods(), "vision": METHODS,
+    **REGISTRIES, "encoder": ENCODERS, "cache": caches.METHODS, "curation": curation.METHODS,
+    "growth": growth.methods(), "vision": METHODS,
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method

@@ -1,0 +1,2 @@
+def filters(config):
+    return []
