@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from fathom.data import DataConfig, PreparedData, check_vocabulary, load_tokenizer
+from fathom.data import DataConfig, PreparedData, add_atoms, check_vocabulary, load_tokenizer
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
@@ -312,14 +312,22 @@ def model_config(
     if other is not None:
         return other
     fields = {**_numbers(recipe.model, "model"), **_numbers(method.fields, f"methods.{method.name}")}
+    if (
+        tokenizer is None
+        and isinstance(recipe.data.tokenizer, str)
+        and (recipe.data.atoms or "checkpoint" not in fields)
+    ):
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        add_atoms(tokenizer, recipe.data.atoms_named)
     if "checkpoint" in fields:
         config = _checkpoint_config(fields.pop("checkpoint"), recipe.task.completed(fields, tokenizer))
+        if recipe.data.atoms and tokenizer is not None:  # rows of the embeddings that `train_run` adds
+            config.vocab_size = max(config.vocab_size, max(tokenizer.get_vocab().values()) + 1)
     else:
         fields.setdefault("max_position_embeddings", recipe.data.block_size)
-        if tokenizer is None and isinstance(recipe.data.tokenizer, str):
-            tokenizer = load_tokenizer(recipe.data.tokenizer)
         if tokenizer is None:
-            fields.setdefault("vocab_size", recipe.data.tokenizer["bpe"])  # type: ignore[index]
+            learned = recipe.data.tokenizer["bpe"]  # type: ignore[index]
+            fields.setdefault("vocab_size", int(learned) + len(recipe.data.atoms_named))
         else:
             fields.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
             for special in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -425,7 +425,8 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
             stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
-        stored.setdefault("training.trains", "all")
+        for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
+            stored.setdefault(key, value)
         if (folder / RESULT).exists():
             stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
@@ -505,9 +506,16 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> A
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
     if config.diffusion["name"] != "none":
         changes["diffusion"] = config.diffusion
-    if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
-        return make.from_pretrained(checkpoint, config=config, dtype=torch.float32)
-    return make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+    stored = FathomConfig.get_config_dict(checkpoint)[0]
+    if stored.get("model_type") == FathomConfig.model_type:
+        rows = {"vocab_size": stored["vocab_size"]} if recipe.data.atoms else {}
+        first = FathomConfig.from_dict({**config.to_dict(), **rows})
+        model = make.from_pretrained(checkpoint, config=first, dtype=torch.float32)
+    else:
+        model = make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+    if recipe.data.atoms and model.config.vocab_size < config.vocab_size:
+        model.resize_token_embeddings(config.vocab_size)  # new rows: the mean of the old ones, all but a trace
+    return model
 
 
 def _ordered(data: PreparedData, seed: int, length: int, numbered: bool) -> torch.utils.data.Dataset:
