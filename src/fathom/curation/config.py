@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 CLEANING = ("references", "acknowledgements", "affiliations", "running heads", "page numbers", "hyphenation")
+MODELS = ("perplexity_model", "classifier_model", "judge_model")  # options that name a checkpoint, in their order
 
 
 @dataclasses.dataclass(frozen=True)

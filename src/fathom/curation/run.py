@@ -36,8 +36,9 @@ from datatrove.utils.logging import logger
 
 from fathom.curation import steps
 from fathom.curation.account import Account, excerpt, line_count
-from fathom.curation.config import Curation
+from fathom.curation.config import MODELS, Curation
 from fathom.curation.deduplicate import digest, matches, signature
+from fathom.curation.page import write_page
 from fathom.curation.read import Piece, Unreadable, documents, files, shards
 from fathom.curation.words import identities
 from fathom.version import __version__
@@ -78,11 +79,9 @@ def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int |
     )
     if not (work / "matched").is_file():
         _match(work, len(plan), config)
-    from fathom.curation import models
-
-    asked = models.filters(config)
+    asking = any(getattr(config, name) for name in MODELS)  # on one device: one process
     _execute(
-        [functools.partial(_gather, folder=folder, config=config)], len(plan), 1 if asked else workers, work / "gather"
+        [functools.partial(_gather, folder=folder, config=config)], len(plan), 1 if asking else workers, work / "gather"
     )
     account = _account(work, len(plan))
     unchecked = next((f.questions for name, f in _filters(config) if name == "decontamination"), None)  # type: ignore[attr-defined]
@@ -95,8 +94,6 @@ def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int |
         "benchmarks": {n: {"rows": unchecked.rows[n], "too_short": unchecked.unchecked[n]} for n in unchecked.rows}
         if unchecked else {},
     }  # fmt: skip
-    from fathom.curation.page import write_page
-
     write_page(made, str(raw), folder / "report.html")
     write_json(done, made)
     shutil.rmtree(work, ignore_errors=True)
@@ -146,16 +143,25 @@ def _execute(pipeline: list[Callable], tasks: int, workers: int, folder: Path) -
         logger.enable("datatrove")
 
 
-_BUILT: dict[str, list[tuple[str, BaseFilter]]] = {}
+_BUILT: dict[str, tuple[str, list[tuple[str, BaseFilter]]]] = {}  # of this process: kind -> config and filters
 
 
 def _filters(config: Curation) -> list[tuple[str, BaseFilter]]:
-    """The filters of this process, built once."""
-    key = repr(config)
-    if key not in _BUILT:
-        _BUILT.clear()
-        _BUILT[key] = steps.filters(config)
-    return _BUILT[key]
+    """Those that go by rules, built once."""
+    if _BUILT.get("rules", ("",))[0] != repr(config):
+        _BUILT["rules"] = repr(config), steps.filters(config)
+    return _BUILT["rules"][1]
+
+
+def _models(config: Curation) -> list[tuple[str, BaseFilter]]:
+    """Those that ask a model, loaded once."""
+    if not any(getattr(config, name) for name in MODELS):
+        return []
+    if _BUILT.get("models", ("",))[0] != repr(config):
+        from fathom.curation import models  # with torch
+
+        _BUILT["models"] = repr(config), models.filters(config)
+    return _BUILT["models"][1]
 
 
 def _part(folder: Path, rank: int) -> Path:
@@ -259,11 +265,9 @@ def _names(work: Path, numbers: set[int], starts: np.ndarray) -> dict[int, str]:
 
 
 def _gather(_: Any, rank: int, world_size: int, *, folder: Path, config: Curation) -> None:
-    from fathom.curation import models
-
     work, account = folder / "work", Account()
     copies = json.loads((work / f"copies_{rank}.json").read_text(encoding="utf-8"))
-    asked = models.filters(config)
+    asked = _models(config)
     with contextlib.ExitStack() as stack:
         corpus, dropped = (
             stack.enter_context(

@@ -18,10 +18,11 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from simplemma.strategies.dictionaries.dictionary_factory import SUPPORTED_LANGUAGES
 
 from fathom.curation.cleaning import clean
-from fathom.curation.config import Curation
+from fathom.curation.config import MODELS, Curation
 from fathom.curation.decontaminate import ContaminationFilter, Questions
 from fathom.curation.language import LanguageFilter, known_languages
 from fathom.curation.quality import ParseFilter, QualityFilter
+from fathom.models.local_paths import refuse_absent
 from fathom.models.registry import nearest
 
 ORDER = ("reading", "language", "parse", "cleaning", "quality", "decontamination", "duplicates")
@@ -84,5 +85,8 @@ def check(config: Curation) -> None:
             f"max_unknown={config.max_unknown}: simplemma {simplemma.__version__} has no words of language="
             f"{config.language!r}; set max_unknown to null"
         )
+    for name in MODELS:
+        if (checkpoint := getattr(config, name)) is not None:
+            refuse_absent(checkpoint, f"{name}={checkpoint!r}")
     if config.known_words and not Path(config.known_words).is_file():
         raise FileNotFoundError(f"known_words={config.known_words!r}: no such file")
