@@ -39,6 +39,7 @@ _ADDRESS = re.compile(
     r"\S+@\S+\.\w+|\b(?:universit\w*|institut\w*|department|dept\.?|laborator\w*|faculty|school of|college|"
     r"academy of sciences|corresponding author|ORCID)\b", re.I
 )  # fmt: skip
+_CUT, _CUT_LENGTH = re.compile(r"(\w*[^\W\d_])-$"), 60  # the beginning of a cut word, at most so long
 _HEAD_LENGTH, _HEAD_TIMES, _HEAD_APART = 80, 3, 8  # of a running head: characters, how often, lines between
 _FRONT_LINES = 60  # that affiliations may stand in, before the abstract
 
@@ -143,7 +144,8 @@ def _joined(lines: list[str], kept: list[int]) -> Iterator[int]:
     position = 0
     while position + 1 < len(kept):
         number, after = kept[position], kept[position + 1]
-        first = re.search(r"(\w*[^\W\d_])-$", lines[number].rstrip())
+        stem = lines[number].rstrip()
+        first = _CUT.search(stem[-_CUT_LENGTH:]) if stem.endswith("-") else None
         second = re.match(r"\s*([^\W\d_]+)", lines[after])
         if not (first and second and second[1][0].islower()):
             position += 1
@@ -152,7 +154,6 @@ def _joined(lines: list[str], kept: list[int]) -> Iterator[int]:
             seen = set(re.findall(r"[\w-]+", "\n".join(lines).lower()))
         compound = f"{first[1]}-{second[1]}".lower() in seen  # written so within a line elsewhere
         keeps = compound and f"{first[1]}{second[1]}".lower() not in seen
-        stem = lines[number].rstrip()
         lines[number] = (stem if keeps else stem[:-1]) + lines[after].lstrip()
         yield after
         del kept[position + 1]

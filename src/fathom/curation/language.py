@@ -9,7 +9,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-_SAMPLE = 700  # characters that are looked at, of the beginning, the middle and the end each
+_SAMPLE = 150  # characters that are looked at, of the beginning, the middle and the end each
 
 
 @functools.cache

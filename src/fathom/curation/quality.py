@@ -53,7 +53,7 @@ def measure(text: str, language: str | None = "en", known: frozenset[str] = froz
     return {
         "characters": len(text),
         "symbols": len(_SYMBOL.findall(text)) / max(1, spaceless),
-        "alphabetic": sum(any(map(str.isalpha, token)) for token in tokens) / max(1, len(tokens)),
+        "alphabetic": sum(token.isalpha() or any(map(str.isalpha, token)) for token in tokens) / max(1, len(tokens)),
         "word_length": spaceless / max(1, len(tokens)),
         "duplicate_lines": 1 - len(set(lines)) / max(1, len(lines)),
         "top_bigram": often * (len(first) + len(second)) / max(1, spaceless) if often > 1 else 0.0,
