@@ -21,6 +21,7 @@ import typer
 import typer.core
 
 VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
+    "curate": "fathom_cli.curate:command",
     "train": "fathom_cli.train:command",
     "compare": "fathom_cli.compare:command",
     "grow": "fathom_cli.grow:command",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fathom
-from fathom import caches, diffusion, growth, latents, lineage, tables
+from fathom import caches, curation, diffusion, growth, latents, lineage, tables
 from fathom.audiovideo import Mova
 from fathom.models.registry import ENCODER_PLAIN, REGISTRIES, methods_of
 from fathom.tables import text
@@ -24,7 +24,7 @@ from tiny_checkpoint import run_cli
 CLASSES = {
     **REGISTRIES, **{section: methods_of(section) for section in ENCODER_PLAIN}, "cache": caches.METHODS,
     "growth": growth.methods(), "vision": METHODS, "tables": tables.METHODS, "table_to_text": text.METHODS,
-    "audiovideo": {Mova.name: Mova}, "latents": latents.METHODS,
+    "audiovideo": {Mova.name: Mova}, "latents": latents.METHODS, "curation": curation.METHODS,
 }  # fmt: skip
 for _method in diffusion.METHODS.values():
     CLASSES.setdefault(_method.registry, {})[_method.name] = _method

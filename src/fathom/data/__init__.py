@@ -4,7 +4,7 @@ from fathom.data.config import EMBEDDED, DataConfig
 from fathom.data.packing import StreamingBlocks, collate
 from fathom.data.prepared import PreparedData, prepare
 from fathom.data.sources import Source
-from fathom.data.tokenizer import check_vocabulary, load_tokenizer, token_byte_lengths, train_bpe
+from fathom.data.tokenizer import add_atoms, check_vocabulary, load_tokenizer, token_byte_lengths, train_bpe
 
 __all__ = [
     "EMBEDDED",
@@ -12,6 +12,7 @@ __all__ = [
     "PreparedData",
     "Source",
     "StreamingBlocks",
+    "add_atoms",
     "check_vocabulary",
     "collate",
     "load_tokenizer",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from fathom.data.tokenizer import SCIENTIFIC
 
 EMBEDDED = "embedded"
+# GeoGalactica's shares of a domain, general text and code (arXiv 2401.00434); tables take the place of code or share.
+RATIOS = {"domain": 8.0, "general": 1.0, "code": 1.0, "tables": 1.0}
 
 
 @dataclass(frozen=True)
@@ -13,12 +18,13 @@ class NamedSource:
 
     Attributes:
         text: as `DataConfig.train` names one.
-        weight: share of the blocks, in proportion to the other sources' weights; above 0.
+        weight: share of the blocks, in proportion to the other sources' weights; above 0. Left out of all sources, the
+            names domain, general, code and tables have the weights of `RATIOS`; any other names are equal.
         max_epochs: how often it may be passed over at most; None: as often as the weight says.
     """
 
     text: str
-    weight: float = 1.0
+    weight: float | None = None
     max_epochs: float | None = None
 
 
@@ -39,6 +45,9 @@ class DataConfig:
     train_split: str = "train"  # splits of a hub data set
     validation_split: str = "validation"
     tokenizer: str | dict[str, int] = field(default_factory=lambda: {"bpe": 4096})  # folder, hub name or {"bpe": vocab}
+    atoms: (
+        tuple[str, ...] | Literal["scientific"]
+    ) = ()  # one token each, wherever a text has them; model rows are added
     block_size: int = 512
     document_mask: bool = False  # position_ids that restart at every document
     keep_remainder: bool = False  # pad the last block of a text instead of dropping its tokens
@@ -54,6 +63,7 @@ class DataConfig:
         if not self.train:
             raise ValueError("data.train is empty: name a file, a folder, a data set, or 'embedded'")
         if isinstance(self.train, dict):
+            object.__setattr__(self, "train", _weighted(self.train))
             for name, source in self.train.items():
                 for field_name, value in (("weight", source.weight), ("max_epochs", source.max_epochs)):
                     if value is not None and not 0 < value < float("inf"):
@@ -69,6 +79,8 @@ class DataConfig:
             _require_at_least("tokenizer.bpe", self.tokenizer["bpe"], 257)
         elif not self.tokenizer:
             raise ValueError("data.tokenizer is empty: give a folder, a hub name, or {'bpe': vocabulary size}")
+        if "" in self.atoms_named or len(set(self.atoms_named)) < len(self.atoms_named):
+            raise ValueError(f"data.atoms={list(self.atoms)!r}: must not be empty texts or the same twice")
         _require_at_least("block_size", self.block_size, 2)
         _require_at_least("shuffle_buffer", self.shuffle_buffer, 1)
         for name, least in (
@@ -79,6 +91,18 @@ class DataConfig:
         ):
             if getattr(self, name) is not None:
                 _require_at_least(name, getattr(self, name), least)
+
+    @property
+    def atoms_named(self) -> tuple[str, ...]:
+        """The atoms one by one."""
+        return SCIENTIFIC if isinstance(self.atoms, str) else self.atoms
+
+
+def _weighted(sources: dict[str, NamedSource]) -> dict[str, NamedSource]:
+    """The sources with the weights that were left out."""
+    usual = "domain" in sources and set(sources) <= set(RATIOS) and all(s.weight is None for s in sources.values())
+    weights = {name: RATIOS[name] if usual else 1.0 for name in sources}
+    return {name: replace(s, weight=weights[name]) if s.weight is None else s for name, s in sources.items()}
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -54,10 +54,11 @@ class MixedBlocks(torch.utils.data.Dataset):
         length: int,
         caps: dict[str, float | None] | None = None,
     ) -> None:
-        """`caps`: how often a source may be passed over at most. Raises ValueError for one that would be more often."""
+        """`weights`: one that is left out is 0.   `caps`: how often a source may be passed over at most. Raises
+        ValueError for one that would be more often."""
         self.sources, self.weights, self.caps, self.length = sources, weights, caps or {}, length
         total = sum(weights.values())
-        shares = [weights[name] / total for name in sources]
+        shares = [weights.get(name, 0.0) / total for name in sources]
         self.chosen = (
             np.random.default_rng([seed, len(sources)]).choice(len(sources), length, p=shares).astype(np.int16)
         )
@@ -85,12 +86,13 @@ class MixedBlocks(torch.utils.data.Dataset):
         said = (
             f"{name} {len(part):,} blocks, {epochs:.2f} epochs"
             for (name, epochs), part in zip(self.epochs.items(), self.parts, strict=True)
+            if name in self.weights
         )
         return f"Training text: {'; '.join(said)}."
 
-    def ordered(self, seed: int, length: int) -> MixedBlocks:
-        """The same sources in another order."""
-        return MixedBlocks(self.sources, self.weights, seed, length, self.caps)
+    def ordered(self, seed: int, length: int, weights: dict[str, float] | None = None) -> MixedBlocks:
+        """The same sources in another order, and by other weights."""
+        return MixedBlocks(self.sources, weights or self.weights, seed, length, self.caps)
 
     def __len__(self) -> int:
         return self.length

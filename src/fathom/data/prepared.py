@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -17,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from fathom.data.config import EMBEDDED, DataConfig
 from fathom.data.mixing import MixedBlocks
-from fathom.data.packing import StreamingBlocks, pack, target_tokens, tokenise, too_short, write_blocks
+from fathom.data.packing import StreamingBlocks, encode, pack, target_tokens, tokenise, too_short, write_blocks
 from fathom.data.sources import Source
-from fathom.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
+from fathom.data.tokenizer import add_atoms, load_tokenizer, token_byte_lengths, tokenizer_hash, train_bpe
 from fathom.writing import naming
 
+SAMPLED_CHARACTERS = 1_000_000  # of a source, to say how well a tokenizer fits it
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
 
 
@@ -61,23 +63,26 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
         for source in sources.values():
             require_disjoint(source, validation_source)
     first = next(iter(sources.values()))
-    if isinstance(config.train, dict):
+
+    def tokenizer_of(config: DataConfig) -> PreTrainedTokenizerFast:
+        if not isinstance(config.train, dict):
+            return make_tokenizer(config, first.documents, first.content_hash, cache)
         every = list(sources.values())
-        tokenizer = make_tokenizer(
+        return make_tokenizer(
             config,
             lambda: itertools.chain.from_iterable(source.documents() for source in every),
             lambda: cache_key(*(source.content_hash() for source in every)),
             cache,
         )
-    else:
-        tokenizer = make_tokenizer(config, first.documents, first.content_hash, cache)
+
+    tokenizer = tokenizer_of(config)
 
     train: datasets.Dataset | StreamingBlocks | MixedBlocks
     if isinstance(config.train, dict):
         blocks = {
             name: _blocks(source, tokenizer, config, config.max_tokens, cache) for name, source in sources.items()
         }
-        weights = {name: source.weight for name, source in config.train.items()}
+        weights = {name: source.weight or 1.0 for name, source in config.train.items()}  # given, when there is a config
         caps = {name: source.max_epochs for name, source in config.train.items()}
         mixed = MixedBlocks(blocks, weights, config.seed, sum(map(len, blocks.values())))
         mixed.caps = caps  # of a whole training, whose length this order does not have
@@ -86,11 +91,34 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
         train = StreamingBlocks(first, tokenizer, config)
     else:
         train = _blocks(first, tokenizer, config, config.max_tokens, cache)
+    notes: tuple[str, ...] = ()
+    if config.atoms:
+        notes = _atoms_notes(sources, tokenizer, tokenizer_of(dataclasses.replace(config, atoms=())))
     validation, targets, size = None, 0, 0
     if validation_source is not None:
         validation = _blocks(validation_source, tokenizer, config, config.max_validation_tokens, cache)
         targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
-    return PreparedData(train, validation, tokenizer, targets, size)
+    return PreparedData(train, validation, tokenizer, targets, size, notes=notes)
+
+
+def _atoms_notes(
+    sources: dict[str, Source], tokenizer: PreTrainedTokenizerFast, without: PreTrainedTokenizerFast
+) -> tuple[str, ...]:
+    """Bytes a token of the beginning of each source, with the atoms and without, if the tokenizer lacked any."""
+    added, said = len(tokenizer.get_vocab()) - len(without.get_vocab()), []
+    if not added:
+        return ()
+    for name, source in sources.items():
+        texts, room = [], SAMPLED_CHARACTERS
+        for document in source.documents():
+            texts.append(document[:room])
+            room -= len(texts[-1])
+            if not room:
+                break
+        size = sum(len(text.encode()) for text in texts)
+        rates = [size / max(1, sum(map(len, encode(texts, one)))) for one in (tokenizer, without)]
+        said.append(f"{name} {rates[0]:.3f}, without them {rates[1]:.3f}")
+    return (f"Atoms: {added} tokens were added. Bytes a token: {'; '.join(said)}.",)
 
 
 def named_texts(config: DataConfig) -> list[tuple[str, str, str]]:
@@ -103,13 +131,17 @@ def named_texts(config: DataConfig) -> list[tuple[str, str, str]]:
 def make_tokenizer(
     config: DataConfig, documents: Callable[[], Iterable[str]], content_hash: Callable[[], str], cache: Path
 ) -> PreTrainedTokenizerFast:
-    """The config's tokenizer; a BPE of its own learns from `documents`, of which `content_hash` is the digest."""
+    """The config's tokenizer with its atoms; a BPE of its own learns from `documents`, of which `content_hash` is the
+    digest."""
     if isinstance(config.tokenizer, str):
-        return load_tokenizer(config.tokenizer)
-    vocab_size = config.tokenizer["bpe"]
-    folder = cache / f"tokenizer-{cache_key('bpe', vocab_size, content_hash())}"
-    build_once(folder, lambda work: train_bpe(documents(), vocab_size).save_pretrained(work))
-    return load_tokenizer(str(folder))
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        vocab_size = config.tokenizer["bpe"]
+        folder = cache / f"tokenizer-{cache_key('bpe', vocab_size, content_hash())}"
+        build_once(folder, lambda work: train_bpe(documents(), vocab_size).save_pretrained(work))
+        tokenizer = load_tokenizer(str(folder))
+    add_atoms(tokenizer, config.atoms_named)
+    return tokenizer
 
 
 def _blocks(

@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fathom.models.local_paths import refuse_absent
 
 EOS = "<|endoftext|>"
+# What Galactica (arXiv 2211.09085) and the papers that `fathom curate` writes mark parts of a text with.
+SCIENTIFIC = (
+    *(f"[{side}_{part}]" for part in ("REF", "FIGURE", "TABLE", "FORMULA", "NOTE") for side in ("START", "END")),
+    *(f"[{side}_{part}]" for part in ("DNA", "AMINO", "SMILES", "I_SMILES") for side in ("START", "END")),
+    "<work>",
+    "</work>",
+)
 BPE_TRAINING_CHARACTERS = 100_000_000  # merges of a longer text barely change; its beginning stands for it
 
 
@@ -58,6 +66,25 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"data.tokenizer={name!r}: has no EOS token; set eos_token in its tokenizer_config.json")
     return tokenizer
+
+
+def add_atoms(tokenizer: PreTrainedTokenizerFast, atoms: Iterable[str]) -> int:
+    """Have each of `atoms` be one token wherever it stands in a text; how many tokens that added.
+
+    They are ordinary tokens, not special ones: `fathom.data` splits special tokens that are written out in a text, and
+    decoding would leave them out. Raises ValueError for one that the tokenizer reads otherwise all the same.
+    """
+    atoms = list(atoms)
+    added = tokenizer.add_tokens([AddedToken(atom, normalized=False, special=False) for atom in atoms])
+    for atom in atoms:
+        index: Any = tokenizer.convert_tokens_to_ids(atom)
+        ids = tokenizer(f"a{atom} b", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if ids.count(index) != 1 or tokenizer.decode([index], skip_special_tokens=True) != atom:
+            raise ValueError(
+                f"data.atoms: {atom!r} does not stay one token in a text; is it a special token of the tokenizer, or "
+                "part of another atom?"
+            )
+    return added
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, checkpoint: str = "the checkpoint") -> None:

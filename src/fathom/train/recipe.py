@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from fathom.data import DataConfig, PreparedData, check_vocabulary, load_tokenizer
+from fathom.data import DataConfig, PreparedData, add_atoms, check_vocabulary, load_tokenizer
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
@@ -39,6 +39,34 @@ BUDGETS = ("tokens", "examples", "train_flops", "inference_flops")
 _FOLDER_NAME = re.compile(r"[\w][\w.+-]*")
 
 
+Trains = Literal["all", "feed_forward", "router", "lora"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """LoRA (arXiv 2106.09685), W x + α/r · B A x with A and B alone trained. The trained model has them merged.
+
+    The defaults are K2's, GeoGalactica's sibling.
+
+    Attributes:
+        rank: r.
+        alpha: α.
+        dropout: of x, before A.
+        targets: linear layers by the ends of their names.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.05
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "training.lora.rank", self.rank, "be at least 1")
+        _require(self.alpha > 0, "training.lora.alpha", self.alpha, "be above 0")
+        _require(0 <= self.dropout < 1, "training.lora.dropout", self.dropout, "be in [0, 1)")
+        _require(bool(self.targets), "training.lora.targets", [], "not be empty")
+
+
 @dataclass(frozen=True)
 class MethodConfig:
     """One model of a recipe.
@@ -49,15 +77,21 @@ class MethodConfig:
         fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
         lr: learning rate or candidates of this method, instead of `training.lr`.
         seeds: of this method, instead of the recipe's: more where a difference must be told from noise.
+        trains: what of this method's model trains, instead of `training.trains`.
+        weights: of the sources of `data.train` for this method, instead of theirs; one that is left out is not read.
     """
 
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     lr: float | tuple[float, ...] | None = None
     seeds: tuple[int, ...] | None = None
+    trains: Trains | None = None
+    weights: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "methods.name")
+        for name, weight in (self.weights or {}).items():
+            _require(0 < weight < math.inf, f"methods.{self.name}.weights.{name}", weight, "be above 0")
         if self.lr is not None:
             _check_lr(self.lr, f"methods.{self.name}.lr")
         if self.seeds is not None:
@@ -70,13 +104,17 @@ class MethodConfig:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise ValueError(f"{where}={raw!r}: give a method's name, or a mapping with `name`")
         others = {field for task in tasks().values() for field in task.model_fields()}.difference(MODEL_FIELDS)
-        check_keys([key for key in entry if key not in others], ["name", "lr", "seeds", *MODEL_FIELDS], where)
-        fields = {key: value for key, value in entry.items() if key not in ("name", "lr", "seeds")}
-        if not any(section in fields for section in (*METHOD_SECTIONS, *others)):
+        own = ["name", "lr", "seeds", "trains", "weights"]
+        check_keys([key for key in entry if key not in others], [*own, *MODEL_FIELDS], where)
+        fields = {key: value for key, value in entry.items() if key not in own}
+        trained_otherwise = "trains" in entry or "weights" in entry  # which is all that such a method need say
+        if not trained_otherwise and not any(section in fields for section in (*METHOD_SECTIONS, *others)):
             fields[_registry_of(entry["name"], where)] = {"name": entry["name"]}
         lr = convert(entry.get("lr"), float | tuple[float, ...] | None, f"{where}.lr")
         seeds = convert(entry.get("seeds"), tuple[int, ...] | None, f"{where}.seeds")
-        return cls(entry["name"], fields, lr, seeds)
+        trains = convert(entry.get("trains"), Trains | None, f"{where}.trains")
+        weights = convert(entry.get("weights"), dict[str, float] | None, f"{where}.weights")
+        return cls(entry["name"], fields, lr, seeds, trains, weights)
 
 
 @dataclass(frozen=True)
@@ -129,9 +167,10 @@ class Training:
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
     min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak
-    # What trains: "all", the "feed_forward" networks of the layers, or their "router". All else stays bit for bit;
-    # train_flops counts as if it trained, too.
-    trains: Literal["all", "feed_forward", "router"] = "all"
+    # What trains: "all", the "feed_forward" networks of the layers, their "router", or "lora": new matrices beside
+    # layers (`lora`), merged in the end. All else stays bit for bit; train_flops counts as if it trained, too.
+    trains: Trains = "all"
+    lora: LowRank = field(default_factory=LowRank)
     weight_decay: float = 0.1  # of matrices other than embedding tables
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -208,6 +247,8 @@ class Recipe:
             _require(bool(getattr(self, name)), name, [], "not be empty")
         _check_seeds(self.seeds, "seeds")
         self.task.check(self.data)
+        for method in self.methods:
+            self._check_sources(method)
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
             "budgets": list(self.budgets),
@@ -266,6 +307,19 @@ class Recipe:
     def _trial(self, tokens: int) -> int:
         return int(tokens * self.training.sweep_fraction)
 
+    def _check_sources(self, method: MethodConfig) -> None:
+        if method.weights is None:
+            return
+        where = f"methods.{method.name}.weights"
+        if not isinstance(self.data.train, dict):
+            raise ValueError(f"{where}: data.train names one text; give it named sources")
+        check_keys(method.weights, self.data.train, where)
+        _require(bool(method.weights), where, {}, "name a source")
+
+    def trains(self, method: MethodConfig) -> str:
+        """What of a method's model trains."""
+        return method.trains or self.training.trains
+
     def method(self, name: str) -> MethodConfig:
         """The method of that name. Raises ValueError that lists what the recipe has."""
         for method in self.methods:
@@ -312,14 +366,22 @@ def model_config(
     if other is not None:
         return other
     fields = {**_numbers(recipe.model, "model"), **_numbers(method.fields, f"methods.{method.name}")}
+    if (
+        tokenizer is None
+        and isinstance(recipe.data.tokenizer, str)
+        and (recipe.data.atoms or "checkpoint" not in fields)
+    ):
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        add_atoms(tokenizer, recipe.data.atoms_named)
     if "checkpoint" in fields:
         config = _checkpoint_config(fields.pop("checkpoint"), recipe.task.completed(fields, tokenizer))
+        if recipe.data.atoms and tokenizer is not None:  # rows of the embeddings that `train_run` adds
+            config.vocab_size = max(config.vocab_size, max(tokenizer.get_vocab().values()) + 1)
     else:
         fields.setdefault("max_position_embeddings", recipe.data.block_size)
-        if tokenizer is None and isinstance(recipe.data.tokenizer, str):
-            tokenizer = load_tokenizer(recipe.data.tokenizer)
         if tokenizer is None:
-            fields.setdefault("vocab_size", recipe.data.tokenizer["bpe"])  # type: ignore[index]
+            learned = recipe.data.tokenizer["bpe"]  # type: ignore[index]
+            fields.setdefault("vocab_size", int(learned) + len(recipe.data.atoms_named))
         else:
             fields.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
             for special in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -13,6 +13,7 @@ Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`);
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -50,7 +51,7 @@ from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
-from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
+from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
 from fathom.writing import naming, write_json
 
 MODEL = "model"
@@ -243,7 +244,10 @@ def train_run(
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     set_seed(seed)
     model = _make_model(recipe, method, config, data)
-    freeze(model, training.trains)
+    parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them or stands beside
+    freeze(model, recipe.trains(method))
+    if recipe.trains(method) == "lora":
+        add_low_rank(model, training.lora)
     if training.compile and hasattr(model, "compile_blocks"):
         if training.compile != "layers":
             raise ValueError(
@@ -256,9 +260,8 @@ def train_run(
     elif training.compile in ("layers", "graphs"):
         gathers = not model.depth.replaces  # else training runs all tokens, whose kernels take longer than launches
         compile_layers(model, graphs=training.compile == "graphs" and gathers and torch.cuda.is_available())
-    parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them
     length = steps * tokens_per_step // recipe.data.block_size
-    order = _ordered(data, recipe.data.seed + seed, length, task.numbered)
+    order = _ordered(data, recipe.data.seed + seed, length, task.numbered, method.weights)
     if isinstance(order, MixedBlocks):
         data = dataclasses.replace(data, notes=(*data.notes, order.note))
     metrics = Metrics(
@@ -279,6 +282,8 @@ def train_run(
         eval_dataset=data.validation,
         processing_class=data.tokenizer,
     )
+    if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
+        raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(
@@ -415,7 +420,13 @@ def _identity(
     """What decides the trained weights; and the number of processes, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
+    if method.weights is not None:
+        for name, source in data["train"].items():
+            source["weight"] = method.weights.get(name, 0.0)
     training = {key: value for key, value in dataclasses.asdict(recipe.training).items() if key not in _FREE}
+    training["trains"] = recipe.trains(method)
+    if training["trains"] != "lora":
+        training.pop("lora")
     model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
@@ -437,7 +448,8 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
             stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
-        stored.setdefault("training.trains", "all")
+        for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
+            stored.setdefault(key, value)
         if (folder / RESULT).exists():
             stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
@@ -460,7 +472,7 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
 def freeze(model: FathomForCausalLM, trains: str) -> None:
     """Leave gradients to the feed-forward networks, or to their routers, alone. Raises ValueError for networks without
     a router."""
-    if trains == "all":
+    if trains in ("all", "lora"):
         return
     modules = [layer.mlp for layer in model.model.layers]
     if trains == "router":
@@ -473,6 +485,44 @@ def freeze(model: FathomForCausalLM, trains: str) -> None:
     model.requires_grad_(False)
     for module in modules:
         module.requires_grad_(True)
+
+
+def add_low_rank(model: nn.Module, options: LowRank) -> None:
+    """Put matrices of low rank beside layers, which alone train. Raises ImportError without peft, ValueError for
+    targets that the model has not."""
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError("training.trains='lora' needs peft: pip install 'fathom-lm[peft]'")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    missing = set(options.targets) - known
+    if missing:
+        raise ValueError(f"training.lora.targets={list(options.targets)!r}: the model's layers are {sorted(known)}")
+    inject_adapter_in_model(
+        LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,  # type: ignore[arg-type]  # a factor: any number will do
+            lora_dropout=options.dropout,
+            target_modules=list(options.targets),
+        ),
+        model,
+    )
+
+
+def merge_low_rank(model: nn.Module) -> nn.Module:
+    """A copy of the model whose layers have taken in what stands beside them; the model itself if nothing does."""
+    if importlib.util.find_spec("peft") is None:
+        return model
+    from peft.tuners.lora import LoraLayer
+
+    if not any(isinstance(module, LoraLayer) for module in model.modules()):
+        return model
+    merged = copy.deepcopy(model)
+    for name, module in list(merged.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge(safe_merge=True)  # type: ignore[operator]
+            merged.set_submodule(name, module.get_base_layer())
+    return merged
 
 
 def has_trained(folder: Path) -> bool:
@@ -520,16 +570,25 @@ def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig, data
     changes = {key: value for key, value in {**recipe.model, **method.fields}.items() if key != "checkpoint"}
     if config.diffusion["name"] != "none":
         changes["diffusion"] = config.diffusion
-    if FathomConfig.get_config_dict(checkpoint)[0].get("model_type") == FathomConfig.model_type:
-        return make.from_pretrained(checkpoint, config=config, dtype=torch.float32)
-    return make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+    stored = FathomConfig.get_config_dict(checkpoint)[0]
+    if stored.get("model_type") == FathomConfig.model_type:
+        rows = {"vocab_size": stored["vocab_size"]} if recipe.data.atoms else {}
+        first = FathomConfig.from_dict({**config.to_dict(), **rows})
+        model = make.from_pretrained(checkpoint, config=first, dtype=torch.float32)
+    else:
+        model = make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+    if recipe.data.atoms and model.config.vocab_size < config.vocab_size:
+        model.resize_token_embeddings(config.vocab_size)  # new rows: the mean of the old ones, all but a trace
+    return model
 
 
-def _ordered(data: PreparedData, seed: int, length: int, numbered: bool) -> torch.utils.data.Dataset:
+def _ordered(
+    data: PreparedData, seed: int, length: int, numbered: bool, weights: dict[str, float] | None
+) -> torch.utils.data.Dataset:
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
     if isinstance(data.train, MixedBlocks):
-        return data.train.ordered(seed, length)
+        return data.train.ordered(seed, length, weights)
     return ShuffledBlocks(data.train, seed, length, numbered)
 
 
@@ -567,8 +626,13 @@ def _save_model(trainer: FathomTrainer, folder: Path, config: Any, data: Prepare
     partial = folder.with_name(f"{folder.name}.partial")
     if trainer.is_fsdp_enabled:  # gather the shards
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with naming(partial):
-        trainer.save_model(str(partial))
+    trained: Any = trainer.model
+    trainer.model = merge_low_rank(trained)
+    try:
+        with naming(partial):
+            trainer.save_model(str(partial))
+    finally:
+        trainer.model = trained
     if trainer.args.should_save:
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says it
         with naming(partial):

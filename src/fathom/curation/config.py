@@ -1,0 +1,123 @@
+"""What `fathom curate` does to a folder of papers and texts: one frozen value, written as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+CLEANING = ("references", "acknowledgements", "affiliations", "running heads", "page numbers", "hyphenation")
+MODELS = ("perplexity_model", "classifier_model", "judge_model")  # options that name a checkpoint, in their order
+
+
+@dataclasses.dataclass(frozen=True)
+class Curation:
+    """Bounds that are null (None) are not asked for.
+
+    language: ISO 639-1 of what is kept, and of the dictionary of `max_unknown`; null: any.
+    language_confidence: of py3langid, at least.
+    text_field: the field of JSONL and Parquet rows that holds the text.
+    ref_format: a citation as its title, or as Galactica writes it, with the first author.
+    malformed: a file or row that cannot be read is dropped and named, or stops the run.
+    min_sections, min_words: a parsed paper needs a title, and so many sections or else so many words.
+    clean: rules that take lines out of a document.
+    min_characters, max_characters: length of a document.
+    max_symbols: share of the characters that are neither letters, digits nor spaces.
+    min_alphabetic: share of the words that have a letter.
+    min_word_length, max_word_length: mean of a document's words.
+    max_duplicate_lines: share of the lines that an earlier line equals.
+    max_top_bigram: share of the characters that the most frequent two words in a row take.
+    max_unknown: share of the words of letters that the dictionary lacks: what a scanner misread.
+    known_words: a file of words beside the dictionary's, one a line.
+    near_duplicates: whether near duplicates are dropped, beside equal texts.
+    ngram: words in a row that near duplicates are compared by.
+    permutations, bands: MinHash; pairs are looked at that agree in one of so many bands.
+    similarity: least Jaccard similarity, estimated by all permutations, of near duplicates.
+    benchmarks: name -> file or folder of questions (JSONL, Parquet) that the corpus must not hold.
+    benchmark_ngram: words in a row that are a copy of a question; a shorter question counts as a whole.
+    benchmark_shortest: words of the shortest question that is looked for.
+    filters: name of a filter class of datatrove -> its arguments, run after our own rules.
+    perplexity_model: checkpoint whose perplexity a document must have in a band; null: level two asks for none.
+    min_perplexity, max_perplexity: the band.
+    classifier_model: checkpoint that classifies texts; null: level two asks for no class.
+    classes: what the classifier may say of a document that is kept, by the names in its config.
+    judge_model: checkpoint that scores documents from 1 to 5; null: there is no level three.
+    min_score: expected score, at least.
+    model_characters: a model reads so much of a document.
+    shard_bytes: how much of the input a task reads, about; results do not depend on how many run at a time.
+    """
+
+    language: str | None = "en"
+    language_confidence: float = 0.5
+    text_field: str = "text"
+    ref_format: Literal["title", "title_author"] = "title"
+    malformed: Literal["drop", "stop"] = "drop"
+    min_sections: int = 2
+    min_words: int = 500
+    clean: tuple[str, ...] = (
+        "references", "acknowledgements", "affiliations", "running heads", "page numbers", "hyphenation",
+    )  # fmt: skip
+    min_characters: int | None = 200
+    max_characters: int | None = 100_000
+    max_symbols: float | None = 0.3
+    min_alphabetic: float | None = 0.6
+    min_word_length: float | None = 3.0
+    max_word_length: float | None = 12.0
+    max_duplicate_lines: float | None = 0.3
+    max_top_bigram: float | None = 0.2
+    max_unknown: float | None = 0.35
+    known_words: str | None = None
+    near_duplicates: bool = True
+    ngram: int = 5
+    permutations: int = 128
+    bands: int = 16
+    similarity: float = 0.8
+    benchmarks: dict[str, str] | None = None
+    benchmark_ngram: int = 13
+    benchmark_shortest: int = 8
+    filters: dict[str, dict] | None = None
+    perplexity_model: str | None = None
+    min_perplexity: float | None = None
+    max_perplexity: float | None = None
+    classifier_model: str | None = None
+    classes: tuple[str, ...] = ()
+    judge_model: str | None = None
+    min_score: float = 3.0
+    model_characters: int = 4000
+    shard_bytes: int = 32_000_000
+
+    name = "geogalactica"
+    paper = "2401.00434"
+    summary = "Papers and texts to a cleaned corpus, with an account of every document and line that was dropped."
+    equation = "in = kept + Σ dropped by reason, of documents and of lines"
+
+    def __post_init__(self) -> None:
+        def require(fine: bool, name: str, rule: str) -> None:
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must {rule}")
+
+        shares = ("language_confidence", "max_symbols", "min_alphabetic", "max_duplicate_lines", "max_top_bigram")
+        for name in (*shares, "max_unknown"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 1, name, "be a share, from 0 to 1")
+        for name in ("characters", "word_length", "perplexity"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            require(low is None or low >= 0, f"min_{name}", "not be negative")
+            require(high is None or high >= (low or 0), f"max_{name}", f"be at least min_{name}={low}")
+        for name in ("ngram", "permutations", "bands", "benchmark_shortest", "model_characters", "shard_bytes"):
+            require(getattr(self, name) >= 1, name, "be at least 1")
+        require(self.permutations % self.bands == 0, "bands", f"divide permutations={self.permutations}")
+        require(0 < self.similarity <= 1, "similarity", "be above 0 and at most 1")
+        shortest = self.benchmark_shortest
+        require(shortest <= self.benchmark_ngram, "benchmark_ngram", f"be at least benchmark_shortest={shortest}")
+        unknown = set(self.clean) - set(CLEANING)
+        require(not unknown, "clean", f"name rules out of {', '.join(CLEANING)}")
+        require(
+            bool(self.classes) == bool(self.classifier_model), "classes", "be given with classifier_model, and only so"
+        )
+        band = self.min_perplexity is not None or self.max_perplexity is not None
+        require(
+            band == bool(self.perplexity_model),
+            "perplexity_model",
+            "be given with a bound of the perplexity, and only so",
+        )
+        require(1 <= self.min_score <= 5, "min_score", "be from 1 to 5")

@@ -1,0 +1,328 @@
+"""From a raw folder to a corpus, in three stages on datatrove's executor. A killed run goes on where it was.
+
+    sift     a task a shard: read, steps 1 to 5 and 7, then digest and signature of what is left
+    match    one process: which documents are copies of earlier ones
+    gather   a task a shard: leave the copies out, ask the models, write the corpus
+
+A file appears whole under its name, and a task is marked as done after its files: a task that was killed is done again,
+to the same bytes. Results depend on the input and the config, never on how many processes worked.
+
+    DIR/corpus/part_k.jsonl    {"text", "meta"}           DIR/lines/part_k.jsonl   every line that cleaning took out
+    DIR/dropped/part_k.jsonl   every dropped document     DIR/account.json, DIR/report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.utils.logging import logger
+
+from fathom.curation import steps
+from fathom.curation.account import Account, excerpt, line_count
+from fathom.curation.config import MODELS, Curation
+from fathom.curation.deduplicate import digest, matches, signature
+from fathom.curation.page import write_page
+from fathom.curation.read import Piece, Unreadable, documents, files, shards
+from fathom.curation.words import identities
+from fathom.version import __version__
+from fathom.writing import whole, write_json
+
+RUN = "run.json"
+
+
+def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int | None = None) -> dict[str, Any]:
+    """Curate `raw` into `folder`, or go on with a run that was stopped there; a finished run is returned as it is.
+
+    Args:
+        workers: processes; None: one a usable core.
+
+    Returns:
+        The account: counters, examples, seconds.
+
+    Raises:
+        ValueError: a source without text, a config that does not fit, or, with `malformed: stop`, what cannot be read.
+        FileExistsError: the folder holds another run, or something else.
+    """
+    raw, folder = Path(raw), Path(folder)
+    steps.check(config)
+    plan = shards(raw, config.shard_bytes)
+    _claim(folder, raw, config)
+    done = folder / "account.json"
+    if done.is_file():  # made, and perhaps killed before it was tidied up
+        shutil.rmtree(folder / "work", ignore_errors=True)
+        return json.loads(done.read_text(encoding="utf-8"))
+    began = time.monotonic()
+    workers = min(workers or _usable_cores(), len(plan))
+    work = folder / "work"
+    for name in ("corpus", "dropped", "lines"):
+        (folder / name).mkdir(exist_ok=True)
+    _filters(config)  # here, so that forked processes have them
+    _execute(
+        [functools.partial(_sift, raw=raw, plan=plan, folder=folder, config=config)], len(plan), workers, work / "sift"
+    )
+    if not (work / "matched").is_file():
+        _match(work, len(plan), config)
+    asking = any(getattr(config, name) for name in MODELS)  # on one device: one process
+    _execute(
+        [functools.partial(_gather, folder=folder, config=config)], len(plan), 1 if asking else workers, work / "gather"
+    )
+    account = _account(work, len(plan))
+    unchecked = next((f.questions for name, f in _filters(config) if name == "decontamination"), None)  # type: ignore[attr-defined]
+    made = {
+        **account.to_dict(),
+        "config": dataclasses.asdict(config),
+        "fathom": __version__,
+        "seconds": round(time.monotonic() - began, 3),
+        "workers": workers,
+        "benchmarks": {n: {"rows": unchecked.rows[n], "too_short": unchecked.unchecked[n]} for n in unchecked.rows}
+        if unchecked else {},
+    }  # fmt: skip
+    write_page(made, str(raw), folder / "report.html")
+    write_json(done, made)
+    shutil.rmtree(work, ignore_errors=True)
+    return json.loads(done.read_text(encoding="utf-8"))
+
+
+def _claim(folder: Path, raw: Path, config: Curation) -> None:
+    """Note in a new folder what is made there. Raises FileExistsError if it holds anything else."""
+    listed = [[str(file), (said := file.stat()).st_size, said.st_mtime_ns] for file in files(raw)]
+    ours = {
+        "fathom": __version__,
+        "raw": str(raw.resolve()),
+        "files": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+    }
+    note = folder / RUN
+    if note.is_file():
+        theirs = json.loads(note.read_text(encoding="utf-8"))
+        changed = [key for key in ours if theirs.get(key) != ours[key]]
+        if changed == ["config"]:
+            options = [key for key in ours["config"] if ours["config"][key] != theirs["config"].get(key)]
+            changed = [f"config ({', '.join(options)})"]
+        if changed:
+            raise FileExistsError(f"{folder}: holds another run, with other {', '.join(changed)}; name a new folder")
+    elif folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: is not empty and no run of curation; name a new folder")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(note, ours)
+
+
+class _Executor(LocalPipelineExecutor):
+    """datatrove's, whose log goes to its files alone: a worker's screen is the user's."""
+
+    def _run_for_rank(self, *arguments: Any, **options: Any) -> Any:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return super()._run_for_rank(*arguments, **options)
+
+
+def _execute(pipeline: list[Callable], tasks: int, workers: int, folder: Path) -> None:
+    method = "fork" if sys.platform == "linux" else "spawn"  # a fork has the benchmarks and dictionaries at once
+    executor = _Executor(pipeline, tasks, workers, str(folder), start_method=method)
+    logger.disable("datatrove")
+    try:
+        executor.run()
+    finally:
+        logger.enable("datatrove")
+
+
+_BUILT: dict[str, tuple[str, list[tuple[str, BaseFilter]]]] = {}  # of this process: kind -> config and filters
+
+
+def _filters(config: Curation) -> list[tuple[str, BaseFilter]]:
+    """Those that go by rules, built once."""
+    if _BUILT.get("rules", ("",))[0] != repr(config):
+        _BUILT["rules"] = repr(config), steps.filters(config)
+    return _BUILT["rules"][1]
+
+
+def _models(config: Curation) -> list[tuple[str, BaseFilter]]:
+    """Those that ask a model, loaded once."""
+    if not any(getattr(config, name) for name in MODELS):
+        return []
+    if _BUILT.get("models", ("",))[0] != repr(config):
+        from fathom.curation import models  # with torch
+
+        _BUILT["models"] = repr(config), models.filters(config)
+    return _BUILT["models"][1]
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part_{rank}.jsonl"
+
+
+def _sift(
+    _: Any, rank: int, world_size: int, *, raw: Path, plan: list[list[Piece]], folder: Path, config: Curation
+) -> None:
+    account, keys, signatures = Account(), [], []
+    work = folder / "work" / "sift"
+    with contextlib.ExitStack() as stack:
+
+        def opened(path: Path) -> io.TextIOWrapper:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return stack.enter_context(
+                stack.enter_context(whole(path)).open("w", encoding="utf-8", errors="backslashreplace")
+            )
+
+        kept, dropped, lines = (opened(_part(f, rank)) for f in (work / "kept", work / "dropped", folder / "lines"))
+        for document in _read(raw, plan[rank], config, account, dropped):
+            if not _passes(document, _filters(config), account, dropped):
+                continue
+            for number, rule, line in document.metadata.pop("removed", []):
+                account.lines_taken[rule] += 1
+                account.example(f"line: {rule}", line, f"{document.id}, line {number}")
+                lines.write(_line({"id": document.id, "line": number, "rule": rule, "text": line}))
+            kept.write(_line({"text": document.text, "id": document.id, "meta": document.metadata}))
+            keys.append(digest(document.text))
+            if config.near_duplicates:
+                signatures.append(signature(identities(document.text), config))
+    arrays = {"digests": np.frombuffer(b"".join(keys), dtype="V16")}
+    if config.near_duplicates:
+        arrays["signatures"] = np.array(signatures, dtype=np.uint32).reshape(-1, config.permutations)
+    with whole(work / f"keys_{rank}.npz") as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    write_json(work / f"account_{rank}.json", account.to_dict())
+
+
+def _read(raw: Path, pieces: list[Piece], config: Curation, account: Account, dropped: Any) -> Iterator[Document]:
+    """The documents of a shard; what cannot be read is counted, and dropped or refused."""
+    for piece in pieces:
+        for document in documents(raw, piece, config):
+            if isinstance(document, Unreadable):
+                if config.malformed == "stop":
+                    raise ValueError(f"{document.why}; mend it, or set malformed to drop")
+                account.read("")
+                account.drop("reading", "malformed", "", document.id, document.why)
+                dropped.write(_dropped(document.id, "reading", "malformed", document.why, ""))
+            else:
+                account.read(document.text)
+                if document.text.strip():
+                    yield document
+                else:
+                    account.drop("reading", "no text", document.text, document.id)
+                    dropped.write(_dropped(document.id, "reading", "no text", "", ""))
+
+
+def _passes(document: Document, filters: list[tuple[str, BaseFilter]], account: Account, dropped: Any) -> bool:
+    original = document.text
+    for step, one in filters:
+        result, reason = get_filter_result(one.filter(document))
+        if step == "language":
+            account.languages[document.metadata["language"]] += 1
+        if not result:
+            detail, reason = document.metadata.get("detail", ""), reason or step
+            account.drop(step, reason, original, document.id, detail)
+            dropped.write(_dropped(document.id, step, reason, detail, original))
+            return False
+    return True
+
+
+def _match(work: Path, tasks: int, config: Curation) -> None:
+    """Write for every shard which of its documents are copies, of what, and how alike they are."""
+    loaded = [np.load(work / "sift" / f"keys_{rank}.npz") for rank in range(tasks)]
+    digests = [bytes(key) for keys in loaded for key in keys["digests"]]
+    signatures = np.concatenate([keys["signatures"] for keys in loaded]) if config.near_duplicates else None
+    starts = np.cumsum([0, *(len(keys["digests"]) for keys in loaded)])
+    found = matches(digests, signatures, config)
+    names = _names(work, {match.original for match in found}, starts)
+    copies: list[dict[str, Any]] = [{} for _ in range(tasks)]
+    for match in found:
+        rank = int(np.searchsorted(starts, match.number, side="right")) - 1
+        reason = "equal text" if match.similarity is None else "near duplicate"
+        alike = "" if match.similarity is None else f", {match.similarity:.2f} alike"
+        copies[rank][str(match.number - starts[rank])] = [reason, f"of {names[match.original]}{alike}"]
+    for rank, some in enumerate(copies):
+        write_json(work / f"copies_{rank}.json", some)
+    (work / "matched").touch()
+
+
+def _names(work: Path, numbers: set[int], starts: np.ndarray) -> dict[int, str]:
+    """Ids of documents by their numbers."""
+    names = {}
+    for rank in sorted({int(np.searchsorted(starts, number, side="right")) - 1 for number in numbers}):
+        with _part(work / "sift" / "kept", rank).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=int(starts[rank])):
+                if number in numbers:
+                    names[number] = json.loads(line)["id"]
+    return names
+
+
+def _gather(_: Any, rank: int, world_size: int, *, folder: Path, config: Curation) -> None:
+    work, account = folder / "work", Account()
+    copies = json.loads((work / f"copies_{rank}.json").read_text(encoding="utf-8"))
+    asked = _models(config)
+    with contextlib.ExitStack() as stack:
+        corpus, dropped = (
+            stack.enter_context(
+                stack.enter_context(whole(_part(folder / name, rank))).open(
+                    "w", encoding="utf-8", errors="backslashreplace"
+                )
+            )
+            for name in ("corpus", "dropped")
+        )
+        with _part(work / "sift" / "dropped", rank).open(encoding="utf-8") as earlier:
+            shutil.copyfileobj(earlier, dropped)
+        with _part(work / "sift" / "kept", rank).open(encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                row = json.loads(line)
+                if str(number) in copies:
+                    reason, detail = copies[str(number)]
+                    account.drop("duplicates", reason, row["text"], row["id"], detail)
+                    dropped.write(_dropped(row["id"], "duplicates", reason, detail, row["text"]))
+                    continue
+                document = Document(row["text"], row["id"], metadata=row["meta"])
+                if _passes(document, asked, account, dropped):
+                    account.keep(document.text)
+                    corpus.write(_line({"text": document.text, "meta": {"id": document.id, **document.metadata}}))
+    write_json(work / f"account_{rank}.json", account.to_dict())
+
+
+def _account(work: Path, tasks: int) -> Account:
+    """The sum of both stages of every task. Raises RuntimeError if it does not add up."""
+    total = Account()
+    for stage in (work / "sift", work):
+        for rank in range(tasks):
+            total += Account.from_dict(json.loads((stage / f"account_{rank}.json").read_text(encoding="utf-8")))
+    total.check()
+    places = {step: place for place, step in enumerate(steps.ORDER)}
+    total.dropped = dict(sorted(total.dropped.items(), key=lambda item: places.get(item[0], len(places))))
+    return total
+
+
+def _dropped(name: str, step: str, reason: str, detail: str, text: str) -> str:
+    return _line(
+        {
+            "id": name,
+            "step": step,
+            "reason": reason,
+            "detail": detail,
+            "lines": line_count(text),
+            "excerpt": excerpt(text),
+        }
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row of JSONL; halves of pairs in its other fields are written as `\\ud800`, which JSON reads."""
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()
