@@ -349,3 +349,15 @@ def test_a_template_that_is_not_built_in_is_refused():
         ValueError, match="task sft option template='vicuna': must be one of 'auto', 'headings', 'alpaca'"
     ):
         SFT(template="vicuna")
+
+
+def test_types_of_rows_are_balanced_in_training_alone(tmp_path):
+    rows = [{"prompt": f"Hello {i}", "answer": "Hi.", "type": "often"} for i in range(9)]
+    rows += [{"prompt": "1 + 1?", "answer": "2", "type": "seldom"}]
+    data = prepared(tmp_path, rows, SFT(balance=0.0))
+    assert sorted(learned(data.train, data)) == ["2<|endoftext|>"] * 5 + ["Hi.<|endoftext|>"] * 5
+    assert sorted(learned(data.validation, data)) == ["2<|endoftext|>"] + ["Hi.<|endoftext|>"] * 9
+    with pytest.raises(ValueError, match=r"line 1: no text in field 'kind' .*; set task.type_field, or leave out"):
+        prepared(tmp_path / "other", rows, SFT(balance=0.5, type_field="kind"))
+    with pytest.raises(ValueError, match="task sft option balance=2"):
+        SFT(balance=2)

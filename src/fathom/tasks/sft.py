@@ -27,12 +27,13 @@ from transformers import PreTrainedTokenizerFast
 
 from fathom.cost import forward_flops_per_token
 from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths, train_bpe
+from fathom.data.instructions import balanced
 from fathom.data.packing import IGNORED, Example, pack_examples, target_tokens, write_blocks
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.templates import HEADINGS, INPUT, TEMPLATES, takes_tools
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.configuration import FathomConfig
-from fathom.models.method import check_choice, check_range
+from fathom.models.method import check_choice, check_number, check_range
 from fathom.tasks.base import Sample, Score, Task, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
 from fathom.tools.trace import spans
@@ -74,6 +75,9 @@ class SFT(Task):
     template: "auto" is the tokenizer's own chat template, or "headings"; "headings", "alpaca" and "react" are built in.
     train_on_inputs: the training loss is on prompts too; scores are of answers all the same.
     packing: rows share blocks as documents of their own; false: one row a block, padded.
+    tight: rows are sorted by length, some thousand at a time, to pack them with less padding.
+    balance: a temperature: types of n rows are drawn in proportion to n^balance, in as many rows; null: as they are.
+    type_field: which says the type of a row, for `balance`.
     questions: held-out rows, from the first on, whose last answer is asked for exact match.
     """
 
@@ -86,6 +90,9 @@ class SFT(Task):
     template: str = "auto"
     train_on_inputs: bool = False
     packing: bool = True
+    tight: bool = False
+    balance: float | None = None
+    type_field: str = "type"
     questions: int = 256
 
     summary = "Answer prompts: rows of prompt and answer, or of messages, with the loss on answers."
@@ -117,6 +124,8 @@ class SFT(Task):
     def __post_init__(self) -> None:
         check_range("task sft", "questions", self.questions, 1)
         check_choice("task sft", "template", self.template, ("auto", *TEMPLATES))
+        if self.balance is not None:
+            check_number("task sft", "balance", self.balance, 0, 1)
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
@@ -130,14 +139,14 @@ class SFT(Task):
             data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *self._fields()), cache
         )
         notes = [self._set_template(tokenizer)]
-        blocks, counts = self._blocks(train, tokenizer, data.block_size, cache, self.train_on_inputs)
+        blocks, counts = self._blocks(train, tokenizer, data.block_size, cache, self.train_on_inputs, data.seed)
         notes += _cut(train, counts, data.block_size)
         found: dict[str, Any] = {"validation": None, "validation_targets": 0, "validation_bytes": 0}
         if held_out is not None:
             validation, held = self._blocks(held_out, tokenizer, data.block_size, cache, False)
             notes += _cut(held_out, held, data.block_size, "; their exact match is not asked for")
             targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
-            rows = list(self._examples(held_out, tokenizer, data.block_size, False, collections.Counter()))
+            rows = list(self._examples(held_out.rows(), tokenizer, data.block_size, False, collections.Counter()))
             questions = [_question(row) for row in rows if row.last and not row.cut][: self.questions]
             if not questions:
                 raise ValueError(
@@ -267,10 +276,14 @@ class SFT(Task):
                 yield "".join(text for text, _ in parts(found, blank, where)).replace(blank.eos_token, "")
 
     def _examples(
-        self, source: Source, tokenizer: PreTrainedTokenizerFast, room: int, inputs: bool, counts: collections.Counter
+        self,
+        left: Iterator[tuple[dict[str, Any], str]],
+        tokenizer: PreTrainedTokenizerFast,
+        room: int,
+        inputs: bool,
+        counts: collections.Counter,
     ) -> Iterator[Row]:
         """Every row that has an answer within `room` tokens; `counts` gets the rows, the cut ones and those kept."""
-        left = source.rows()
         while some := list(islice(left, 1000)):
             rows = [parts(self._row(row, where), tokenizer, where) for row, where in some]
             texts = [text for row in rows for text, _ in row]  # the template's end tokens in them are tokens
@@ -289,17 +302,40 @@ class SFT(Task):
                     last = len(tokens) - len(pieces[-1][0])
                     yield Row(tokens[:room], labels[:room], last, len(tokens) > room)
 
+    def _balanced(self, source: Source, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
+        """The rows of a source, types balanced."""
+        rows = list(source.rows())
+        for row, where in rows:
+            if not isinstance(row.get(self.type_field), str):
+                raise ValueError(
+                    f"{where}: no text in field {self.type_field!r} (found: {', '.join(row) or 'none'}); set "
+                    "task.type_field, or leave out task.balance"
+                )
+        assert self.balance is not None
+        return (rows[index] for index in balanced([row[self.type_field] for row, _ in rows], self.balance, seed))
+
     def _blocks(
-        self, source: Source, tokenizer: PreTrainedTokenizerFast, size: int, cache: Path, inputs: bool
+        self,
+        source: Source,
+        tokenizer: PreTrainedTokenizerFast,
+        size: int,
+        cache: Path,
+        inputs: bool,
+        seed: int | None = None,
     ) -> tuple[datasets.Dataset, dict[str, int]]:
+        """Blocks of rows, and what became of them. With `seed`, by which types are balanced if the task says so."""
         options = [tokenizer.chat_template, size, inputs, self.packing, *self._fields()]
+        balance = self.balance is not None and seed is not None
+        options += [self.balance, self.type_field, seed] if balance else []
+        options += ["tight"] if self.tight else []
         folder = cache / f"sft-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
 
         def build(work: Path) -> None:
             counts: collections.Counter = collections.Counter()
-            rows = self._examples(source, tokenizer, size, inputs, counts)
+            drawn = self._balanced(source, seed or 0) if balance else source.rows()
+            rows = self._examples(drawn, tokenizer, size, inputs, counts)
             examples = (Example(row.tokens, row.labels) for row in rows)
-            columns = pack_examples(examples, size, tokenizer.eos_token_id, self.packing)
+            columns = pack_examples(examples, size, tokenizer.eos_token_id, self.packing, self.tight)
             if not write_blocks(columns, work / "blocks.arrow"):
                 raise ValueError(
                     f"{source.argument}={source.name!r}: none of its {counts['rows']} rows has an answer within "
