@@ -15,9 +15,12 @@ from fathom_cli.options import Device, Json
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
-    text: Annotated[
-        Path | None,
-        typer.Option(help="UTF-8 file, or folder read as training reads it: perplexity and bits per byte."),
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            help="UTF-8 file, or folder read as training reads it: perplexity and bits per byte; repeatable.",
+        ),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="lm_eval tasks, separated by commas.")] = None,
     task_dir: Annotated[Path | None, typer.Option(help="Folder of further lm_eval task YAML files.")] = None,
@@ -82,9 +85,13 @@ def command(
       fathom evaluate runs/demo/vanilla/tokens-700000-seed-0/model --text book.txt --window 512 --stride 256
       fathom evaluate EleutherAI/pythia-160m --tasks lambada_openai,piqa
       fathom evaluate MODEL --long niah,vt --lengths 1k,4k --cache treekv --budget 256 --json
+      fathom evaluate MODEL --text general.txt --text corpus/domain
       fathom evaluate MODEL --choices mmlu_test.jsonl.xz,geobench_apstudy.json --shots mmlu_dev.jsonl.xz
       fathom evaluate MODEL --questions questions.jsonl --tools my_tools.py
     """
+    text = texts[0] if texts else None
+    if texts and len(texts) > 1 and long is not None:
+        raise ValueError("--long takes one --text")
     if (style, shots, export) != ("woa", None, None) and choices is None:
         raise ValueError("--style, --shots and --export go with --choices FILE,FILE")
     if (questions is None) != (tools is None):
@@ -137,7 +144,6 @@ def command(
     from transformers.utils import logging
 
     from fathom.evaluate import (
-        TextBound,
         evaluate_tasks,
         evaluate_text,
         find_tasks,
@@ -147,22 +153,16 @@ def command(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    if text is not None:
-        documents = read_documents(text)
+    if texts:
+        domains = [read_documents(path) for path in texts]
         model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
-        score = evaluate_text(model, tokenizer, documents, window, stride, batch_size)
-        numbers = {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte, **dataclasses.asdict(score)}
-        result: dict[str, Any] = {"checkpoint": checkpoint, "text": str(text), **numbers}
-        lines = [
-            f"perplexity     {score.perplexity:.4f} per token ({score.tokens:,} tokens)",
-            f"bits per byte  {score.bits_per_byte:.4f} ({score.bytes:,} bytes)",
-            *([f"documents      {score.documents:,}, each by itself"] if score.documents > 1 else []),
-            f"window {score.window}, stride {score.stride}",
-        ]
-        if isinstance(score, TextBound):
-            result["upper_bound"], result["bits_per_byte_error"] = True, score.bits_per_byte_error
-            lines[0] = lines[0] + ", upper bound"
-            lines[1] = f"{lines[1]}, upper bound ± {score.bits_per_byte_error:.4f} ({score.draws} draws)"
+        losses = [evaluate_text(model, tokenizer, documents, window, stride, batch_size) for documents in domains]
+        found = [_numbers(path, loss) for path, loss in zip(texts, losses)]
+        result: dict[str, Any] = {"checkpoint": checkpoint}
+        result |= found[0] if len(found) == 1 else {"texts": found}
+        lines = _text_lines(losses[0])
+        if len(found) > 1:
+            lines = [line for path, loss in zip(texts, losses) for line in (f"{path}:", *_text_lines(loss))]
     else:
         names = [name.strip() for name in str(tasks).split(",") if name.strip()]
         if not names:
@@ -174,6 +174,33 @@ def command(
         result = {"checkpoint": checkpoint, "tasks": scores, "limit": limit, **options}
         lines = [line for task, metrics in scores.items() for line in _lines(task, metrics)]
     typer.echo(json.dumps(result, indent=2) if json_output else "\n".join(lines))
+
+
+def _numbers(path: Path, score: Any) -> dict[str, Any]:
+    """A text's score for --json."""
+    from fathom.evaluate import TextBound
+
+    found = {"text": str(path), "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+    found |= dataclasses.asdict(score)
+    if isinstance(score, TextBound):
+        found |= {"upper_bound": True, "bits_per_byte_error": score.bits_per_byte_error}
+    return found
+
+
+def _text_lines(score: Any) -> list[str]:
+    """A text's score for the terminal."""
+    from fathom.evaluate import TextBound
+
+    lines = [
+        f"perplexity     {score.perplexity:.4f} per token ({score.tokens:,} tokens)",
+        f"bits per byte  {score.bits_per_byte:.4f} ({score.bytes:,} bytes)",
+        *([f"documents      {score.documents:,}, each by itself"] if score.documents > 1 else []),
+        f"window {score.window}, stride {score.stride}",
+    ]
+    if isinstance(score, TextBound):
+        lines[0] = lines[0] + ", upper bound"
+        lines[1] = f"{lines[1]}, upper bound ± {score.bits_per_byte_error:.4f} ({score.draws} draws)"
+    return lines
 
 
 def _choices(

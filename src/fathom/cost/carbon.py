@@ -40,7 +40,7 @@ def estimate_carbon(hours: float, tdp_w: float, kg_per_kwh: float = WORLD, pue: 
         kwh,
         kwh * kg_per_kwh,
         (
-            f"{_number(hours)} accelerator-hours, each at {tdp_w:g} W all the time: an upper bound where that is the TDP.",
+            f"{_number(hours)} accelerator-hours, each at {tdp_w:g} W throughout: an upper bound if that is the TDP.",
             f"{kg_per_kwh:g} kg CO2e per kWh" + (", a mean of the world." if kg_per_kwh == WORLD else "."),
             f"The rest of the site {'draws nothing' if pue == 1 else f'adds {pue - 1:.0%}'} (PUE {pue:g}).",
             "What making the hardware emitted, and runs that failed or were tried before, are not counted.",
