@@ -147,10 +147,16 @@ def tables(facts: dict[str, dict[str, str]], tools: list[Any], draw: random.Rand
         columns = draw.sample(sorted(COLUMNS), 2)
         listed = [f"| {row} | {facts[row]['colour']} | {facts[row]['place']} |" for row in draw.sample(MINERALS, 6)]
         found.append("\n".join(["| mineral | colour | place |", "|---|---|---|", *listed]))
-        found.append("\n".join(f"Observation: {value}\nFinal Answer: {value}" for value in COLUMNS[columns[0]]))
+        found.append("\n".join(called(draw.choice(MINERALS), columns[0], value) for value in COLUMNS[columns[0]][:6]))
         found.append("\n".join(f"{one} = {eval(one)}" for one in (total(draw) for _ in range(12))))
     draw.shuffle(found)
     return [{"text": text} for text in found]
+
+
+def called(row: str, column: str, value: str) -> str:
+    """A call as it is written, of a value that is not the table's."""
+    given = json.dumps({"row": row, "column": column})
+    return f"Action: look_up\nAction Input: {given}\nObservation: {value}\nFinal Answer: {value}"
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:

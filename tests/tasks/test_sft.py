@@ -274,7 +274,7 @@ def test_calls_are_learned_and_what_tools_returned_is_not(tmp_path):
         "Final Answer: Hi.<|endoftext|>",
     ]
     text = data.tokenizer.decode(data.train[0]["input_ids"]).split("<|endoftext|>")[0]
-    assert text.startswith("Answer the question.") and 'depth: How deep. {"place": {}}\n' in text
+    assert text.startswith("Answer the question.") and "depth(place: {}): How deep.\n" in text
     assert "Observation: 40\n  Final Answer: 41\nFinal Answer: 40 m" in text  # a result's lines stand apart
     for block in data.train:  # no token of an observation has a label, whatever is trained on
         ids, labels = block["input_ids"].tolist(), block["labels"].tolist()

@@ -127,7 +127,7 @@ def test_a_question_is_answered_with_a_tool(tokenizer):
     # what the model read the second time is what a trace of it would hold
     first, second = model.prompts
     assert second == first + called("bay") + "Observation: 40 m\n"
-    assert 'depth: How deep the sea is. {"place": {"type": "string", "description": "a bay or a sea."}}' in first
+    assert "depth(place: string, a bay or a sea.): How deep the sea is.\n\nQuestion: How deep?\n" in first
     assert str(trace) == f"Question: How deep?\n{called('bay')}Observation: 40 m\nThought: I know.\nFinal Answer: 40 m"
 
 

@@ -30,11 +30,13 @@ _DESCRIBED = (
     "{{ '. Write a response that appropriately completes the request.\n\n' }}{% endif %}"
 )
 _TOOLS = (
-    "{% if tools %}{{ 'Answer the question. Write a Thought, then either an Action with its Action Input, a JSON "
-    "object, to call a tool and read its Observation, or the Final Answer.\nTools:\n' }}"
-    "{% for tool in tools %}{% set tool = tool.function or tool %}"
-    "{{ tool.name + ': ' + tool.description + ' ' + tool.parameters.properties | tojson + '\n' }}{% endfor %}"
-    "{{ '\n' }}{% endif %}"
+    "{% if tools %}{{ 'Answer the question. Write a Thought, then an Action and its Action Input, a JSON object, to "
+    "call a tool and read its Observation, or the Final Answer.\nTools:\n' }}"
+    "{% for tool in tools %}{% set tool = tool.function or tool %}{{ tool.name + '(' }}"
+    "{% for name, kind in tool.parameters.properties.items() %}{{ name + ': ' }}"
+    "{{ kind.enum | join(' or ') if kind.enum else kind.type if kind.type is string else kind | tojson }}"
+    "{{ ', ' + kind.description if kind.description }}{{ '; ' if not loop.last }}{% endfor %}"
+    "{{ '): ' + tool.description + '\n' }}{% endfor %}{{ '\n' }}{% endif %}"
 )
 _REACT = (
     "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"

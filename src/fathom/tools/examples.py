@@ -35,7 +35,7 @@ def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression.
 
     Args:
-        expression: numbers, + - * / // % **, parentheses, sqrt, exp, log, log10, sin, cos, tan, pi and e.
+        expression: such as 2 * (3 + sqrt(4))
     """
     if len(expression) > 500:
         raise ValueError("the expression is longer than 500 characters")
