@@ -25,6 +25,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "train": "fathom_cli.train:command",
     "compare": "fathom_cli.compare:command",
     "grow": "fathom_cli.grow:command",
+    "instruct": "fathom_cli.instruct:command",
     "generate": "fathom_cli.generate:command",
     "serve": "fathom_cli.serve:command",
     "evaluate": "fathom_cli.evaluate:command",

@@ -35,6 +35,12 @@ def command(
         int | None,
         typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
     ] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="Accelerator-hours of a training: adds energy and CO2, with what is assumed.")
+    ] = None,
+    tdp: Annotated[float, typer.Option(help="With --hours: watts that an accelerator draws.")] = 700.0,
+    kg_per_kwh: Annotated[float, typer.Option(help="With --hours: CO2 equivalent of a kWh.")] = 0.475,
+    pue: Annotated[float, typer.Option(help="With --hours: the site's energy over the accelerators'.")] = 1.0,
     json_output: Json = False,
 ) -> None:
     """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
@@ -42,7 +48,14 @@ def command(
     \b
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
+      fathom cost MODEL --hours 24 --tdp 700
     """
+    if hours is None and (tdp, kg_per_kwh, pue) != (700.0, 0.475, 1.0):
+        raise ValueError("--tdp, --kg-per-kwh and --pue go with --hours")
+
+    from fathom.cost import estimate_carbon
+
+    carbon = None if hours is None else estimate_carbon(hours, tdp, kg_per_kwh, pue)
     from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
@@ -53,11 +66,14 @@ def command(
     if model.endswith((".yaml", ".yml")) and (priced := _encoders(model, length)):
         table = _table([{**dict.fromkeys(COLUMNS), **row} for row in priced["models"]])
         note = f"\n\nPer token of a source of {length}: one example costs {length} times as much."
+        priced |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
+        note += "" if carbon is None else f"\n\n{carbon}"
         typer.echo(json.dumps(priced, indent=2) if json_output else table + note)
         return
     rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
     if json_output:
-        about = {"sequence_length": length, "kv_dtype": str(dtype).removeprefix("torch.")}
+        about: dict[str, Any] = {"sequence_length": length, "kv_dtype": str(dtype).removeprefix("torch.")}
+        about |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
         typer.echo(json.dumps({**about, "gradient_checkpointing": checkpointing, "models": rows}, indent=2))
         return
     typer.echo(_table([{**row, **row["forward_flops_per_token"]} for row in rows]))
@@ -78,6 +94,7 @@ def command(
             f"\nThe forward pass is decoding's. Texts that are read at once: {', '.join(swept)}, by Jacobi sweeps\n"
             "until thoughts have settled; how many depends on the text. `sweeps: J` fixes it." * bool(swept)
         )
+        + ("" if carbon is None else f"\n\n{carbon}")
     )
 
 

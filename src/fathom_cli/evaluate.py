@@ -15,9 +15,12 @@ from fathom_cli.options import Device, Json
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name; a Fathom or a stock checkpoint.")],
-    text: Annotated[
-        Path | None,
-        typer.Option(help="UTF-8 file, or folder read as training reads it: perplexity and bits per byte."),
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            help="UTF-8 file, or folder read as training reads it: perplexity and bits per byte; repeatable.",
+        ),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="lm_eval tasks, separated by commas.")] = None,
     task_dir: Annotated[Path | None, typer.Option(help="Folder of further lm_eval task YAML files.")] = None,
@@ -44,13 +47,33 @@ def command(
         list[str] | None, typer.Option("--option", help="With --cache: another option, name=value; repeatable.")
     ] = None,
     chunk: Annotated[int, typer.Option(help="With --cache: tokens read before each compression.", min=1)] = 512,
+    choices: Annotated[
+        str | None,
+        typer.Option(help="Files of questions with options, separated by commas: scored by the letter that follows."),
+    ] = None,
+    style: Annotated[str, typer.Option(help="With --choices: woa, or wa (prompts end with 'The answer is:').")] = "woa",
+    shots: Annotated[
+        Path | None, typer.Option(help="With --choices: file whose first 4 questions (--num-fewshot) are shown before.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="With --choices: folder to write them into as lm_eval tasks.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help='JSONL of {"question", "answer", "calls"}: how well tools are called (--tools).')
+    ] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(help="With --questions: Python file of functions. It is code, and it is run: trust it."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="With --questions: calls at most.", min=0)] = 5,
     device: Device = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Perplexity and bits per byte of a text, scores on lm_eval tasks, or retrieval from long texts (--long).
+    """Perplexity and bits per byte of a text, scores on lm_eval tasks, retrieval from long texts (--long), multiple
+    choice by letters (--choices), or calls of tools (--questions).
 
     Every token of the text is scored once, with at least window - stride tokens of context beyond the first window. The
     text is preceded by the BOS token, or by EOS if the tokenizer has no BOS. Of a folder, and of a JSONL or Parquet
@@ -62,7 +85,31 @@ def command(
       fathom evaluate runs/demo/vanilla/tokens-700000-seed-0/model --text book.txt --window 512 --stride 256
       fathom evaluate EleutherAI/pythia-160m --tasks lambada_openai,piqa
       fathom evaluate MODEL --long niah,vt --lengths 1k,4k --cache treekv --budget 256 --json
+      fathom evaluate MODEL --text general.txt --text corpus/domain
+      fathom evaluate MODEL --choices mmlu_test.jsonl.xz,geobench_apstudy.json --shots mmlu_dev.jsonl.xz
+      fathom evaluate MODEL --questions questions.jsonl --tools my_tools.py
     """
+    text = texts[0] if texts else None
+    if texts and len(texts) > 1 and long is not None:
+        raise ValueError("--long takes one --text")
+    if (style, shots, export) != ("woa", None, None) and choices is None:
+        raise ValueError("--style, --shots and --export go with --choices FILE,FILE")
+    if (questions is None) != (tools is None):
+        raise ValueError("--questions and --tools go together: give both")
+    if rounds != 5 and questions is None:
+        raise ValueError("--rounds goes with --questions")
+    modes = {"--text": text if long is None else None, "--tasks": tasks, "--long": long}
+    modes |= {"--choices": choices, "--questions": questions}
+    if choices is not None or questions is not None:
+        given = [name for name, value in modes.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one of them at a time")
+        model = (checkpoint, device, trust_remote_code)
+        if choices is not None:
+            _choices(model, choices, style, shots, num_fewshot, export, limit, batch_size, json_output)
+        else:
+            _tool_calls(model, questions, tools, rounds, limit, json_output)
+        return
     if long is not None:
         if tasks is not None:
             raise ValueError("give either --tasks NAME,NAME or --long NAME,NAME")
@@ -97,7 +144,6 @@ def command(
     from transformers.utils import logging
 
     from fathom.evaluate import (
-        TextBound,
         evaluate_tasks,
         evaluate_text,
         find_tasks,
@@ -107,22 +153,16 @@ def command(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    if text is not None:
-        documents = read_documents(text)
+    if texts:
+        domains = [read_documents(path) for path in texts]
         model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
-        score = evaluate_text(model, tokenizer, documents, window, stride, batch_size)
-        numbers = {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte, **dataclasses.asdict(score)}
-        result: dict[str, Any] = {"checkpoint": checkpoint, "text": str(text), **numbers}
-        lines = [
-            f"perplexity     {score.perplexity:.4f} per token ({score.tokens:,} tokens)",
-            f"bits per byte  {score.bits_per_byte:.4f} ({score.bytes:,} bytes)",
-            *([f"documents      {score.documents:,}, each by itself"] if score.documents > 1 else []),
-            f"window {score.window}, stride {score.stride}",
-        ]
-        if isinstance(score, TextBound):
-            result["upper_bound"], result["bits_per_byte_error"] = True, score.bits_per_byte_error
-            lines[0] = lines[0] + ", upper bound"
-            lines[1] = f"{lines[1]}, upper bound ± {score.bits_per_byte_error:.4f} ({score.draws} draws)"
+        losses = [evaluate_text(model, tokenizer, documents, window, stride, batch_size) for documents in domains]
+        found = [_numbers(path, loss) for path, loss in zip(texts, losses)]
+        result: dict[str, Any] = {"checkpoint": checkpoint}
+        result |= found[0] if len(found) == 1 else {"texts": found}
+        lines = _text_lines(losses[0])
+        if len(found) > 1:
+            lines = [line for path, loss in zip(texts, losses) for line in (f"{path}:", *_text_lines(loss))]
     else:
         names = [name.strip() for name in str(tasks).split(",") if name.strip()]
         if not names:
@@ -134,6 +174,108 @@ def command(
         result = {"checkpoint": checkpoint, "tasks": scores, "limit": limit, **options}
         lines = [line for task, metrics in scores.items() for line in _lines(task, metrics)]
     typer.echo(json.dumps(result, indent=2) if json_output else "\n".join(lines))
+
+
+def _numbers(path: Path, score: Any) -> dict[str, Any]:
+    """A text's score for --json."""
+    from fathom.evaluate import TextBound
+
+    found = {"text": str(path), "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+    found |= dataclasses.asdict(score)
+    if isinstance(score, TextBound):
+        found |= {"upper_bound": True, "bits_per_byte_error": score.bits_per_byte_error}
+    return found
+
+
+def _text_lines(score: Any) -> list[str]:
+    """A text's score for the terminal."""
+    from fathom.evaluate import TextBound
+
+    lines = [
+        f"perplexity     {score.perplexity:.4f} per token ({score.tokens:,} tokens)",
+        f"bits per byte  {score.bits_per_byte:.4f} ({score.bytes:,} bytes)",
+        *([f"documents      {score.documents:,}, each by itself"] if score.documents > 1 else []),
+        f"window {score.window}, stride {score.stride}",
+    ]
+    if isinstance(score, TextBound):
+        lines[0] = lines[0] + ", upper bound"
+        lines[1] = f"{lines[1]}, upper bound ± {score.bits_per_byte_error:.4f} ({score.draws} draws)"
+    return lines
+
+
+def _choices(
+    checkpoint: tuple[str, str | None, bool],
+    files: str,
+    style: str,
+    shots: Path | None,
+    num_fewshot: int | None,
+    export: Path | None,
+    limit: int | None,
+    batch_size: int,
+    json_output: bool,
+) -> None:
+    """`--choices`."""
+    from fathom.evaluate import load_checkpoint
+    from fathom.evaluate.letters import (
+        SHOTS,
+        evaluate_choices,
+        export_choices,
+        mean_with_signal,
+        read_choices,
+        scores_of,
+    )
+
+    if shots is None and num_fewshot is not None:
+        raise ValueError("--num-fewshot goes with --shots FILE here: the questions that are shown come from it")
+    paths = [Path(name.strip()) for name in files.split(",") if name.strip()]
+    names = [path.name.split(".")[0] for path in paths]
+    if not paths or len(set(names)) < len(names):
+        raise ValueError(f"--choices={files!r}: names no file, or two of one name")
+    if shots is not None and shots.resolve() in {path.resolve() for path in paths}:
+        raise ValueError(f"--shots={str(shots)!r}: is scored too; show questions of another file")
+    read = {name: read_choices(path)[:limit] for name, path in zip(names, paths)}
+    count = SHOTS if num_fewshot is None else num_fewshot
+    shown = [] if shots is None else read_choices(shots)[:count]
+    if export is not None:
+        for name, asked in read.items():
+            export_choices(export, f"{name}_{style}", asked, style, shown)
+    model, tokenizer = load_checkpoint(*checkpoint)
+    found = {name: evaluate_choices(model, tokenizer, asked, style, shown, batch_size) for name, asked in read.items()}
+    mean = mean_with_signal(found)
+    if json_output:
+        typer.echo(json.dumps({"checkpoint": checkpoint[0], "limit": limit, "choices": found, "mean": mean}, indent=2))
+        return
+    for name, result in found.items():
+        typer.echo("\n".join([f"{name}, {style}, {len(shown)} shown", *(f"  {line}" for line in scores_of(result))]))
+    if len(found) > 1:
+        told = "none can be told from guessing" if mean is None else f"{mean:.4f}"
+        typer.echo(f"mean, without files at the level of guessing: {told}")
+
+
+def _tool_calls(
+    checkpoint: tuple[str, str | None, bool],
+    questions: Any,
+    tools: Any,
+    rounds: int,
+    limit: int | None,
+    json_output: bool,
+) -> None:
+    """`--questions`."""
+    from fathom.evaluate import load_checkpoint
+    from fathom.evaluate.tool_calls import evaluate_tool_calls, read_questions
+    from fathom.tools import load_tools
+
+    asked = read_questions(questions)[:limit]
+    known = load_tools(tools)
+    model, tokenizer = load_checkpoint(*checkpoint)
+    found = evaluate_tool_calls(model, tokenizer, asked, known.values(), rounds)
+    if json_output:
+        typer.echo(json.dumps({"checkpoint": checkpoint[0], "questions": str(questions), **found}, indent=2))
+        return
+    for name, share in found.items():
+        if isinstance(share, dict):
+            typer.echo(f"{name.replace('_', ' '):21} {share['share']:.4f} ± {share['error']:.4f}  n {share['n']:,}")
+    typer.echo(f"\n{found['traces'][0]}")
 
 
 def _lines(task: str, metrics: dict[str, float]) -> list[str]:

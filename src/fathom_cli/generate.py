@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +19,10 @@ def command(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length of the continuation; default: 64, or what fits the model.", min=1)
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)] = 0.8,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 always takes the likeliest token; default: 0.8, and 0 with --tools.", min=0.0),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.", min=1)] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
@@ -30,19 +35,37 @@ def command(
     policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
     block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
     solver: Annotated[str | None, typer.Option(help="Latent diffusion: ddim, ancestral, ode or sde.")] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(help="Python file of functions that the model may call. It is code, and it is run: trust it."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="With --tools: calls at most; default: 5.", min=0)] = None,
     device: Device = None,
+    json_output: Annotated[bool, typer.Option("--json", help="With --tools: print the trace as JSON.")] = False,
 ) -> None:
-    """Continue a text. Of diffusion models, in blocks: `fathom methods` lists policies and block caches. Of latent
-    diffusion models an empty prompt gives a text of its own.
+    """Continue a text, or answer a question with tools (--tools). Of diffusion models, in blocks: `fathom methods`
+    lists policies and block caches. Of latent diffusion models an empty prompt gives a text of its own.
+
+    With --tools the prompt is a question. The functions of FILE, or those in its list TOOLS, need types and a docstring
+    that describes their arguments. Arguments are checked before a function is called; an unknown tool, one that raises
+    and one that takes longer than 10 s are a line that the model reads.
 
     \b
     Example:
       fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream
+      fathom generate MODEL --prompt "What is 17 * 23?" --tools my_tools.py --rounds 3
     """
     try:
         prompt.encode()
     except UnicodeEncodeError:  # the shell handed over bytes that are no text
         raise ValueError("--prompt is not UTF-8: give it as UTF-8 text") from None
+
+    if tools is None and (rounds is not None or json_output):
+        raise ValueError("--rounds and --json go with --tools FILE")
+    if tools is not None and (steps, block_length, policy, block_cache) != (None,) * 4:
+        raise ValueError("--steps, --block-length, --policy and --block-cache do not go with --tools")
+    if temperature is None:
+        temperature = 0.8 if tools is None else 0.0
 
     import torch
     from transformers import TextStreamer
@@ -57,7 +80,7 @@ def command(
         logging.disable_progress_bar()
     if load_config(checkpoint).model_type == FathomLatentConfig.model_type:
         others = {"stream": stream or None, "top-k": top_k, "block-length": block_length, "policy": policy,
-                  "block-cache": block_cache}  # fmt: skip
+                  "block-cache": block_cache, "tools": tools}  # fmt: skip
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f"--{name}: {checkpoint} is a latent diffusion model, which has no such option")
@@ -69,6 +92,25 @@ def command(
         raise ValueError(f"--solver: {checkpoint} is no latent diffusion model; leave it out")
     if not prompt.strip():
         raise ValueError("--prompt is empty: give the text to continue")
+    if tools is not None:
+        from fathom.tools import answer_with_tools, load_tools
+
+        known = load_tools(tools)  # before the model, which takes longer
+        model, tokenizer = load_checkpoint(checkpoint, device)
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        said = stream and not json_output
+        if said:
+            typer.echo(f"Question: {prompt}")
+        trace = answer_with_tools(
+            model, tokenizer, prompt, known.values(), 5 if rounds is None else rounds, max_new_tokens or 256,
+            on_step=(lambda step: typer.echo(str(step))) if said else None, **(sampling if temperature else {}),
+        )  # fmt: skip
+        if json_output:
+            typer.echo(json.dumps(trace.to_dict(), indent=2, ensure_ascii=False, default=str))
+        else:
+            typer.echo(trace.last_lines() if said else str(trace))
+        return
     model, tokenizer = load_checkpoint(checkpoint, device)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]

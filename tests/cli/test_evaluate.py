@@ -155,3 +155,17 @@ def test_bad_checkpoint(run, tmp_path, text, change, message):
 
 def test_help_has_an_example(run):
     assert "fathom evaluate runs/" in run("--help")[1]
+
+
+def test_a_text_of_each_domain_has_its_own_score(run, folder, tmp_path):
+    sea, land = tmp_path / "sea.txt", tmp_path / "land.txt"
+    sea.write_text(TEXT, encoding="utf-8")
+    land.write_text("Grass, and more grass on the hill. " * 5)
+    both = json.loads(run(folder, "--text", sea, "--text", land, "--json")[1])["texts"]
+    for found, path in zip(both, (sea, land), strict=True):
+        alone = json.loads(run(folder, "--text", path, "--json")[1])
+        assert {"checkpoint": str(folder), **found} == alone
+    out = run(folder, "--text", sea, "--text", land)[1]
+    assert out.startswith(f"{sea}:\n") and f"\n{land}:\nperplexity" in out
+    code, _, err = run(folder, "--text", sea, "--text", land, "--long", "passkey")
+    assert code == 2 and "--long takes one --text" in err

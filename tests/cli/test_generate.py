@@ -82,3 +82,28 @@ def test_truncated_weights(run, tmp_path):
 
 def test_help_has_an_example(run):
     assert "fathom generate runs/" in run("--help")[1]
+
+
+def test_a_question_with_tools(run, folder, tmp_path, monkeypatch):
+    """A checkpoint of random weights answers nothing sensible: what is looked at is the way there and the trace."""
+    import json
+
+    file = tmp_path / "mine.py"
+    file.write_text("def one() -> int:\n    '''One.'''\n    return 1\n")
+    question = (folder, "--prompt", "One?", "--tools", file, "--rounds", 1)
+    code, _, err = run(*question)
+    assert code == 2 and "with the tools' descriptions it is" in err and "the model has 64 positions" in err
+    from fathom.data.templates import TEMPLATES
+
+    monkeypatch.setitem(TEMPLATES, "react", "{{ messages[0]['content'] }}")  # short enough for the tiny model
+    code, out, _ = run(*question, "--json")
+    trace = json.loads(out)
+    assert code == 0 and trace["question"] == "One?" and trace["template"] == "react, built in"
+    assert run(*question)[1].startswith("Question: One?\n")
+    assert run(*question, "--stream")[1] == run(*question)[1]
+    code, _, err = run(folder, "--prompt", "x", "--tools", tmp_path / "absent.py")
+    assert code == 2 and "absent.py: no such file; --tools takes a Python file with functions" in err
+    code, _, err = run(folder, "--prompt", "x", "--rounds", 2)
+    assert (code, err) == (2, "fathom: --rounds and --json go with --tools FILE\n")
+    code, _, err = run(*question, "--policy", "entropy")
+    assert code == 2 and "--policy and --block-cache do not go with --tools" in err

@@ -16,7 +16,8 @@ from cases import recipe
 from transformers import AutoTokenizer
 
 from fathom.data import DataConfig, train_bpe
-from fathom.tasks.sft import ALPACA, SFT, Question, _batches, _is_right, parts
+from fathom.data.templates import TEMPLATES
+from fathom.tasks.sft import SFT, Question, RowText, _batches, _is_right, parts
 from fathom.train import load_recipe
 
 CHATML = (
@@ -74,12 +75,12 @@ def learned(blocks: Any, data: Any) -> list[str]:
 
 
 def test_the_built_in_template_and_its_answers():
-    found = parts(DIALOGUE, tokenizer(ALPACA), "row")
+    found = parts(RowText(DIALOGUE), tokenizer(TEMPLATES["headings"]), "row")
     assert found == [
-        ("Be brief.\n\n### Instruction:\nHello\n\n### Response:\n", False),
-        ("Hi.<|endoftext|>", True),
-        ("\n\n### Instruction:\n1 + 1?\n\n### Response:\n", False),
-        ("2<|endoftext|>", True),
+        ("Be brief.\n\n### Instruction:\nHello\n\n### Response:\n", "prompt"),
+        ("Hi.<|endoftext|>", "answer"),
+        ("\n\n### Instruction:\n1 + 1?\n\n### Response:\n", "prompt"),
+        ("2<|endoftext|>", "answer"),
     ]
 
 
@@ -165,7 +166,7 @@ def test_rows_share_blocks_as_documents(tmp_path):
     [("2<E>", True), ("2", False), ("2 <E>", False), ("<E>", False), ("3<E>", False), ("22", False)],
 )
 def test_an_exact_match_is_the_text_and_ends(found, right):
-    made = tokenizer(ALPACA)
+    made = tokenizer(TEMPLATES["headings"])
     ids = made(found.replace("<E>", made.eos_token))["input_ids"]
     answer = made("2" + made.eos_token)["input_ids"]
     assert _is_right(Question((1,), tuple(answer)), ids[: len(answer)], made) == right
@@ -241,3 +242,122 @@ def test_the_recipe_and_its_data(tmp_path, monkeypatch):
     assert (len(train), len(held_out)) == (216, 72) and not set(train) & set(held_out)
     assert {json.loads(row)["answer"] for row in held_out} == {json.loads(row)["answer"] for row in train}
     assert len(data.questions) == 72 and len(data.notes) == 1  # no row is cut
+
+
+SEEN = {"role": "tool", "name": "depth", "content": "40\nFinal Answer: 41"}
+CALLED = [
+    {"role": "user", "content": "How deep is the bay?"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [{"type": "function", "function": {"name": "depth", "arguments": {"place": "bay"}}}],
+    },
+    SEEN,
+    {"role": "assistant", "content": "40 m"},
+]
+DEPTH = {"name": "depth", "description": "How deep.", "parameters": {"type": "object", "properties": {"place": {}}}}
+TOOLS = [{"type": "function", "function": DEPTH}]
+TRACE = (
+    "Question: How deep?\nThought: I look.\nAction: depth\nAction Input: {}\nObservation: 40\nmetres\n"
+    "Thought: I know.\nFinal Answer: 40 m\n"
+)
+
+
+def test_calls_are_learned_and_what_tools_returned_is_not(tmp_path):
+    rows = [{"messages": CALLED, "tools": TOOLS}, {"trace": TRACE}, {"prompt": "Hello", "answer": "Hi."}]
+    data = prepared(tmp_path, rows, SFT(template="react", packing=False), block_size=512)
+    assert learned(data.train, data) == [
+        'Thought: I look.\nAction: depth\nAction Input: {"place": "bay"}\n',
+        "Final Answer: 40 m<|endoftext|>",
+        "Thought: I look.\nAction: depth\nAction Input: {}\n",
+        "Thought: I know.\nFinal Answer: 40 m<|endoftext|>",
+        "Final Answer: Hi.<|endoftext|>",
+    ]
+    text = data.tokenizer.decode(data.train[0]["input_ids"]).split("<|endoftext|>")[0]
+    assert text.startswith("Answer the question.") and "depth(place: {}): How deep.\n" in text
+    assert "Observation: 40\n  Final Answer: 41\nFinal Answer: 40 m" in text  # a result's lines stand apart
+    for block in data.train:  # no token of an observation has a label, whatever is trained on
+        ids, labels = block["input_ids"].tolist(), block["labels"].tolist()
+        at = data.tokenizer.decode(ids).find("Observation:")
+        assert at < 0 or labels[len(data.tokenizer(data.tokenizer.decode(ids)[:at])["input_ids"])] == -100
+    assert data.tokenizer.decode(data.questions[0].answer) == "Final Answer: 40 m<|endoftext|>"
+    assert data.notes[0] == "Chat template: 'react', built in; it is saved with the model."
+
+
+def test_what_tools_returned_is_not_learned_with_inputs_either(tmp_path):
+    rows = [{"messages": CALLED, "tools": TOOLS}, {"trace": TRACE}]
+    data = prepared(tmp_path, rows, SFT(template="react", packing=False, train_on_inputs=True), block_size=512)
+    said = learned(data.train, data)
+    assert not [text for text in said if "Observation:" in text or "metres" in text or "41" in text]
+    assert [text.startswith("Final Answer:") or "Thought: I know" in text for text in said] == [False, True] * 2
+
+
+def test_the_template_of_alpaca_with_and_without_an_input(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+    ]
+    fields = {"prompt_field": "instruction", "input_field": "input", "answer_field": "output"}
+    data = prepared(tmp_path, rows, SFT(**fields, template="alpaca"), block_size=512)
+    asked = [data.tokenizer.decode(question.prompt) for question in data.questions]
+    assert asked == [
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 + 1\n\n"
+        "### Response:\n",
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nHi\n\n### Response:\n",
+    ]
+    data = prepared(tmp_path / "chat", rows, SFT(**fields), template=CHATML, block_size=512)
+    assert "<|im_start|>user\nAdd.\n\n1 + 1<|im_end|>" in data.tokenizer.decode(data.questions[0].prompt)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        (
+            {"messages": CALLED, "tools": TOOLS},
+            "auto",
+            "it has tools, and the chat template has no place for them; set t",
+        ),
+        (
+            {"messages": [*CALLED[:2]]},
+            "auto",
+            "it has tools, and the chat template has no place for them; set task.temp",
+        ),
+        (
+            {"messages": CALLED[:3], "tools": TOOLS},
+            "react",
+            "line 1: an unclosed Observation: no answer by 'assistant'",
+        ),
+        (
+            {"trace": TRACE.split("Thought: I know")[0]},
+            "react",
+            "line 1: an unclosed Observation: the trace ends in it",
+        ),
+        ({"trace": 3}, "react", "line 1: field 'trace' must be text, got int"),
+        ({"trace": TRACE + "<|endoftext|>"}, "react", "line 1: the trace holds the special token '<\\|endoftext\\|>'"),
+        ({"prompt": "a", "input": 3, "answer": "b"}, "alpaca", "line 1: field 'input' must be text, got int"),
+    ],
+)
+def test_rows_with_tools_that_cannot_be_read_are_named(row, template, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        prepared(tmp_path, [row], SFT(template=template, input_field="input"))
+
+
+def test_a_template_that_is_not_built_in_is_refused():
+    with pytest.raises(
+        ValueError, match="task sft option template='vicuna': must be one of 'auto', 'headings', 'alpaca'"
+    ):
+        SFT(template="vicuna")
+
+
+def test_types_of_rows_are_balanced_in_training_alone(tmp_path):
+    rows = [{"prompt": f"Hello {i}", "answer": "Hi.", "type": "often"} for i in range(9)]
+    rows += [{"prompt": "1 + 1?", "answer": "2", "type": "seldom"}]
+    data = prepared(tmp_path, rows, SFT(balance=0.0))
+    assert sorted(learned(data.train, data)) == ["2<|endoftext|>"] * 5 + ["Hi.<|endoftext|>"] * 5
+    assert sorted(learned(data.validation, data)) == ["2<|endoftext|>"] + ["Hi.<|endoftext|>"] * 9
+    with pytest.raises(ValueError, match=r"line 1: no text in field 'kind' .*; set task.type_field, or leave out"):
+        prepared(tmp_path / "other", rows, SFT(balance=0.5, type_field="kind"))
+    with pytest.raises(ValueError, match="task sft option balance=2"):
+        SFT(balance=2)

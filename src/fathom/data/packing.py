@@ -14,6 +14,7 @@ The model shifts labels by one inside, so a block has T - 1 targets and its firs
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
 import random
@@ -39,6 +40,7 @@ from fathom.data.tokenizer import is_byte_level
 IGNORED = -100  # the label that transformers' losses skip
 _PIECE_CHARACTERS = 1_000_000
 _OPEN_BLOCKS = 32  # that further examples may fit in
+_TIGHT_EXAMPLES = 4096  # packed at once
 _WRITE_BLOCKS = 256  # held in memory at once
 _WRITE_CHARACTERS = 16_000_000  # text held in memory at once while it is written to disk
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
@@ -111,14 +113,21 @@ class Example(NamedTuple):
 
 
 def pack_examples(
-    examples: Iterable[Example], block_size: int, eos_token_id: int, together: bool
+    examples: Iterable[Example], block_size: int, eos_token_id: int, together: bool, tight: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
     """Columns [n, T] of blocks that hold whole examples, each of at most `block_size` tokens.
 
     `together`: as many in a block as there is room for, each a document of its own by its position ids, as is the
-    padding at the end; an example goes to the first open block that it fits in. Otherwise one in a block, padded at its
-    end, where a causal model's tokens do not see the padding.
+    padding at the end; an example goes to the first open block that it fits in. `tight`: of some thousand examples the
+    longest goes first, each to the fullest block that it fits in. Otherwise one in a block, padded at its end, where a
+    causal model's tokens do not see the padding.
     """
+    if together and tight:
+        left = iter(examples)
+        while some := list(islice(left, _TIGHT_EXAMPLES)):
+            blocks = [[some[i] for i in block] for block in best_fit([len(e.tokens) for e in some], block_size)]
+            yield _example_columns(blocks, block_size, eos_token_id, together)
+        return
     closed: list[list[Example]] = []
     opened: list[list[Example]] = []
     for example in examples:
@@ -135,6 +144,20 @@ def pack_examples(
             closed = []
     if closed or opened:
         yield _example_columns(closed + opened, block_size, eos_token_id, together)
+
+
+def best_fit(lengths: list[int], size: int) -> list[list[int]]:
+    """Indices of lengths in blocks of at most `size` together: the longest first, each where least room is left."""
+    blocks: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (left, block), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = bisect.bisect_left(room, (lengths[index], 0))
+        left, block = room.pop(place) if place < len(room) else (size, len(blocks))
+        if block == len(blocks):
+            blocks.append([])
+        blocks[block].append(index)
+        bisect.insort(room, (left - lengths[index], block))
+    return blocks
 
 
 def write_blocks(columns: Iterable[dict[str, np.ndarray]], path: Path, max_blocks: int | None = None) -> int:

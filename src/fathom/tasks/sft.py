@@ -1,8 +1,9 @@
 """Supervised fine-tuning: answering prompts, in the form that the tokenizer's chat template gives them.
 
-A row is a prompt with its answer, or a list of messages of which every one by the assistant is an answer. The template
-says what stands around them; each part is tokenised by itself, as a prompt is when the model is asked. The loss is on
-answers, their end token included, and a row's first token is context only.
+A row is a prompt with its answer, or a list of messages of which every one by the assistant is an answer, or a trace of
+ReAct (fathom.tools.trace). The template says what stands around prompts and messages; each part is tokenised by itself,
+as a prompt is when the model is asked. The loss is on answers, their end token included, never on what a tool returned,
+and a row's first token is context only.
 
 Rows are packed into blocks of `data.block_size` tokens, whole, as documents that do not see each other.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import jinja2
@@ -25,26 +26,18 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fathom.cost import forward_flops_per_token
-from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
+from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths, train_bpe
+from fathom.data.instructions import balanced
 from fathom.data.packing import IGNORED, Example, pack_examples, target_tokens, write_blocks
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
+from fathom.data.templates import HEADINGS, INPUT, TEMPLATES, takes_tools
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.configuration import FathomConfig
-from fathom.models.method import check_range
+from fathom.models.method import check_choice, check_number, check_range
 from fathom.tasks.base import Sample, Score, Task, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
+from fathom.tools.trace import spans
 
-# For a tokenizer that has no template of its own: the headings of Alpaca, for any number of turns.
-HEADINGS = {"user": "### Instruction:\n", "assistant": "### Response:\n"}
-ALPACA = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'user' %}{{ '" + HEADINGS["user"] + "' + message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '" + HEADINGS["assistant"] + "' + message['content'] + eos_token }}"
-    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
-    "{% else %}{{ raise_exception('no place for the role ' + message['role']) }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '" + HEADINGS["assistant"] + "' }}{% endif %}"
-)
 BATCH = 32  # questions that are answered at once
 SAMPLES = 4
 
@@ -75,17 +68,31 @@ class SFT(Task):
     """Options:
 
     prompt_field, answer_field: fields of a row that has no `messages_field`.
+    input_field: a field with an input that the prompt speaks of, or null; rows may lack it, or have "".
     messages_field: a list of {"role", "content"}; a row that has it is read so.
+    tools_field: schemas of the tools that the messages may call.
+    trace_field: a trace of ReAct as one text, with its prompt; a row that has it is read so.
+    template: "auto" is the tokenizer's own chat template, or "headings"; "headings", "alpaca" and "react" are built in.
     train_on_inputs: the training loss is on prompts too; scores are of answers all the same.
     packing: rows share blocks as documents of their own; false: one row a block, padded.
+    tight: rows are sorted by length, some thousand at a time, to pack them with less padding.
+    balance: a temperature: types of n rows are drawn in proportion to n^balance, in as many rows; null: as they are.
+    type_field: which says the type of a row, for `balance`.
     questions: held-out rows, from the first on, whose last answer is asked for exact match.
     """
 
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    input_field: str | None = None
     messages_field: str = "messages"
+    tools_field: str = "tools"
+    trace_field: str = "trace"
+    template: str = "auto"
     train_on_inputs: bool = False
     packing: bool = True
+    tight: bool = False
+    balance: float | None = None
+    type_field: str = "type"
     questions: int = 256
 
     summary = "Answer prompts: rows of prompt and answer, or of messages, with the loss on answers."
@@ -116,6 +123,9 @@ class SFT(Task):
 
     def __post_init__(self) -> None:
         check_range("task sft", "questions", self.questions, 1)
+        check_choice("task sft", "template", self.template, ("auto", *TEMPLATES))
+        if self.balance is not None:
+            check_number("task sft", "balance", self.balance, 0, 1)
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
@@ -125,24 +135,18 @@ class SFT(Task):
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
         train, held_out = self.sources(data)
-        fields = [self.prompt_field, self.answer_field, self.messages_field]
         tokenizer = make_tokenizer(
-            data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *fields), cache
+            data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *self._fields()), cache
         )
-        notes = ["Chat template: the tokenizer's own."]
-        if tokenizer.chat_template is None:
-            tokenizer.chat_template = ALPACA
-            notes = [
-                "Chat template: Alpaca's headings, built in, as the tokenizer has none; it is saved with the model."
-            ]
-        blocks, counts = self._blocks(train, tokenizer, data.block_size, cache, self.train_on_inputs)
+        notes = [self._set_template(tokenizer)]
+        blocks, counts = self._blocks(train, tokenizer, data.block_size, cache, self.train_on_inputs, data.seed)
         notes += _cut(train, counts, data.block_size)
         found: dict[str, Any] = {"validation": None, "validation_targets": 0, "validation_bytes": 0}
         if held_out is not None:
             validation, held = self._blocks(held_out, tokenizer, data.block_size, cache, False)
             notes += _cut(held_out, held, data.block_size, "; their exact match is not asked for")
             targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
-            rows = list(self._examples(held_out, tokenizer, data.block_size, False, collections.Counter()))
+            rows = list(self._examples(held_out.rows(), tokenizer, data.block_size, False, collections.Counter()))
             questions = [_question(row) for row in rows if row.last and not row.cut][: self.questions]
             if not questions:
                 raise ValueError(
@@ -200,50 +204,96 @@ class SFT(Task):
         flops = {n: n * forward_flops_per_token(config, n, ran=ran).matmul for n in read}
         return sum(rows * flops[n] for n, rows in read.items()) / sum(read.values())
 
-    def _messages(self, row: dict[str, Any], where: str) -> list[dict[str, str]]:
-        """The row as messages. Raises ValueError that names the row and the field."""
+    def _fields(self) -> list[Any]:
+        """What decides how a row is read; without newer options, what older cache entries are named by."""
+        fields: list[Any] = [self.prompt_field, self.answer_field, self.messages_field]
+        more = [self.input_field, self.tools_field, self.trace_field, self.template]
+        return fields if more == [None, "tools", "trace", "auto"] else [*fields, *more]
+
+    def _set_template(self, tokenizer: PreTrainedTokenizerFast) -> str:
+        """Give the tokenizer the template that rows are written in; what it is, in a sentence."""
+        if self.template == "auto" and tokenizer.chat_template is not None:
+            return "Chat template: the tokenizer's own."
+        if self.template == "auto":
+            tokenizer.chat_template = TEMPLATES["headings"]
+            return "Chat template: Alpaca's headings, built in, as the tokenizer has none; it is saved with the model."
+        tokenizer.chat_template = TEMPLATES[self.template]
+        return f"Chat template: {self.template!r}, built in; it is saved with the model."
+
+    def _row(self, row: dict[str, Any], where: str) -> RowText:
+        """What stands in a row. Raises ValueError that names the row and the field."""
+        trace = row.get(self.trace_field)
+        if trace is not None:
+            if not isinstance(trace, str):
+                kind = type(trace).__name__
+                raise ValueError(f"{where}: field {self.trace_field!r} must be text, got {kind}")
+            return RowText(trace=trace)
         if row.get(self.messages_field) is not None:
             messages = row[self.messages_field]
             if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
                 raise ValueError(f'{where}: field {self.messages_field!r} must be a list of {{"role", "content"}}')
         else:
-            for option in ("prompt_field", "answer_field"):
-                if row.get(getattr(self, option)) is None:
-                    raise ValueError(
-                        f"{where}: no field {getattr(self, option)!r} (found: {', '.join(row) or 'none'}); set "
-                        f"task.{option}"
-                    )
-            messages = [
-                {"role": "user", "content": row[self.prompt_field]},
-                {"role": "assistant", "content": row[self.answer_field]},
-            ]
+            messages = self._pair(row, where)
         for message in messages:
-            if not isinstance(message.get("content"), str):
-                kind = type(message.get("content")).__name__
+            content = message.get("content")
+            if content is None and message.get("tool_calls"):
+                content = ""
+            if not isinstance(content, str):
+                kind = type(content).__name__
                 raise ValueError(f"{where}: the content of a message by {message['role']!r} must be text, got {kind}")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: no message by 'assistant', so there is no answer to learn")
-        return [{"role": message["role"], "content": message["content"]} for message in messages]
+        kept = ("role", "content", "tool_calls", "name", "tool_call_id")
+        tools = row.get(self.tools_field)
+        return RowText([{"content": "", **{k: m[k] for k in kept if m.get(k)}} for m in messages], tools)
+
+    def _pair(self, row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        """A row of prompt, input and answer as messages."""
+        for option in ("prompt_field", "answer_field"):
+            if row.get(getattr(self, option)) is None:
+                raise ValueError(
+                    f"{where}: no field {getattr(self, option)!r} (found: {', '.join(row) or 'none'}); set "
+                    f"task.{option}"
+                )
+        prompt = row[self.prompt_field]
+        given = row.get(self.input_field) if self.input_field else None
+        if given and isinstance(given, str) and isinstance(prompt, str):
+            prompt += (INPUT if self.template == "alpaca" else "\n\n") + given
+        elif given:
+            raise ValueError(f"{where}: field {self.input_field!r} must be text, got {type(given).__name__}")
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[self.answer_field]}]
 
     def _texts(self, source: Source) -> Iterator[str]:
-        """What a tokenizer made for the rows learns from: messages under the headings that they will have."""
+        """What a tokenizer made for the rows learns from: the text that a built-in template makes of them, without its
+        end tokens; messages under the headings that they will have; or traces."""
+        blank = train_bpe([], 257)
+        blank.chat_template = TEMPLATES.get(self.template)
         for row, where in source.rows():
-            yield "\n\n".join(HEADINGS.get(m["role"], "") + m["content"] for m in self._messages(row, where))
+            found = self._row(row, where)
+            if found.trace is None and self.template in ("auto", "headings"):
+                yield "\n\n".join(HEADINGS.get(m["role"], "") + m["content"] for m in found.messages)
+            else:
+                yield "".join(text for text, _ in parts(found, blank, where)).replace(blank.eos_token, "")
 
     def _examples(
-        self, source: Source, tokenizer: PreTrainedTokenizerFast, room: int, inputs: bool, counts: collections.Counter
+        self,
+        left: Iterator[tuple[dict[str, Any], str]],
+        tokenizer: PreTrainedTokenizerFast,
+        room: int,
+        inputs: bool,
+        counts: collections.Counter,
     ) -> Iterator[Row]:
         """Every row that has an answer within `room` tokens; `counts` gets the rows, the cut ones and those kept."""
-        left = source.rows()
         while some := list(islice(left, 1000)):
-            rows = [parts(self._messages(row, where), tokenizer, where) for row, where in some]
+            rows = [parts(self._row(row, where), tokenizer, where) for row, where in some]
             texts = [text for row in rows for text, _ in row]  # the template's end tokens in them are tokens
             encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
             for row in rows:
-                pieces = [(next(encoded), is_answer) for _, is_answer in row]
+                pieces = [(next(encoded), kind) for _, kind in row]
                 tokens = np.array([token for ids, _ in pieces for token in ids], dtype=np.int32)
-                answer = np.repeat([is_answer for _, is_answer in pieces], [len(ids) for ids, _ in pieces])
-                labels = np.where(answer | inputs, tokens, IGNORED)
+                kinds = np.repeat([kind for _, kind in pieces], [len(ids) for ids, _ in pieces])
+                answer = kinds == "answer"
+                labels = np.where(answer | (inputs & (kinds == "prompt")), tokens, IGNORED)
                 labels[:1] = IGNORED
                 counts["rows"] += 1
                 counts["cut"] += len(tokens) > room
@@ -252,18 +302,40 @@ class SFT(Task):
                     last = len(tokens) - len(pieces[-1][0])
                     yield Row(tokens[:room], labels[:room], last, len(tokens) > room)
 
+    def _balanced(self, source: Source, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
+        """The rows of a source, types balanced."""
+        rows = list(source.rows())
+        for row, where in rows:
+            if not isinstance(row.get(self.type_field), str):
+                raise ValueError(
+                    f"{where}: no text in field {self.type_field!r} (found: {', '.join(row) or 'none'}); set "
+                    "task.type_field, or leave out task.balance"
+                )
+        assert self.balance is not None
+        return (rows[index] for index in balanced([row[self.type_field] for row, _ in rows], self.balance, seed))
+
     def _blocks(
-        self, source: Source, tokenizer: PreTrainedTokenizerFast, size: int, cache: Path, inputs: bool
+        self,
+        source: Source,
+        tokenizer: PreTrainedTokenizerFast,
+        size: int,
+        cache: Path,
+        inputs: bool,
+        seed: int | None = None,
     ) -> tuple[datasets.Dataset, dict[str, int]]:
-        fields = [self.prompt_field, self.answer_field, self.messages_field]
-        options = [tokenizer.chat_template, size, inputs, self.packing, *fields]
+        """Blocks of rows, and what became of them. With `seed`, by which types are balanced if the task says so."""
+        options = [tokenizer.chat_template, size, inputs, self.packing, *self._fields()]
+        balance = self.balance is not None and seed is not None
+        options += [self.balance, self.type_field, seed] if balance else []
+        options += ["tight"] if self.tight else []
         folder = cache / f"sft-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
 
         def build(work: Path) -> None:
             counts: collections.Counter = collections.Counter()
-            rows = self._examples(source, tokenizer, size, inputs, counts)
+            drawn = self._balanced(source, seed or 0) if balance else source.rows()
+            rows = self._examples(drawn, tokenizer, size, inputs, counts)
             examples = (Example(row.tokens, row.labels) for row in rows)
-            columns = pack_examples(examples, size, tokenizer.eos_token_id, self.packing)
+            columns = pack_examples(examples, size, tokenizer.eos_token_id, self.packing, self.tight)
             if not write_blocks(columns, work / "blocks.arrow"):
                 raise ValueError(
                     f"{source.argument}={source.name!r}: none of its {counts['rows']} rows has an answer within "
@@ -286,36 +358,74 @@ class Row:
     cut: bool
 
 
-def parts(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[tuple[str, bool]]:
-    """The text that the chat template makes of the messages up to the last answer, and which parts of it are answers.
+@dataclass(frozen=True)
+class RowText:
+    """What stands in a row: messages, in transformers' convention, and schemas of the tools that they may call; or a
+    trace of ReAct, whose text is what a model reads and writes."""
+
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    trace: str | None = None
+
+
+Kind = Literal["prompt", "answer", "result"]
+
+
+def parts(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]]:
+    """The text that the chat template makes of the messages up to the last answer, or a trace, part by part: whether it
+    is of a prompt, an answer, or the result of a tool.
 
     An answer is what the template adds to the prompt it writes before one: the message and what ends it. Raises
-    ValueError for a template that refuses the messages or changes earlier ones, and for a message that holds a special
-    token, which would be read as one.
+    ValueError for a template that refuses the messages, changes earlier ones or has no place for tools, and for a
+    message that holds a special token, which would be read as one.
     """
-    for message in messages:
-        inside = [token for token in tokenizer.all_special_tokens if token in message["content"]]
+    held = [(f"a message by {m['role']!r}", m["content"]) for m in row.messages]
+    held += [("a call", json.dumps(m["tool_calls"], ensure_ascii=False)) for m in row.messages if m.get("tool_calls")]
+    held += [("a tool", json.dumps(row.tools, ensure_ascii=False))] if row.tools else []
+    held += [("the trace", row.trace)] if row.trace is not None else []
+    for what, text in held:
+        inside = [token for token in tokenizer.all_special_tokens if token in text]
         if inside:
             raise ValueError(
-                f"{where}: a message by {message['role']!r} holds the special token {inside[0]!r}, which would be read "
-                "as one; remove it"
+                f"{where}: {what} holds the special token {inside[0]!r}, which would be read as one; remove it"
             )
-    found: list[tuple[str, bool]] = []
-    text = ""
+    if row.trace is not None:
+        found = spans(row.trace.rstrip(), where)
+        inner: list[tuple[str, Kind]] = [(text, "answer" if written else "result") for text, written in found[1:]]
+        inner[-1] = (inner[-1][0] + tokenizer.eos_token, "answer")
+        return [(f"{tokenizer.bos_token or ''}{found[0][0]}", "prompt"), *inner]
+    called = [message for message in row.messages if message.get("tool_calls")]
+    if (called or row.tools) and not takes_tools(tokenizer):
+        raise ValueError(
+            f"{where}: it has tools, and the chat template has no place for them; set task.template: react"
+        )
+    if called and row.messages[-1]["role"] != "assistant":
+        raise ValueError(f"{where}: an unclosed Observation: no answer by 'assistant' follows what the tool returned")
+    return _rendered(row, tokenizer, where)
+
+
+def _rendered(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]]:
+    """The parts of messages. All that stands between two answers is a result if a tool's is among it."""
+    messages, tools = row.messages, {"tools": row.tools} if row.tools else {}
+    found: list[tuple[str, Kind]] = []
+    text, read = "", 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        kind: Kind = "result" if any(m["role"] == "tool" for m in messages[read:index]) else "prompt"
         try:
-            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        except (jinja2.TemplateError, ValueError, IndexError) as error:
+            before = tokenizer.apply_chat_template(
+                messages[:index], tokenize=False, add_generation_prompt=True, **tools
+            )
+            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False, **tools)
+        except (jinja2.TemplateError, ValueError, IndexError, TypeError) as error:
             raise ValueError(f"{where}: the chat template refuses these messages ({error})") from None
         if not (before.startswith(text) and after.startswith(before)):
             raise ValueError(
                 f"{where}: the chat template changes earlier messages when an answer follows; give one answer a row"
             )
-        found += [(before[len(text) :], False), (after[len(before) :], True)]
-        text = after
+        found += [(before[len(text) :], kind), (after[len(before) :], "answer")]
+        text, read = after, index + 1
     return found
 
 

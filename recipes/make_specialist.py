@@ -1,0 +1,167 @@
+"""The data of recipes/specialist_cpu_domain.yaml and specialist_cpu.yaml: made-up facts, ours, Apache-2.0.
+
+    python recipes/make_specialist.py runs/specialist
+
+    general/prose.jsonl           pieces of the prose inside the package
+    corpus/papers.jsonl           short papers on minerals: to pretrain on, to make instructions of, to retrieve from
+    tables/tables.jsonl           tables, arithmetic and the tools' descriptions as text
+    minerals.csv, tools.py        a table, and the tools that a model may call: look_up and calculator
+    rows/train.jsonl, held-out    instructions of the papers, and questions that tools answer, with their calls
+    questions.jsonl               held-out questions for `fathom evaluate --questions`
+
+Hardnesses stand in the table alone, and no mineral and column of a held-out question is asked for in training: a right
+answer needs the call.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from fathom.data import EMBEDDED, Source
+from fathom.data.instructions import make_rows
+from fathom.data.templates import TEMPLATES
+from fathom.data.tokenizer import train_bpe
+from fathom.tools import load_tools
+
+MINERALS = (
+    "quartz", "talc", "gypsum", "calcite", "fluorite", "apatite", "topaz", "corundum", "beryl", "garnet", "olivine",
+    "augite", "biotite", "zircon", "pyrite", "galena", "halite", "barite", "rutile", "spinel", "kyanite", "jadeite",
+    "opal", "borax", "cinnabar", "azurite", "malachite", "hematite", "magnetite", "graphite", "sulfur", "copper",
+)  # fmt: skip
+COLUMNS = {
+    "hardness": [str(n / 2) for n in range(2, 20)],
+    "colour": ["white", "green", "red", "blue", "black", "brown", "grey", "pink"],
+    "lustre": ["glassy", "pearly", "silky", "dull", "waxy", "metallic"],
+    "place": ["north", "south", "east", "west", "coast", "desert"],
+}
+ASKED = ("What is the {column} of {row}?", "Tell me the {column} of {row}.", "{row}: what is its {column}?")
+SUMS = ("What is {sum}?", "Compute {sum}.", "How much is {sum}?")
+TOOLS = """\
+from pathlib import Path
+
+from fathom.tools.examples import calculator, table
+
+TOOLS = [table(Path(__file__).with_name("minerals.csv")), calculator]
+"""
+
+
+def main(folder: Path) -> None:
+    draw = random.Random(0)
+    facts = {row: {column: draw.choice(values) for column, values in COLUMNS.items()} for row in MINERALS}
+    for name in ("corpus", "tables", "general", "rows"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    with (folder / "minerals.csv").open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([["mineral", *COLUMNS], *([row, *cells.values()] for row, cells in facts.items())])
+    (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
+    tools = [tool.schema for tool in load_tools(folder / "tools.py").values()]
+    papers = [paper(row, cells, draw) for row, cells in facts.items()]
+    write(folder / "corpus" / "papers.jsonl", papers)
+    asked = [lookup(row, column, facts, draw) for row in facts for column in COLUMNS for _ in ASKED]
+    hidden = {pair for pair in ((row, column) for row in facts for column in COLUMNS) if draw.random() < 0.2}
+    known = [one for one in asked if tuple(one["calls"][0]["arguments"].values()) not in hidden]
+    unknown = [one for one in asked if tuple(one["calls"][0]["arguments"].values()) in hidden]
+    sums = {total(draw): None for _ in range(1600)}
+    known += [calculation(one, draw) for one in list(sums)[100:]]
+    unknown += [calculation(one, draw) for one in list(sums)[:100]]
+    told = [{**row, "type": f"paper {row['type']}"} for row in make_rows(papers, ["definition", "title", "passage"])]
+    train = [traced(one, tools) for one in known] + [plain(row) for row in told]
+    draw.shuffle(train)
+    draw.shuffle(unknown)
+    write(folder / "rows" / "train.jsonl", train)
+    write(folder / "rows" / "held-out.jsonl", [traced(one, tools) for one in unknown])
+    write(folder / "questions.jsonl", unknown[:40])
+    write(folder / "tables" / "tables.jsonl", tables(facts, tools, draw))
+    book = next(Source(EMBEDDED).documents())
+    pieces = [{"text": book[at : at + 3000]} for at in range(0, min(len(book), 300_000), 3000)]
+    write(folder / "general" / "prose.jsonl", pieces)
+    print(f"{folder}: {len(papers)} papers, {len(train)} rows to train on, {len(unknown)} held out")
+
+
+def paper(row: str, cells: dict[str, str], draw: random.Random) -> dict[str, Any]:
+    """A paper on a mineral, with all that the table says but its hardness."""
+    others = draw.sample([name for name in MINERALS if name != row], 3)
+    text = (
+        f"# On the {row} of the {cells['place']}\n\n## Abstract\n\nWe describe {row} from the {cells['place']}. It was "
+        f"found beside {others[0]} and {others[1]}, and its colour was {cells['colour']} in all of the samples.\n\n"
+        f"## Observations\n\n{row.capitalize()} is a {cells['lustre']} mineral of {cells['colour']} colour. In the "
+        f"field it is taken for {others[2]} now and then, which has another lustre, and which we did not find there.\n"
+    )
+    return {"text": text, "meta": {"source": f"paper on {row}"}}
+
+
+def lookup(row: str, column: str, facts: dict[str, dict[str, str]], draw: random.Random) -> dict[str, Any]:
+    call = {"name": "look_up", "arguments": {"row": row, "column": column}}
+    return {
+        "question": draw.choice(ASKED).format(row=row, column=column),
+        "answer": facts[row][column],
+        "calls": [call],
+        "type": "look_up",
+    }
+
+
+def total(draw: random.Random) -> str:
+    return f"{draw.randint(2, 99)} {draw.choice('+-*')} {draw.randint(2, 99)}"
+
+
+def calculation(expression: str, draw: random.Random) -> dict[str, Any]:
+    call = {"name": "calculator", "arguments": {"expression": expression}}
+    answer = str(eval(expression))  # digits and one operator, made above
+    return {
+        "question": draw.choice(SUMS).format(sum=expression),
+        "answer": answer,
+        "calls": [call],
+        "type": "calculator",
+    }
+
+
+def traced(one: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
+    """A question as messages: the call, what the tool returns, and the answer."""
+    (call,) = one["calls"]
+    messages = [
+        {"role": "user", "content": one["question"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": call["name"], "content": one["answer"]},
+        {"role": "assistant", "content": one["answer"]},
+    ]
+    return {"messages": messages, "tools": tools, "type": one["type"], "source": "table"}
+
+
+def plain(row: dict[str, str]) -> dict[str, Any]:
+    asked = f"{row['instruction']}\n\n{row['input']}".strip()
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    return {"messages": messages, "tools": None, "type": row["type"], "source": row["source"]}
+
+
+def tables(facts: dict[str, dict[str, str]], tools: list[Any], draw: random.Random) -> list[dict[str, Any]]:
+    """Texts of the third source: other minerals' rows as a table is written, sums, and what the tools can do."""
+    words = train_bpe([], 257)
+    words.chat_template = TEMPLATES["react"]
+    described = words.apply_chat_template([{"role": "system", "content": "-"}], tools=tools, tokenize=False)
+    found = [described.removesuffix("-\n\n")] * 8
+    for _ in range(60):
+        columns = draw.sample(sorted(COLUMNS), 2)
+        listed = [f"| {row} | {facts[row]['colour']} | {facts[row]['place']} |" for row in draw.sample(MINERALS, 6)]
+        found.append("\n".join(["| mineral | colour | place |", "|---|---|---|", *listed]))
+        found.append("\n".join(called(draw.choice(MINERALS), columns[0], value) for value in COLUMNS[columns[0]][:6]))
+        found.append("\n".join(f"{one} = {eval(one)}" for one in (total(draw) for _ in range(12))))
+    draw.shuffle(found)
+    return [{"text": text} for text in found]
+
+
+def called(row: str, column: str, value: str) -> str:
+    """A call as it is written, of a value that is not the table's."""
+    given = json.dumps({"row": row, "column": column})
+    return f"Action: look_up\nAction Input: {given}\nObservation: {value}\nFinal Answer: {value}"
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/specialist"))
