@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 from cases import CASES, recipe
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import TrainerCallback
+from transformers import AutoProcessor, TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.data import PreparedData
@@ -25,6 +25,7 @@ from fathom.report.compare import compare
 from fathom.report.results import Results
 from fathom.tasks import Task, lookup, tasks
 from fathom.train import MethodConfig, Recipe, TrainResult, load_recipe, train_run
+from fathom.vision.scenes import scene
 from tiny import SIZES, perturb
 
 VANILLA = MethodConfig("vanilla")
@@ -163,7 +164,26 @@ def of_targets(recipe: Recipe, rows: list[dict[str, str]], tokenizer: Any, model
     return {"target_bits_per_byte": nats / math.log(2) / size, **rouge}
 
 
-def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM) -> dict[str, float]:
+def of_questions(model: Any, folder: Path) -> dict[str, float]:
+    """Every picture and question through the saved processor and generate()."""
+    processor, right = AutoProcessor.from_pretrained(folder), {}
+    for number in range(72):
+        asked = scene(0, number, True)
+        inputs = processor(
+            images=asked.draw(16), text=f"<image>\n{asked.question}\n", return_tensors="pt", add_special_tokens=False
+        )
+        assert (inputs["input_ids"] == processor.image_token_id).sum() == 4
+        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        fits = processor.tokenizer.decode(out, skip_special_tokens=True) == asked.answer
+        size = f"{'words' if asked.kind == 'read' else 'objects'}_{asked.size}"
+        for name in ("accuracy", asked.kind, size, *(("new_scenes",) if asked.new else ())):
+            right.setdefault(name, []).append(fits)
+    return {name: sum(found) / len(found) for name, found in right.items()}
+
+
+def independent_scores(
+    task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM, folder: Path
+) -> dict[str, float]:
     """Row by row from the files, with nothing of the task but its tokenizer."""
     tokenizer = data.tokenizer
     if task == "causal_lm":
@@ -192,6 +212,8 @@ def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: Fat
                 nats += float(F.cross_entropy(logits[hidden], ids[hidden], reduction="sum")) * size / count / 3
         text = "".join(tokenizer.decode(block["input_ids"][1:], skip_special_tokens=True) for block in data.validation)
         return {"bits_per_byte_bound": nats / math.log(2) / len(text.encode())}
+    if task == "vqa":
+        return of_questions(model, folder)
     rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
     if task == "classification":
         said = [int(model(torch.tensor([tokenizer(row["text"])["input_ids"]])).logits.argmax()) for row in rows]
@@ -215,7 +237,7 @@ def test_scores_are_those_of_the_files(trained, task):
     loaded, data, result = trained[task]
     model = loaded.task.model_class.from_pretrained(result.model).eval()
     with torch.no_grad():
-        expected = independent_scores(task, loaded, data, model)
+        expected = independent_scores(task, loaded, data, model, result.model)
     assert result.scores == pytest.approx(expected, rel=1e-5)
     written = json.loads((result.folder / "result.json").read_text())
     assert (
@@ -240,7 +262,12 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path
     resumed = train_run(loaded, VANILLA, **arguments)
     assert resumed.interruptions == 1 and resumed.scores == pytest.approx(whole.scores, abs=1e-6)
     assert resumed.train_loss == pytest.approx(whole.train_loss, abs=1e-6)
-    options: Any = {"sft": {"questions": 3}, "seq2seq": {"answers": 3}, "classification": {"label_field": "kind"}}
+    options: Any = {
+        "sft": {"questions": 3},
+        "seq2seq": {"answers": 3},
+        "classification": {"label_field": "kind"},
+        "vqa": {"trains": "language"},
+    }
     other = dataclasses.replace(loaded, task=lookup(task if task in options else "sft")(**options.get(task, {})))
     with pytest.raises(ValueError, match="holds another run: its task"):
         train_run(other, VANILLA, **arguments)

@@ -196,6 +196,11 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
     """'pondering (steps=1)': every active method with its first option and all that differ from their defaults."""
     said = []
     for registry, section in options.items():
+        if registry not in (ENCODER, *SECTIONS):  # of another wing's config
+            given = {key: value for key, value in section.items() if key != "name" and value is not None}
+            shown = [f"{key}={value}" for key, value in given.items()]
+            said.append(f"{section['name']} ({', '.join(shown)})" if shown else str(section["name"]))
+            continue
         if section["name"] in (("full",) if registry == ENCODER else SECTIONS[registry].plain):
             continue
         defaults = resolve_section(registry, section["name"])

@@ -162,6 +162,14 @@ class Task:
         """The config of a model that is no decoder of ours, of a recipe's fields; None: it is one."""
         return None
 
+    def make(self, config: Any, fields: dict[str, Any]) -> Any:
+        """A new model of that config and a recipe's fields; None: as `model_class` makes it or reads a checkpoint."""
+        return None
+
+    def processor(self, data: PreparedData) -> Any:
+        """What is saved beside a trained model: the tokenizer, or what holds it."""
+        return data.tokenizer
+
     def sections(self, config: Any) -> dict[str, dict[str, Any]]:
         """The methods of a model, section by section."""
         return {section: getattr(config, section) for section in SECTIONS}

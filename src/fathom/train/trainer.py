@@ -268,7 +268,7 @@ def train_run(
         args=arguments,
         train_dataset=order,
         eval_dataset=data.validation,
-        processing_class=data.tokenizer,
+        processing_class=task.processor(data),
     )
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
@@ -496,6 +496,9 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
     """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
+    made = recipe.task.make(config, {**recipe.model, **method.fields})
+    if made is not None:
+        return made
     checkpoint = recipe.model.get("checkpoint")
     make: Any = recipe.task.model_class
     if not isinstance(config, make.config_class if hasattr(make, "config_class") else ()):  # one of the Auto classes

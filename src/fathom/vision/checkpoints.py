@@ -48,6 +48,11 @@ class CompressedModel:
         for part, added in parts_of(self, family):  # type: ignore[arg-type]
             put(part, added, compressor)
 
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **kwargs: Any) -> None:
+        """As in transformers, but under the names that weights have in memory: the Trainer, which goes on from a
+        checkpoint, does not rename what it reads."""
+        super().save_pretrained(save_directory, *arguments, **{"save_original_format": False, **kwargs})  # type: ignore[misc]
+
 
 class FathomLlavaForConditionalGeneration(CompressedModel, LlavaForConditionalGeneration):
     config_class = FathomLlavaConfig

@@ -1,0 +1,67 @@
+"""Cost of LLaVA models whose vision tokens are compressed: FLOPs by torch's counter on the meta device, bytes in closed
+form."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fathom.vision import from_dict
+
+
+def patch_grid(config: Any, side: int) -> tuple[int, int]:
+    """Rows and columns of patches of a square picture. Raises ValueError where its side is no whole number of them."""
+    patch = config.vision_config.patch_size
+    if side % patch:
+        raise ValueError(
+            f"side={side}: no whole number of patches of {patch} pixels; use {side - side % patch or patch}"
+        )
+    return side // patch, side // patch
+
+
+def vision_tokens(config: Any, side: int) -> int:
+    """Vision tokens that a language model reads of a square picture. Raises ValueError where the grid has too few."""
+    return from_dict(config.vision_compress).count(patch_grid(config, side))  # type: ignore[attr-defined]
+
+
+def kv_bytes(config: Any, tokens: int, dtype: torch.dtype) -> float:
+    """2 · L · Hkv · d numbers a token."""
+    text = config.text_config
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2.0 * text.num_hidden_layers * text.num_key_value_heads * width * tokens * dtype.itemsize
+
+
+def llava_flops(config: Any, side: int, text_tokens: int) -> dict[str, float]:
+    """FLOPs of one forward on a picture and a text, its image token included: `tower`, `projector` with the compressor,
+    and `language` with the head on the text."""
+    kind: Any = type(config)
+    return dict(_counted(json.dumps(config.to_dict(), default=str), kind, side, text_tokens))
+
+
+@functools.cache
+def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tuple[str, float], ...]:
+    from fathom.vision.checkpoints import FathomLlavaForConditionalGeneration
+
+    config = kind.from_dict(json.loads(written))
+    count = vision_tokens(config, side)
+    with torch.device("meta"), torch.no_grad():
+        model: Any = FathomLlavaForConditionalGeneration(config).eval()
+        found = {}
+        with FlopCounterMode(display=False) as counter:
+            states = model.model.vision_tower(torch.empty(1, 3, side, side), output_hidden_states=True).hidden_states
+        found["tower"] = float(counter.get_total_flops())
+        with FlopCounterMode(display=False) as counter:
+            model.model.multi_modal_projector(states[config.vision_feature_layer][:, 1:])
+        found["projector"] = float(counter.get_total_flops())
+        with FlopCounterMode(display=False) as counter:
+            length = count + text_tokens - 1
+            embeddings = torch.empty(1, length, config.text_config.hidden_size)
+            mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
+            hidden = model.model.language_model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
+            model.lm_head(hidden[:, -text_tokens:])
+        found["language"] = float(counter.get_total_flops())
+    return tuple(found.items())
