@@ -28,11 +28,14 @@ def vision_tokens(config: Any, side: int) -> int:
     return from_dict(config.vision_compress).count(patch_grid(config, side))  # type: ignore[attr-defined]
 
 
-def kv_bytes(config: Any, tokens: int, dtype: torch.dtype) -> float:
-    """2 · L · Hkv · d numbers a token."""
+def kv_bytes(config: Any, side: int, text_tokens: int, dtype: torch.dtype) -> float:
+    """Σ over layers of 2 · Hkv · d numbers for each vision token that the layer reads and each token of the text, whose
+    image token the picture replaces."""
     text = config.text_config
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2.0 * text.num_hidden_layers * text.num_key_value_heads * width * tokens * dtype.itemsize
+    method: Any = from_dict(config.vision_compress)  # type: ignore[attr-defined]
+    read = method.read(patch_grid(config, side), text.num_hidden_layers)
+    return 2.0 * text.num_key_value_heads * width * dtype.itemsize * sum(tokens + text_tokens - 1 for tokens in read)
 
 
 def llava_flops(config: Any, side: int, text_tokens: int) -> dict[str, float]:
@@ -61,6 +64,9 @@ def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tupl
             length = count + text_tokens - 1
             embeddings = torch.empty(1, length, config.text_config.hidden_size)
             mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
+            watch = getattr(model.model, "watch", None)
+            if watch is not None:  # as in a prompt that begins with the picture
+                watch.image, watch.counts, watch.grid = torch.empty(1, length, dtype=torch.bool), [count], count
             hidden = model.model.language_model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
             model.lm_head(hidden[:, -text_tokens:])
         found["language"] = float(counter.get_total_flops())

@@ -8,6 +8,7 @@ as many as its compressor keeps. So all methods learn from the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Dinov2Config, LlamaConfig
 
-from fathom.cost.vision import kv_bytes, llava_flops, vision_tokens
+from fathom.cost.vision import kv_bytes, llava_flops, patch_grid, vision_tokens
 from fathom.data import DataConfig, PreparedData, collate, load_tokenizer
 from fathom.data.config import EMBEDDED
 from fathom.data.packing import IGNORED
@@ -157,7 +158,7 @@ class VQA(Task):
                 tower = AutoModel.from_pretrained(fields["tower"], dtype=torch.float32)
                 model.model.vision_tower.load_state_dict(tower.state_dict())
             if isinstance(fields.get("language"), str):
-                language = AutoModelForCausalLM.from_pretrained(fields["language"], dtype=torch.float32)
+                language: Any = AutoModelForCausalLM.from_pretrained(fields["language"], dtype=torch.float32)
                 if language.get_input_embeddings().weight.shape[0] < config.text_config.vocab_size:
                     language.resize_token_embeddings(config.text_config.vocab_size, mean_resizing=False)
                 model.model.language_model.load_state_dict(language.base_model.state_dict())
@@ -197,10 +198,10 @@ class VQA(Task):
         with torch.device("meta"):
             model: Any = self.model_class(type(config).from_dict(config.to_dict()))
         total = sum(weight.numel() for weight in model.parameters())
-        heads = [model.get_input_embeddings().weight, model.lm_head.weight]
+        heads: list[Any] = [model.get_input_embeddings().weight, model.lm_head.weight]
         tables = {id(weight): weight.numel() for weight in heads}  # a tied head is counted once
         flops = sum(llava_flops(config, self.side, block_size).values())
-        cache = kv_bytes(config, vision_tokens(config, self.side) + block_size - 1, dtype)
+        cache = kv_bytes(config, self.side, block_size, dtype)
         return Sizes(total, total - sum(tables.values()), flops / block_size, cache / block_size)
 
     def answer_flops(self, config, data, block_size, ran: Sequence[float] | None = None):
@@ -246,10 +247,18 @@ class VQA(Task):
 
     def forward(self, model: Any, **batch: Any) -> Any:
         """The image token of a row, its first, becomes as many as the model's compressor keeps."""
+        from fathom.vision import compress_vision, from_dict
+
         ids, labels, items = batch["input_ids"], batch["labels"], batch.get("num_items_in_batch")
-        count = vision_tokens(getattr(model, "module", model).config, self.side)
+        inner = getattr(model, "module", model)
+        method = from_dict(inner.config.vision_compress)
+        step = method.in_training() if model.training else method
+        count = step.count(patch_grid(inner.config, self.side))
         long = torch.cat((ids[:, :1].expand(-1, count), ids[:, 1:]), 1)
-        out = model(input_ids=long, pixel_values=batch["pixel_values"], logits_to_keep=ids.shape[1], use_cache=False)
+        with contextlib.nullcontext() if step == method else compress_vision(inner, None, step):
+            out = model(
+                input_ids=long, pixel_values=batch["pixel_values"], logits_to_keep=ids.shape[1], use_cache=False
+            )
         total = F.cross_entropy(
             out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
         )
