@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from transformers.models.llava_next.processing_llava_next import select_best_resolution
 
-from fathom.vision.base import Compressor, Grid, TowerCompressor
+from fathom.vision.base import Compressor, Grid, LanguageCompressor, TowerCompressor
 from fathom.vision.methods.mqt import MQT
 
 
@@ -51,6 +51,8 @@ class ProjectorAfter(Compressed):
             features = self.resampler(image_features, grid, asked.count(grid))  # type: ignore[attr-defined]
         else:
             features = asked(image_features, grid)
+        if isinstance(asked, LanguageCompressor):
+            self.watch.grid = features.shape[1]  # type: ignore[attr-defined]
         return super().forward(features)  # type: ignore[misc]
 
 

@@ -32,7 +32,7 @@ class Watch:
     seen: Seen | None = None  # by the tower
     image: Tensor | None = None  # where vision tokens are in the prompt [B, T]; None outside a prompt with pictures
     counts: list[int] = dataclasses.field(default_factory=list)  # vision tokens of each row
-    grid: int = 0  # vision tokens of one picture
+    grid: int = 0  # vision tokens of one picture, as the projector has last seen
     raters: list[Tensor] = dataclasses.field(default_factory=list)  # of each row
     weights: Tensor | None = None  # of the layer that has just run [B, heads, T, T]
     whole: Tensor | None = None  # states of all tokens, those left out as they were then
@@ -52,22 +52,16 @@ class WatchedModel:
     compressor: LanguageCompressor
     watch: Watch
 
-    def get_image_features(self, *arguments: Any, **kwargs: Any) -> Any:
-        output = super().get_image_features(*arguments, **kwargs)  # type: ignore[misc]
-        pooled = output.pooler_output if hasattr(output, "pooler_output") else output[1]
-        self.watch.grid = len(pooled[0])
-        return output
-
-    def forward(self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
         watch, name = self.watch, self.compressor.name
         watch.image = None
-        if pixel_values is not None:
+        if any(kwargs.get(given) is not None for given in ("pixel_values", "mm_encoder_outputs")):
             if input_ids is None:
                 raise ValueError(f"inputs_embeds: method {name!r} finds vision tokens by input_ids; give these")
             watch.image = input_ids == self.config.image_token_id  # type: ignore[attr-defined]
             watch.counts = watch.image.sum(-1).tolist()
         try:
-            return super().forward(input_ids=input_ids, pixel_values=pixel_values, **kwargs)  # type: ignore[misc]
+            return super().forward(input_ids=input_ids, **kwargs)  # type: ignore[misc]
         finally:
             watch.image = watch.weights = watch.whole = watch.kept = None
 

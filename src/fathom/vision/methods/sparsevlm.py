@@ -25,7 +25,7 @@ class SparseVLM(LanguageCompressor):
     tokens keep their positions, where the official code numbers them anew.
     """
 
-    layers: tuple[float, ...] = (2 / 32, 6 / 32, 15 / 32)
+    layers: tuple[float, ...] = (0.0625, 0.1875, 0.46875)
 
     name = "sparsevlm"
     paper = "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference, arXiv 2410.04417"

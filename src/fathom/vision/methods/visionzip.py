@@ -21,7 +21,7 @@ class VisionZip(TowerCompressor):
     features do not have here. Kept tokens stand in their old order. Ties: the earlier token.
     """
 
-    contextual: float = 10 / 64
+    contextual: float = 0.15625
 
     name = "visionzip"
     paper = "VisionZip: Longer is Better but Not Necessary in Vision Language Models, arXiv 2412.04467"
