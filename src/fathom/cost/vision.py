@@ -3,14 +3,18 @@ form."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+from collections import Counter
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel
 
 from fathom.vision import from_dict
+from fathom.vision.base import LanguageCompressor
 
 
 def patch_grid(config: Any, side: int) -> tuple[int, int]:
@@ -40,7 +44,7 @@ def kv_bytes(config: Any, side: int, text_tokens: int, dtype: torch.dtype) -> fl
 
 def llava_flops(config: Any, side: int, text_tokens: int) -> dict[str, float]:
     """FLOPs of one forward on a picture and a text, its image token included: `tower`, `projector` with the compressor,
-    and `language` with the head on the text."""
+    and `language` with the head on the text: each layer as one that reads so many tokens."""
     kind: Any = type(config)
     return dict(_counted(json.dumps(config.to_dict(), default=str), kind, side, text_tokens))
 
@@ -50,9 +54,17 @@ def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tupl
     from fathom.vision.checkpoints import FathomLlavaForConditionalGeneration
 
     config = kind.from_dict(json.loads(written))
-    count = vision_tokens(config, side)
+    grid = patch_grid(config, side)
+    method: Any = from_dict(config.vision_compress)  # type: ignore[attr-defined]
+    read = method.read(grid, config.text_config.num_hidden_layers)
+    stock = kind.from_dict({**config.to_dict(), "vision_compress": {"name": "all_tokens"}})
+    one_layer = copy.copy(config.text_config)
+    one_layer.num_hidden_layers = 1
     with torch.device("meta"), torch.no_grad():
-        model: Any = FathomLlavaForConditionalGeneration(config).eval()
+        model: Any = FathomLlavaForConditionalGeneration(
+            stock if isinstance(method, LanguageCompressor) else config
+        ).eval()
+        layer: Any = AutoModel.from_config(one_layer).eval()
         found = {}
         with FlopCounterMode(display=False) as counter:
             states = model.model.vision_tower(torch.empty(1, 3, side, side), output_hidden_states=True).hidden_states
@@ -61,13 +73,12 @@ def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tupl
             model.model.multi_modal_projector(states[config.vision_feature_layer][:, 1:])
         found["projector"] = float(counter.get_total_flops())
         with FlopCounterMode(display=False) as counter:
-            length = count + text_tokens - 1
-            embeddings = torch.empty(1, length, config.text_config.hidden_size)
-            mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
-            watch = getattr(model.model, "watch", None)
-            if watch is not None:  # as in a prompt that begins with the picture
-                watch.image, watch.counts, watch.grid = torch.empty(1, length, dtype=torch.bool), [count], count
-            hidden = model.model.language_model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
-            model.lm_head(hidden[:, -text_tokens:])
+            model.lm_head(torch.empty(1, text_tokens, config.text_config.hidden_size))
         found["language"] = float(counter.get_total_flops())
+        for tokens, layers in Counter(read).items():
+            length = tokens + text_tokens - 1
+            with FlopCounterMode(display=False) as counter:
+                mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
+                layer(inputs_embeds=torch.empty(1, length, one_layer.hidden_size), attention_mask=mask)
+            found["language"] += float(layers * counter.get_total_flops())
     return tuple(found.items())

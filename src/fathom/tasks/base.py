@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fathom.models.configuration import FathomConfig
+    from fathom.train.recipe import Recipe
 
 DEFAULT = "causal_lm"  # the task of a recipe that names none, and of files written before there were tasks
 
@@ -164,6 +165,10 @@ class Task:
 
     def make(self, config: Any, fields: dict[str, Any]) -> Any:
         """A new model of that config and a recipe's fields; None: as `model_class` makes it or reads a checkpoint."""
+        return None
+
+    def before(self, recipe: Recipe) -> Recipe | None:
+        """The training that a run of `recipe` begins with, from whose model it goes on; None: it begins anew."""
         return None
 
     def processor(self, data: PreparedData) -> Any:

@@ -30,7 +30,7 @@ from fathom.data.packing import IGNORED
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.local_paths import refuse_absent
-from fathom.models.method import check_range
+from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
 from fathom.tasks.encoders import padded
 from fathom.vision.scenes import KINDS, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, scene
@@ -51,12 +51,16 @@ class VQA(Task):
     scenes: how many different ones there are to learn from.
     questions: held-out ones.
     trains: all; the projector and the language model ("language"); or the projector alone.
+    align: examples of a stage before, in which the projector trains alone, as in LLaVA's first; 0: none.
+    align_lr: its peak learning rate.
     """
 
     side: int = 336
     scenes: int = 20_000
     questions: int = 4 * PERIOD
     trains: Literal["all", "language", "projector"] = "all"
+    align: int = 0
+    align_lr: float = 1e-3
 
     summary = "Answer questions about generated scenes of shapes and words."
     scores = (
@@ -86,6 +90,8 @@ class VQA(Task):
         check_range("task vqa", "side", self.side, 1)
         check_range("task vqa", "scenes", self.scenes, 1)
         check_range("task vqa", "questions", self.questions, PERIOD)
+        check_range("task vqa", "align", self.align, 0)
+        check_number("task vqa", "align_lr", self.align_lr, 0)
         if self.trains not in ("all", "language", "projector"):
             raise ValueError(f"task vqa option trains={self.trains!r}: use 'all', 'language' or 'projector'")
 
@@ -170,6 +176,14 @@ class VQA(Task):
             model.lm_head.requires_grad_(False)
         return model
 
+    def before(self, recipe):
+        if not self.align:
+            return None
+        training = dataclasses.replace(recipe.training, examples=self.align, tokens=None, lr=self.align_lr)
+        return dataclasses.replace(
+            recipe, task=dataclasses.replace(self, trains="projector", align=0), training=training
+        )
+
     def sections(self, config):
         return {"vision_compress": config.vision_compress}
 
@@ -237,7 +251,11 @@ class VQA(Task):
         if validation is not None:
             targets = int((validation["labels"][:] != IGNORED).sum())
             size = sum(len(scene(data.seed, number, True).answer.encode()) for number in range(self.questions))
-        return PreparedData(training, validation, tokenizer, targets, size)
+        notes = (
+            f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
+            f"{self.align_lr:g}; lengths and FLOPs are without these.",
+        )
+        return PreparedData(training, validation, tokenizer, targets, size, notes=notes if self.align else ())
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate(examples)
@@ -359,7 +377,10 @@ def part_config(where: str, given: Any, kind: Any, defaults: dict[str, Any]) -> 
     """The config in a folder, or of a mapping of fields."""
     if isinstance(given, str):
         refuse_absent(given, f"{where}={given!r}")
-        return AutoConfig.from_pretrained(given)
+        try:
+            return AutoConfig.from_pretrained(given)
+        except OSError as error:  # the hub's message need not name it
+            raise ValueError(f"{where}={given!r}: no config.json could be read ({error})") from error
     if not isinstance(given, dict):
         raise ValueError(f"{where}={given!r}: name a folder, or give fields of {kind.__name__}")
     known = {field.name for field in dataclasses.fields(kind)}

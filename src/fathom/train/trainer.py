@@ -6,6 +6,7 @@ A run has one folder:
     metrics.jsonl   metrics.py
     checkpoint-N/   everything needed to resume, checkpoints.py
     model/          the trained model and its tokenizer, an ordinary Hugging Face checkpoint
+    before/         the run that this one begins with, where the task has one
     result.json     appears last: the run is finished
 
 Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`); the model knows nothing of them.
@@ -54,6 +55,7 @@ from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
 from fathom.writing import naming, write_json
 
 MODEL = "model"
+BEFORE = "before"
 RESULT = "result.json"
 FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
 # Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
@@ -239,8 +241,12 @@ def train_run(
     flops_per_token = task.training_flops(config, recipe.data.block_size, training.gradient_checkpointing)
     if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    before, begun = task.before(recipe), None
+    if before is not None:
+        assert isinstance(before.training.lr, float)
+        begun = train_run(before, method, seed=seed, folder=folder / BEFORE, data=data, lr=before.training.lr)
     set_seed(seed)
-    model = _make_model(recipe, method, config)
+    model = _make_model(recipe, method, config, begun)
     freeze(model, training.trains)
     if training.compile in ("layers", "graphs") and not hasattr(model, "depth"):
         raise ValueError(f"training.compile={training.compile!r}: {task.name} models have no such layers; use true")
@@ -494,9 +500,10 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`."""
-    made = recipe.task.make(config, {**recipe.model, **method.fields})
+def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig, begun: TrainResult | None) -> Any:
+    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or the run that came before."""
+    came_before = {} if begun is None else {"checkpoint": str(begun.model)}
+    made = recipe.task.make(config, {**recipe.model, **method.fields, **came_before})
     if made is not None:
         return made
     checkpoint = recipe.model.get("checkpoint")
