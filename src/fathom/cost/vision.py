@@ -58,13 +58,13 @@ def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tupl
     method: Any = from_dict(config.vision_compress)  # type: ignore[attr-defined]
     read = method.read(grid, config.text_config.num_hidden_layers)
     stock = kind.from_dict({**config.to_dict(), "vision_compress": {"name": "all_tokens"}})
-    one_layer = copy.copy(config.text_config)
-    one_layer.num_hidden_layers = 1
+    empty, one_layer = copy.copy(config.text_config), copy.copy(config.text_config)
+    empty.num_hidden_layers, one_layer.num_hidden_layers = 0, 1
     with torch.device("meta"), torch.no_grad():
         model: Any = FathomLlavaForConditionalGeneration(
             stock if isinstance(method, LanguageCompressor) else config
         ).eval()
-        layer: Any = AutoModel.from_config(one_layer).eval()
+        without, layer = (AutoModel.from_config(text).eval() for text in (empty, one_layer))
         found = {}
         with FlopCounterMode(display=False) as counter:
             states = model.model.vision_tower(torch.empty(1, 3, side, side), output_hidden_states=True).hidden_states
@@ -75,10 +75,16 @@ def _counted(written: str, kind: Any, side: int, text_tokens: int) -> tuple[tupl
         with FlopCounterMode(display=False) as counter:
             model.lm_head(torch.empty(1, text_tokens, config.text_config.hidden_size))
         found["language"] = float(counter.get_total_flops())
+        found["language"] += _run(without, read[0] + text_tokens - 1)
         for tokens, layers in Counter(read).items():
             length = tokens + text_tokens - 1
-            with FlopCounterMode(display=False) as counter:
-                mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
-                layer(inputs_embeds=torch.empty(1, length, one_layer.hidden_size), attention_mask=mask)
-            found["language"] += float(layers * counter.get_total_flops())
+            found["language"] += layers * (_run(layer, length) - _run(without, length))
     return tuple(found.items())
+
+
+def _run(model: Any, length: int) -> float:
+    """FLOPs of one forward of a language model on the meta device, without its head."""
+    mask = torch.empty(1, 1, length, length)  # without one, transformers would look for packed documents
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=torch.empty(1, length, model.config.hidden_size), attention_mask=mask)
+    return float(counter.get_total_flops())
