@@ -35,6 +35,14 @@ def fitting(grid: Grid, tokens: int) -> Grid | None:
 class Compressor(ABC):
     """One way to make fewer vision tokens. Subclasses are frozen dataclasses whose fields are the method's options.
 
+    `invariants` names what a method promises beside what all do (tests/vision/test_vision_invariants.py):
+        "identity": with all tokens kept nothing changes.
+        "linear": in the features.
+        "channels": each channel is treated alike and by itself.
+        "scale": multiplying all features multiplies what is kept.
+        "transpose": turning the grid turns what is kept.
+        "subset": every kept token is one of the features', in their order.
+
     tokens: vision tokens kept of every image, tile or frame; None where `ratio` says it.
     """
 
@@ -46,6 +54,7 @@ class Compressor(ABC):
     summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
     equation: ClassVar[str]
     role: ClassVar[str] = "baseline"  # or "method"
+    invariants: ClassVar[tuple[str, ...]] = ()
     makes_a_grid: ClassVar[bool] = False  # what is kept is a smaller grid, so that 2-D positions have a meaning
 
     def __post_init__(self) -> None:
@@ -102,8 +111,9 @@ class Seen:
     def attention(self, heads: int | None = None) -> Float[Tensor, "B heads n"]:
         """softmax(q_cls Kᵀ / √d) of every patch, in so many heads; the CLS token's own share is left out."""
         heads = self.heads if heads is None else heads
-        query = self.query.unflatten(-1, (heads, -1)).float()  # [B, heads, d]
-        keys = self.keys.unflatten(-1, (heads, -1)).float()  # [B, 1+n, heads, d]
+        wide = torch.promote_types(self.keys.dtype, torch.float32)
+        query = self.query.unflatten(-1, (heads, -1)).to(wide)  # [B, heads, d]
+        keys = self.keys.unflatten(-1, (heads, -1)).to(wide)  # [B, 1+n, heads, d]
         scores = (query[:, None] * keys).sum(-1) / math.sqrt(query.shape[-1])  # [B, 1+n, heads]
         return scores.softmax(1)[:, 1:].transpose(1, 2)
 

@@ -169,7 +169,7 @@ class ThinnedLayer:
                 rows.append(place[real])
                 continue
             asks = (place[:, None] == watch.raters[row]).to(watch.weights.dtype).argmax(0)
-            scores = watch.weights[row].float().mean(0)[asks].mean(0)[image]
+            scores = watch.weights[row].mean(0)[asks].mean(0)[image]
             pictures = watch.counts[row] // watch.grid
             kept, changed = self.compressor.keep(scores, states[row][image], left * pictures)
             stay = place[image][kept]

@@ -21,6 +21,7 @@ class FastV(LanguageCompressor):
     paper = "An Image is Worth 1/2 Tokens After Layer 2, arXiv 2403.06764"
     summary = "After layer K of the language model keep the vision tokens that the last token attends to most."
     equation = "S = top_m mean_heads A_K[last, :], for layers K+1 … L"
+    invariants = ("identity", "linear", "channels", "scale", "subset")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,7 @@ class PruMerge(TowerCompressor):
     paper = "LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models, arXiv 2403.15388"
     summary = "Keep the vision tokens that the CLS token attends to most, and add to each what has similar keys."
     equation = "S = top_m a,  a = softmax(q_cls Kᵀ/√C);  y_i = x_i + Σ_{j ∈ kNN(k_i)} a_j x_j"
+    invariants = ("linear", "channels", "scale")
 
     next_layer = True
 
@@ -40,7 +41,7 @@ class PruMerge(TowerCompressor):
         assert seen is not None
         attention = seen.attention(heads=1)[:, 0]  # [B, n]
         index = attention.argsort(dim=-1, descending=True, stable=True)[:, : self.count(grid)].sort(-1).values
-        unit = F.normalize(seen.keys[:, 1:].float(), dim=-1)
+        unit = F.normalize(seen.keys[:, 1:].to(attention.dtype), dim=-1)
         rows = torch.arange(len(index), device=index.device)[:, None]
         similarity = unit[rows, index] @ unit.transpose(1, 2)  # [B, m, n]
         similarity = similarity.scatter(-1, index[..., None], -torch.inf)  # not itself

@@ -31,6 +31,7 @@ class SparseVLM(LanguageCompressor):
     paper = "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference, arXiv 2410.04417"
     summary = "In some layers keep the vision tokens that relevant text attends to, and merge some of the others."
     equation = "S_ℓ = top mean_{r ∈ R} A_ℓ[r, :];  R = {t : mean_v softmax_t(x_v·x_t) > mean}"
+    invariants = ("identity",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

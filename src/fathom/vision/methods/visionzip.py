@@ -27,6 +27,7 @@ class VisionZip(TowerCompressor):
     paper = "VisionZip: Longer is Better but Not Necessary in Vision Language Models, arXiv 2412.04467"
     summary = "Keep the vision tokens that the CLS token attends to most, and merge the others to a few."
     equation = "D = top_{m−c} Σ_heads softmax(q_cls Kᵀ/√d);  y_t = x_t + mean{x_j : t = argmax_t' cos(k_j, k_t')}"
+    invariants = ("identity", "linear", "channels", "scale")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,8 +38,10 @@ class VisionZip(TowerCompressor):
         assert seen is not None
         count = self.count(grid)
         merged = min(round(self.contextual * count), count - 1)
-        keys = F.normalize(seen.keys[:, 1:].unflatten(-1, (seen.heads, -1)).float().mean(2), dim=-1)  # [B, n, d]
-        order = seen.attention().sum(1).argsort(dim=-1, descending=True, stable=True)
+        attention = seen.attention()
+        keys = seen.keys[:, 1:].unflatten(-1, (seen.heads, -1)).to(attention.dtype).mean(2)  # [B, n, d]
+        keys = F.normalize(keys, dim=-1)
+        order = attention.sum(1).argsort(dim=-1, descending=True, stable=True)
         dominant, others = order[:, : count - merged], order[:, count - merged :].sort(-1).values
         if not merged:
             return _at(features, dominant.sort(-1).values)
