@@ -126,10 +126,22 @@ def contextual_decoder(folder: Path) -> dict[str, Any]:
     return {**latent_diffusion(folder), "task": {"name": "contextual_decoder", "word_dropout": 0.1, "examples": 3}}
 
 
+def vqa(folder: Path) -> dict[str, Any]:
+    language = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {
+        "tower": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+        "language": {**language, "num_key_value_heads": 1},
+        "vision_compress": {"name": "fourier_vlm", "tokens": 4},
+    }
+    task = {"name": "vqa", "side": 16, "scenes": 60, "questions": 72}
+    return {"task": task, "model": model, "data": {"tokenizer": {"bpe": 480}, "block_size": 32}}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "causal_lm": causal_lm, "sft": sft, "seq2seq": seq2seq, "classification": classification,
     "masked_diffusion": masked_diffusion, "text_to_sql": text_to_sql, "table_to_text": table_to_text,
     "audiovideo": audiovideo, "latent_diffusion": latent_diffusion, "contextual_decoder": contextual_decoder,
+    "vqa": vqa,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import yaml
 from cases import CASES, recipe
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import TrainerCallback
+from transformers import AutoProcessor, TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.audiovideo import FlowMatchPairScheduler, MovaPipeline, joint_forward
@@ -31,6 +31,7 @@ from fathom.report.compare import compare
 from fathom.report.results import Results
 from fathom.tasks import Task, lookup, tasks
 from fathom.train import MethodConfig, Recipe, TrainResult, load_recipe, train_run
+from fathom.vision.scenes import scene
 from tiny import SIZES, perturb
 
 VANILLA = MethodConfig("vanilla")
@@ -312,7 +313,26 @@ def of_vectors(task: str, data: PreparedData, model: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM) -> dict[str, float]:
+def of_questions(model: Any, folder: Path) -> dict[str, float]:
+    """Every picture and question through the saved processor and generate()."""
+    processor, right = AutoProcessor.from_pretrained(folder), {}
+    for number in range(72):
+        asked = scene(0, number, True)
+        inputs = processor(
+            images=asked.draw(16), text=f"<image>\n{asked.question}\n", return_tensors="pt", add_special_tokens=False
+        )
+        assert (inputs["input_ids"] == processor.image_token_id).sum() == 4
+        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        fits = processor.tokenizer.decode(out, skip_special_tokens=True) == asked.answer
+        size = f"{'words' if asked.kind == 'read' else 'objects'}_{asked.size}"
+        for name in ("accuracy", asked.kind, size, *(("new_scenes",) if asked.new else ())):
+            right.setdefault(name, []).append(fits)
+    return {name: sum(found) / len(found) for name, found in right.items()}
+
+
+def independent_scores(
+    task: str, recipe: Recipe, data: PreparedData, model: FathomForCausalLM, folder: Path
+) -> dict[str, float]:
     """Row by row from the files, with nothing of the task but its tokenizer."""
     tokenizer = data.tokenizer
     if task == "causal_lm":
@@ -345,6 +365,8 @@ def independent_scores(task: str, recipe: Recipe, data: PreparedData, model: Fat
         return of_clips(recipe, data, model)
     if task in ("latent_diffusion", "contextual_decoder"):
         return of_vectors(task, data, model)
+    if task == "vqa":
+        return of_questions(model, folder)
     rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
     if task == "classification":
         said = [int(model(torch.tensor([tokenizer(row["text"])["input_ids"]])).logits.argmax()) for row in rows]
@@ -372,7 +394,7 @@ def test_scores_are_those_of_the_files(trained, task):
     loaded, data, result = trained[task]
     model = loaded.task.model_class.from_pretrained(result.model).eval()
     with torch.no_grad():
-        expected = independent_scores(task, loaded, data, model)
+        expected = independent_scores(task, loaded, data, model, result.model)
     # gaps are differences of losses in fp32
     assert {name: result.scores[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert set(result.scores) == {score.name for score in loaded.task.scores}
@@ -408,6 +430,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path
         "audiovideo": {"made": 3},
         "latent_diffusion": {"draws": 3},
         "contextual_decoder": {"examples": 4},
+        "vqa": {"trains": "language"},
     }
     if task == "audiovideo":
         changed: Any = dataclasses.replace(loaded.task, **options[task])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.fft import dctn, idctn
+from vision_cases import NOT_ALL, applied, method_of
 
 from fathom.ops.dct import resample_grid
 from fathom.vision import METHODS, from_dict
@@ -62,19 +63,21 @@ def test_identities_of_the_low_pass():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_keeps_what_it_says(name):
     """Shape and dtype; rows alone equal rows in a batch; with all tokens kept nothing changes (but coefficients)."""
-    grid = (6, 6)
-    method = from_dict({"name": name, **({"tokens": 9} if name != "all_tokens" else {})})
+    grid, method = (6, 6), method_of(name, 9)
+    kept = 36 if name == "all_tokens" else 9
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        x = features(grid, batch=3, dtype=dtype)
-        found = method(x, grid)
-        assert found.dtype == dtype and found.shape == (3, method.count(grid), 5)
+        x = features(grid, channels=8, batch=3, dtype=dtype)
+        found = applied(method, x, grid)
+        assert found.dtype == dtype and found.shape == (3, kept, 8)
         assert torch.isfinite(found).all()
-    x = features(grid, batch=3)
-    assert torch.allclose(method(x, grid), torch.cat([method(row[None], grid) for row in x]), atol=1e-12)
-    if name != "dct_coefficients":
-        every = from_dict({"name": name, **({"tokens": 36} if name != "all_tokens" else {})})
-        assert torch.allclose(every(x, grid), x, atol=1e-10)
+    x = features(grid, channels=8, batch=3)
+    found = applied(method, x, grid)
+    assert torch.allclose(found, torch.cat([applied(method, row[None], grid) for row in x]), atol=1e-6)
+    if name not in NOT_ALL:
+        assert torch.allclose(applied(method_of(name, 36), x, grid), x, atol=1e-10)
     assert from_dict(method.to_dict()) == method and dataclasses.is_dataclass(method)
+    with pytest.raises(ValueError, match=r"use at most that|there are 36 queries"):
+        method_of("divprune" if name == "all_tokens" else name, 37).count(grid)
 
 
 def test_coefficients_are_scipys():

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from test_compressors import by_scipy
-from vision_cases import pair, picture
+from vision_cases import OWN_WEIGHTS, method_of, pair, picture
 
 from fathom.vision import METHODS, compress_vision, convert_vision, from_dict
 
@@ -169,15 +169,21 @@ def test_gradients_pass_and_saving_within_the_block_saves_the_stock_model(family
     assert stock(**inputs).logits.equal(model.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN_WEIGHTS])
 @torch.no_grad()
 def test_every_method_serves_llava(name):
     model, processor = pair("llava")
-    method = from_dict({"name": name, **({"tokens": 9} if name != "all_tokens" else {})})
+    expected, method = model(**batch("llava", processor)).logits, method_of(name, 9)
     with compress_vision(model, processor, method):
         inputs = batch("llava", processor)
         assert (inputs.input_ids == 2).sum() == 4 * method.count((6, 6))
-        assert torch.isfinite(model(**inputs).logits).all()
+        logits = model(**inputs).logits
+        assert torch.isfinite(logits).all() and logits.shape[:2] == inputs.input_ids.shape
+        for row in range(3):
+            alone = batch("llava", processor, (row,))
+            one = model(**alone).logits[0]
+            assert (logits[row, -len(one) :] - one).abs().max() < 2e-5 * one.abs().max()
+    assert model(**batch("llava", processor)).logits.equal(expected)
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next"])

@@ -42,6 +42,10 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
     rows = {row["method"]: row for row in json.loads(out)}
     assert set(rows) == set(METHODS)
     full, layers, heads, width = rows.pop("all_tokens"), 2, 1, 8
+    assert "the language model has 2 layers; use less" in rows.pop("fastv")["refused"]
+    assert "weights of its own" in rows.pop("mqt")["refused"]
+    late = rows.pop("sparsevlm")  # its first layer reads all
+    assert late["vision_tokens"] == 36 and full["kv_bytes"] - late["kv_bytes"] == 2 * heads * width * (36 - 9) * 4
     assert full["vision_tokens"] == 36 and {row["vision_tokens"] for row in rows.values()} == {9}
     for row in rows.values():
         assert full["kv_bytes"] - row["kv_bytes"] == 2 * layers * heads * width * (36 - 9) * 4

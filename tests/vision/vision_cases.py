@@ -11,6 +11,9 @@ import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from fathom.vision import from_dict
+from fathom.vision.base import LanguageCompressor, Seen, TowerCompressor
+
 WORDS = ("<pad>", "<unk>", "<image>", "<|image_pad|>", "<|video_pad|>", "a", "red", "cat", "what", "is", "this")
 TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -94,6 +97,42 @@ class QwenProcessor(hf.Qwen2_5_VLProcessor):
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id, self.video_token_id = 3, 4
         hf.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+# What methods need on models of two layers and eight channels, beside `tokens`
+OPTIONS: dict[str, dict[str, Any]] = {"fastv": {"layer": 1}, "mqt": {"queries": 36, "heads": 2}}
+OWN_WEIGHTS = ("mqt",)
+NOT_ALL = ("dct_coefficients", "prumerge", "mqt")  # which change tokens even where all of them are kept
+
+
+def method_of(name: str, tokens: int) -> Any:
+    if name == "all_tokens":
+        return from_dict({"name": name})
+    return from_dict({"name": name, "tokens": tokens, **OPTIONS.get(name, {})})
+
+
+def seen_by(x: torch.Tensor) -> Seen:
+    """What a tower of two heads might have attended to, another thing for every row, the same for equal rows."""
+    mixing = torch.randn(2, x.shape[-1], 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(x)
+    keys = x @ mixing[0]
+    return Seen((x.mean(1) @ mixing[1]), torch.cat((keys.mean(1, keepdim=True), keys), 1), 2)
+
+
+def applied(method: Any, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """What is left of features [B, n, C], whatever kind the method is of."""
+    if isinstance(method, TowerCompressor):
+        return method(x, grid, seen_by(x))
+    if isinstance(method, LanguageCompressor):
+        assert method(x, grid).equal(x) and method.count(grid) == x.shape[1]
+        (left,) = {1: method.stages(x.shape[1], 2)}[1].values()
+        scores = x.float().square().mean(-1)
+        return torch.stack([method.keep(score, row, left)[1] for score, row in zip(scores, x)])
+    if method.name in OWN_WEIGHTS:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            resampler = method.resampler(x.shape[-1]).to(x.dtype)
+        return resampler(x, grid, method.count(grid)).detach()
+    return method(x, grid)
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

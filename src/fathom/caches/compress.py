@@ -428,6 +428,11 @@ def _ropes(
         raise ValueError(
             f"{type(method).__name__} stores unrotated keys, but {family} has no rotary positions: {remedy}"
         )
+    if versions.positions_have_axes(model):
+        raise ValueError(
+            f"{type(method).__name__} gives stored keys positions of its own, but pictures of {family} have positions "
+            f"on several axes (mrope_section): {remedy}"
+        )
     kind, depth = versions.rope_type(model), versions.depth(model)
     if not kind:
         return {}

@@ -189,6 +189,12 @@ def rope_type(model: PreTrainedModel) -> str:
     return "" if parameters is None else parameters.get("rope_type", "default")
 
 
+def positions_have_axes(model: PreTrainedModel) -> bool:
+    """Whether tokens of pictures have positions of time, row and column, each for a section of a head's channels."""
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    return "mrope_section" in parameters
+
+
 def rotary_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, R] of the model's rotary module at these positions."""
     if "layer_type" in inspect.signature(rotary.forward).parameters:

@@ -202,7 +202,9 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
             changed = [f"{key}={value}" for key, value in section.items() if value != plain[key]]
             said.append(f"{section['name']} ({', '.join(changed)})" if changed else section["name"])
             continue
-        known = registry in ENCODER_PLAIN or registry in SECTIONS  # a task's own section says only what is not its default
+        known = (
+            registry in ENCODER_PLAIN or registry in SECTIONS
+        )  # a task's own section says only what is not its default
         if known and section["name"] in (
             (ENCODER_PLAIN[registry],) if registry in ENCODER_PLAIN else SECTIONS[registry].plain
         ):

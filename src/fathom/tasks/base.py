@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fathom.models.configuration import FathomConfig
+    from fathom.train.recipe import Recipe
 
 DEFAULT = "causal_lm"  # the task of a recipe that names none, and of files written before there were tasks
 
@@ -174,6 +175,14 @@ class Task:
     def remarks(self, scores: Mapping[str, float | None]) -> list[str]:
         """What the page must say of a run with these scores, beside them."""
         return []
+
+    def before(self, recipe: Recipe) -> Recipe | None:
+        """The training that a run of `recipe` begins with, from whose model it goes on; None: it begins anew."""
+        return None
+
+    def processor(self, data: PreparedData) -> Any:
+        """What is saved beside a trained model: the tokenizer, or what holds it."""
+        return data.tokenizer
 
     def sections(self, config: Any) -> dict[str, dict[str, Any]]:
         """The methods of a model, section by section."""

@@ -6,6 +6,7 @@ A run has one folder:
     metrics.jsonl   metrics.py
     checkpoint-N/   everything needed to resume, checkpoints.py
     model/          the trained model and its tokenizer, an ordinary Hugging Face checkpoint
+    before/         the run that this one begins with, where the task has one
     result.json     appears last: the run is finished
 
 Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`); the model knows nothing of them.
@@ -55,6 +56,7 @@ from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_c
 from fathom.writing import naming, write_json
 
 MODEL = "model"
+BEFORE = "before"
 RESULT = "result.json"
 FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
 # Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
@@ -242,8 +244,12 @@ def train_run(
     flops_per_token = task.training_flops(config, recipe.data.block_size, training.gradient_checkpointing)
     if training.compile:  # of many models in one process, those past the limit would run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    before, begun = task.before(recipe), None
+    if before is not None:
+        assert isinstance(before.training.lr, float)
+        begun = train_run(before, method, seed=seed, folder=folder / BEFORE, data=data, lr=before.training.lr)
     set_seed(seed)
-    model = _make_model(recipe, method, config, data)
+    model = _make_model(recipe, method, config, data, begun)
     parameters = sum(weight.numel() for weight in model.parameters())  # before anything shards them or stands beside
     freeze(model, recipe.trains(method))
     if recipe.trains(method) == "lora":
@@ -280,7 +286,7 @@ def train_run(
         args=arguments,
         train_dataset=order,
         eval_dataset=data.validation,
-        processing_class=data.tokenizer,
+        processing_class=task.processor(data),
     )
     if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
         raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
@@ -556,9 +562,13 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_model(recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint`; or as the task says."""
-    own = recipe.task.new_model(config, {**recipe.model, **method.fields}, data)
+def _make_model(
+    recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData, begun: TrainResult | None
+) -> Any:
+    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or the run that came before; or as
+    the task says."""
+    came_before = {} if begun is None else {"checkpoint": str(begun.model)}
+    own = recipe.task.new_model(config, {**recipe.model, **method.fields, **came_before}, data)
     if own is not None:
         return own
     checkpoint = recipe.model.get("checkpoint")

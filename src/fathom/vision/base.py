@@ -2,7 +2,9 @@
 
     image → vision tower → features of a grid of patches [B, H·W, C] → compressor → [B, m, C] → language model
 
-Where in a model that happens, and how its processor and positions follow, is the family's affair (`families.py`).
+Where in a model that happens, and how its processor and positions follow, is the family's affair (`families.py`). Two
+kinds need more than the features: a `TowerCompressor` what the tower attended to, a `LanguageCompressor` what the
+language model attends to, between whose layers it leaves tokens out.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from abc import ABC, abstractmethod
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
 Grid = tuple[int, int]  # rows and columns of tokens
 
@@ -32,6 +35,14 @@ def fitting(grid: Grid, tokens: int) -> Grid | None:
 class Compressor(ABC):
     """One way to make fewer vision tokens. Subclasses are frozen dataclasses whose fields are the method's options.
 
+    `invariants` names what a method promises beside what all do (tests/vision/test_vision_invariants.py):
+        "identity": with all tokens kept nothing changes.
+        "linear": in the features.
+        "channels": each channel is treated alike and by itself.
+        "scale": multiplying all features multiplies what is kept.
+        "transpose": turning the grid turns what is kept.
+        "subset": every kept token is one of the features', in their order.
+
     tokens: vision tokens kept of every image, tile or frame; None where `ratio` says it.
     """
 
@@ -43,6 +54,7 @@ class Compressor(ABC):
     summary: ClassVar[str]  # one line for `fathom methods`, which reads the sources: write literals
     equation: ClassVar[str]
     role: ClassVar[str] = "baseline"  # or "method"
+    invariants: ClassVar[tuple[str, ...]] = ()
     makes_a_grid: ClassVar[bool] = False  # what is kept is a smaller grid, so that 2-D positions have a meaning
 
     def __post_init__(self) -> None:
@@ -73,6 +85,93 @@ class Compressor(ABC):
     def flops(self, grid: Grid, channels: int) -> int:
         """FLOPs of one call for one grid, in closed form."""
         return 0
+
+    def read(self, grid: Grid, layers: int) -> list[int]:
+        """Vision tokens of a grid that each layer of the language model reads."""
+        return [self.count(grid)] * layers
+
+    def resampler(self, channels: int) -> nn.Module | None:
+        """The module with a method's weights, for features of so many channels; it takes features, grid, count."""
+        return None
+
+    def in_training(self) -> Compressor:
+        """The compressor of one training step."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one layer of a tower attended to: the CLS token's query [B, C], the keys of that token and of all patches
+    [B, 1+n, C], neither split into heads, and the number of heads."""
+
+    query: Float[Tensor, "B C"]
+    keys: Float[Tensor, "B n1 C"]
+    heads: int
+
+    def attention(self, heads: int | None = None) -> Float[Tensor, "B heads n"]:
+        """softmax(q_cls Kᵀ / √d) of every patch, in so many heads; the CLS token's own share is left out."""
+        heads = self.heads if heads is None else heads
+        wide = torch.promote_types(self.keys.dtype, torch.float32)
+        query = self.query.unflatten(-1, (heads, -1)).to(wide)  # [B, heads, d]
+        keys = self.keys.unflatten(-1, (heads, -1)).to(wide)  # [B, 1+n, heads, d]
+        scores = (query[:, None] * keys).sum(-1) / math.sqrt(query.shape[-1])  # [B, 1+n, heads]
+        return scores.softmax(1)[:, 1:].transpose(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerCompressor(Compressor):
+    """A compressor that reads what the tower's CLS token attended to.
+
+    next_layer: whether that is in the layer that reads the features, else in the one that wrote them.
+    """
+
+    next_layer: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(
+        self, features: Float[Tensor, "B n C"], grid: Grid, seen: Seen | None = None
+    ) -> Float[Tensor, "B m C"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageCompressor(Compressor):
+    """A method that leaves vision tokens out between layers of the language model; at last `tokens` are left.
+
+    All vision tokens enter the language model, so their placeholders stay. Kept tokens keep their positions.
+    """
+
+    def count(self, grid: Grid) -> int:
+        super().count(grid)
+        return grid[0] * grid[1]
+
+    def __call__(self, features, grid):
+        self.count(grid)
+        return features
+
+    def read(self, grid: Grid, layers: int) -> list[int]:
+        found, now = [], grid[0] * grid[1]
+        after = self.stages(now, layers)
+        for layer in range(layers):
+            found.append(now)
+            now = after.get(layer, now)
+        return found
+
+    @abstractmethod
+    def stages(self, tokens: int, layers: int) -> dict[int, int]:
+        """Of `tokens` vision tokens of a picture, how many are left after which layers (counted from 0)."""
+
+    def raters(self, embeddings: Float[Tensor, "T C"], image: Bool[Tensor, " T"]) -> Int[Tensor, " r"]:
+        """Places in one prompt of the tokens whose attention counts: the last one."""
+        return torch.tensor([len(image) - 1], device=image.device)
+
+    @abstractmethod
+    def keep(
+        self, scores: Float[Tensor, " v"], states: Float[Tensor, "v C"], count: int
+    ) -> tuple[Int[Tensor, " m"], Float[Tensor, "m C"]]:
+        """Which of the vision tokens of one prompt stay (in order), and their states.
+
+        scores: attention that each gets from the raters, the mean over heads and raters.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

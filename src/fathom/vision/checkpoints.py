@@ -35,6 +35,7 @@ from fathom.vision.configuration import (
     FathomSmolVLMConfig,
 )
 from fathom.vision.methods import from_dict
+from fathom.vision.methods.mqt import MQT
 from fathom.writing import naming, write_json
 
 
@@ -45,8 +46,18 @@ class CompressedModel:
         super().__init__(config, *arguments, **kwargs)  # type: ignore[call-arg]
         family, compressor = family_of(config.model_type), from_dict(config.vision_compress)
         check(family, compressor)
-        for part, added in parts_of(self, family):  # type: ignore[arg-type]
-            put(part, added, compressor)
+        if family.watched:
+            resampler = compressor.resampler(config.vision_config.hidden_size)
+            if resampler is not None:
+                self.model.multi_modal_projector.resampler = resampler  # type: ignore[attr-defined]
+        parts, watch = parts_of(self, family, compressor)
+        for part, added in parts:
+            put(part, added, compressor, watch)
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **kwargs: Any) -> None:
+        """As in transformers, but under the names that weights have in memory: the Trainer, which goes on from a
+        checkpoint, does not rename what it reads."""
+        super().save_pretrained(save_directory, *arguments, **{"save_original_format": False, **kwargs})  # type: ignore[misc]
 
 
 class FathomLlavaForConditionalGeneration(CompressedModel, LlavaForConditionalGeneration):
@@ -128,6 +139,10 @@ def convert_vision(folder: str | Path, out: str | Path, method: Compressor) -> N
         raise FileExistsError(f"{out}: it exists already; choose another folder")
     stock_config = AutoConfig.from_pretrained(folder)
     check(family_of(stock_config.model_type), method)
+    if isinstance(method, MQT):
+        raise ValueError(
+            f"method={method.name!r}: it has weights of its own, which no stock checkpoint has; see task vqa"
+        )
     name = stock_config.model_type.removeprefix("fathom_")
     config_class, model_class, stock_processor = CLASSES[name]
     stock = stock_of(model_class).from_pretrained(folder)

@@ -12,8 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from fathom.vision.base import Compressor
+from fathom.vision.base import Compressor, LanguageCompressor, TowerCompressor
 from fathom.vision.families import FAMILIES, REFUSED, Family
+from fathom.vision.methods.mqt import MQT
+from fathom.vision.watching import ThinnedLayer, TowerAttention, Watch, WatchedAttention, WatchedModel, check_backend
+
+TOWERS = ("clip_vision_model", "dinov2")  # they have a CLS token, whose attention can be watched
 
 
 def family_of(model_type: str) -> Family:
@@ -27,13 +31,18 @@ def family_of(model_type: str) -> Family:
 
 
 def check(family: Family, compressor: Compressor) -> None:
-    """Raises ValueError where the model needs a grid and the method gives none."""
+    """Raises ValueError where the model needs a grid and the method gives none, or the method more than features."""
     if not isinstance(compressor, Compressor):
         raise ValueError(f"method={compressor!r}: give a compressor, such as FourierVLM(tokens=144)")
     if family.needs_grid and not compressor.makes_a_grid:
         raise ValueError(
             f"method={compressor.name!r}: {family.title} gives every vision token a place in a grid, and this method "
             "keeps no grid; use one that does, such as fourier_vlm or average_pooling"
+        )
+    if isinstance(compressor, TowerCompressor | LanguageCompressor | MQT) and not family.watched:
+        raise ValueError(
+            f"method={compressor.name!r}: it reads more than a picture's features, which is built for LLaVA alone, not "
+            f"{family.title}; use another, such as fourier_vlm"
         )
 
 
@@ -50,16 +59,56 @@ def plain_class(instance: Any) -> type:
     return getattr(type(instance), "plain", type(instance))
 
 
-def put(instance: Any, added: type, compressor: Compressor) -> None:
-    """Let this instance ask the compressor."""
+def put(instance: Any, added: type, compressor: Compressor, watch: Watch | None = None) -> None:
+    """Let this instance ask the compressor, and see what the model's other instances note."""
     instance.__class__ = with_compressor(added, plain_class(instance))
     instance.__dict__["compressor"] = compressor
+    if watch is not None:
+        instance.__dict__["watch"] = watch
 
 
-def parts_of(model: Any, family: Family) -> list[tuple[nn.Module, type]]:
+def parts_of(model: Any, family: Family, compressor: Compressor) -> tuple[list[tuple[nn.Module, type]], Watch]:
+    """The modules concerned, each with the class that goes before its own, and what they share.
+
+    Raises ValueError where the model has not what the method reads.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
     inner: Any = getattr(base, "model", base)
-    return [(inner.get_submodule(path), added) for path, added in family.parts]
+    parts = [(inner.get_submodule(path), added) for path, added in family.parts]
+    watch = Watch()
+    if isinstance(compressor, TowerCompressor):
+        parts.append((tower_attention(inner, compressor), TowerAttention))
+    elif isinstance(compressor, LanguageCompressor):
+        layers = inner.language_model.layers
+        check_backend(layers[0].self_attn.config)
+        watch.layers = len(layers)
+        assert compressor.tokens is not None or compressor.count((1, 1))
+        stages = compressor.stages(compressor.tokens or 1, len(layers))
+        parts += [(inner, WatchedModel), *((layer, ThinnedLayer) for layer in layers)]
+        parts += [(layers[number].self_attn, WatchedAttention) for number in stages]
+    elif isinstance(compressor, MQT) and not hasattr(inner.multi_modal_projector, "resampler"):
+        raise ValueError(
+            "method='mqt': it has weights of its own, which this model lacks; train a model with it (task vqa), or use "
+            "another method, such as fourier_vlm"
+        )
+    return parts, watch
+
+
+def tower_attention(inner: Any, compressor: TowerCompressor) -> nn.Module:
+    """The attention of the tower's layer that the method watches."""
+    config, name = inner.config, compressor.name
+    kind, layer = config.vision_config.model_type, config.vision_feature_layer
+    if kind not in TOWERS or config.vision_feature_select_strategy != "default" or not isinstance(layer, int):
+        raise ValueError(
+            f"method={name!r}: reads the CLS token's attention in one layer of a tower of {' or '.join(TOWERS)} (here: "
+            f"{kind}, vision_feature_layer={layer!r}, vision_feature_select_strategy="
+            f"{config.vision_feature_select_strategy!r}); use another method, such as divprune"
+        )
+    attentions = [part for part in inner.vision_tower.modules() if hasattr(part, "q_proj") and hasattr(part, "k_proj")]
+    if not attentions:
+        raise ValueError(f"method={name!r}: no q_proj and k_proj in this version's {kind}; update transformers")
+    wrote = layer % (len(attentions) + 1) - 1  # hidden state 0 is the embedding
+    return attentions[min(max(wrote, 0) + compressor.next_layer, len(attentions) - 1)]
 
 
 @contextlib.contextmanager
@@ -79,7 +128,8 @@ def compress_vision(model: Any, processor: Any, method: Compressor) -> Iterator[
     """
     family = family_of(model.config.model_type)
     check(family, method)
-    chosen = [(part, added, type(part)) for part, added in parts_of(model, family)]
+    parts, watch = parts_of(model, family, method)
+    chosen = [(part, added, type(part)) for part, added in parts]
     if processor is not None:
         if not {cls.__name__ for cls in type(processor).__mro__} & set(family.processors):
             raise ValueError(
@@ -93,15 +143,17 @@ def compress_vision(model: Any, processor: Any, method: Compressor) -> Iterator[
                 "load both from one folder"
             )
         chosen.append((processor, family.processor, type(processor)))
-    before = [instance.__dict__.get("compressor") for instance, _, _ in chosen]
+    names = ("compressor", "watch")
+    before = [{name: instance.__dict__.get(name) for name in names} for instance, _, _ in chosen]
     try:
         for instance, added, _ in chosen:
-            put(instance, added, method)
+            put(instance, added, method, watch)
         yield model
     finally:
-        for (instance, _, cls), compressor in zip(chosen, before):
+        for (instance, _, cls), held in zip(chosen, before):
             instance.__class__ = cls
-            if compressor is None:
-                instance.__dict__.pop("compressor", None)
-            else:
-                instance.__dict__["compressor"] = compressor
+            for name, value in held.items():
+                if value is None:
+                    instance.__dict__.pop(name, None)
+                else:
+                    instance.__dict__[name] = value

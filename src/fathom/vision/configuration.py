@@ -19,6 +19,11 @@ class Compresses:
 
         register()
 
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the language model."""
+        return self.text_config.num_hidden_layers  # type: ignore[attr-defined]
+
 
 class FathomLlavaConfig(Compresses, LlavaConfig):
     model_type = "fathom_llava"

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from transformers.models.llava_next.processing_llava_next import select_best_resolution
 
-from fathom.vision.base import Compressor, Grid
+from fathom.vision.base import Compressor, Grid, LanguageCompressor, TowerCompressor
+from fathom.vision.methods.mqt import MQT
 
 
 def square(tokens: int) -> Grid:
@@ -43,7 +44,16 @@ class ProjectorAfter(Compressed):
     """The projector of LLaVA: it gets the compressed features."""
 
     def forward(self, image_features: Tensor) -> Tensor:
-        return super().forward(self.compressor(image_features, square(image_features.shape[1])))  # type: ignore[misc]
+        grid, asked = square(image_features.shape[1]), self.compressor
+        if isinstance(asked, TowerCompressor):
+            features = asked(image_features, grid, self.watch.seen)  # type: ignore[attr-defined]
+        elif "resampler" in self._modules and isinstance(asked, MQT):  # type: ignore[attr-defined]
+            features = self.resampler(image_features, grid, asked.count(grid))  # type: ignore[attr-defined]
+        else:
+            features = asked(image_features, grid)
+        if isinstance(asked, LanguageCompressor):
+            self.watch.grid = features.shape[1]  # type: ignore[attr-defined]
+        return super().forward(features)  # type: ignore[misc]
 
 
 class ConnectorBefore(Compressed):
@@ -200,6 +210,7 @@ class Family:
     parts: (path of a module within the base model, the class that goes before its own).
     processors: names of the classes of transformers that belong to it.
     needs_grid: whether what is kept must be a grid.
+    watched: whether the tower's and the language model's attention can be watched, and a resampler be a part.
     """
 
     title: str
@@ -207,10 +218,13 @@ class Family:
     processor: type
     processors: tuple[str, ...]
     needs_grid: bool = False
+    watched: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "llava": Family("LLaVA", (("multi_modal_projector", ProjectorAfter),), LlavaProcessor, ("LlavaProcessor",)),
+    "llava": Family(
+        "LLaVA", (("multi_modal_projector", ProjectorAfter),), LlavaProcessor, ("LlavaProcessor",), watched=True
+    ),
     "llava_next": Family(
         "LLaVA-NeXT",
         (("multi_modal_projector", ProjectorAfter), ("", NextModel)),

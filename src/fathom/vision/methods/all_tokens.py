@@ -16,6 +16,7 @@ class AllTokens(GridCompressor):
     name = "all_tokens"
     summary = "Every vision token goes to the language model: the stock model."
     equation = "Y = X"
+    invariants = ("identity", "linear", "channels", "scale", "transpose")
 
     def __call__(self, features, grid):
         self.kept(grid)

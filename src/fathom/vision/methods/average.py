@@ -16,6 +16,7 @@ class AveragePooling(GridCompressor):
     name = "average_pooling"
     summary = "Each kept token is the mean of a rectangle of vision tokens."
     equation = "Y[i, j] = mean of X over the i-th of h row ranges and the j-th of w column ranges"
+    invariants = ("identity", "linear", "channels", "scale", "transpose")
 
     def __call__(self, features, grid):
         kept, x = self.kept(grid), features.unflatten(-2, grid).movedim(-1, -3)

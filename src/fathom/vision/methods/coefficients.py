@@ -17,6 +17,7 @@ class Coefficients(GridCompressor):
     name = "dct_coefficients"
     summary = "The lowest coefficients of the 2-D DCT of the vision tokens, one token each."
     equation = "Y = DCT₂(X)[:h, :w]"
+    invariants = ("linear", "channels", "scale", "transpose")
 
     def __call__(self, features, grid):
         h, w = self.kept(grid)

@@ -22,6 +22,7 @@ class DivPrune(Compressor):
     paper = "DivPrune: Diversity-based Visual Token Pruning, arXiv 2503.02175"
     summary = "Keep the subset of vision tokens whose smallest distance to one another is largest (greedy)."
     equation = "S ← S ∪ {argmax_i min_{j ∈ S} (1 − cos(x_i, x_j))}"
+    invariants = ("identity", "scale", "subset")
 
     def __call__(self, features, grid):
         count = self.count(grid)

@@ -29,6 +29,7 @@ class FourierVLM(GridCompressor):
     paper = "Fourier-VLM: Compressing Vision Tokens in the Frequency Domain, arXiv 2508.06038"
     summary = "Crop the 2-D DCT of the vision tokens to low frequencies and transform back on a smaller grid."
     equation = "Y = IDCT₂(DCT₂(X)[:h, :w])"
+    invariants = ("identity", "linear", "channels", "scale", "transpose")
     role = "method"
 
     def __post_init__(self) -> None:

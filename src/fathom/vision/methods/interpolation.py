@@ -20,6 +20,7 @@ class Interpolation(GridCompressor):
     antialias: bool = True
 
     mode = ""
+    invariants = ("identity", "linear", "channels", "scale", "transpose")
 
     def __call__(self, features, grid):
         kept, x = self.kept(grid), features.unflatten(-2, grid).movedim(-1, -3)

@@ -23,6 +23,7 @@ class ToMe(Compressor):
     paper = "Token Merging: Your ViT But Faster, arXiv 2210.09461"
     summary = "Merge the most similar vision tokens to their means, by bipartite matching in rounds."
     equation = "x_j ← (s_i x_i + s_j x_j)/(s_i + s_j) for the pairs (i ∈ A, j ∈ B) of largest cosine"
+    invariants = ("identity", "scale")
 
     def __call__(self, features, grid):
         count = self.count(grid)

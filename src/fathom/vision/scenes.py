@@ -1,0 +1,234 @@
+"""Generated scenes with a question each: coloured shapes on a background, or a written word. Drawn by Pillow.
+
+A scene is a function of (seed, number, held out or not). Six kinds of questions take turns, and sizes with them: any
+`PERIOD` scenes in a row have every kind in every size. Of held-out scenes every other period is *new*: the thing that
+is asked about has a colour and shape, or a word, that no training scene combines, and font and background are others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+KINDS = ("what", "where", "how_many", "which_colour", "is_there", "read")
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "moon")
+COLOURS = {
+    "red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 220, 40),
+    "orange": (250, 140, 20), "purple": (140, 50, 180), "white": (250, 250, 250), "black": (15, 15, 15),
+}  # fmt: skip
+PLACES = (
+    "top left", "top", "top right", "left", "middle", "right", "bottom left", "bottom", "bottom right",
+)  # fmt: skip
+NUMBERS = ("zero", "one", "two", "three", "four")
+OBJECT_SIZES = {"small": 1 / 16, "medium": 1 / 8, "large": 1 / 4}  # over the side of the picture
+WORD_SIZES = {"tiny": 1 / 28, "small": 1 / 16, "medium": 1 / 10, "large": 1 / 6}  # height of the font, over the side
+CONSONANTS, VOWELS = "bdfgklmnprst", "aeiou"
+FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono")
+NEW_FONT = "DejaVuSerif"
+BACKGROUNDS = ("plain", "gradient", "clouds")
+NEW_BACKGROUND = "stripes"
+TURNS = 12  # of the kinds, after which every one had each of its 3 or 4 sizes equally often
+PERIOD = len(KINDS) * TURNS
+SHARP = 2  # a picture is drawn so many times larger and then reduced
+
+
+def is_new(shape: str, colour: str) -> bool:
+    """Whether training leaves the pair out: one shape of every colour."""
+    return (SHAPES.index(shape) + 3 * tuple(COLOURS).index(colour)) % len(SHAPES) == 0
+
+
+def is_new_word(word: str) -> bool:
+    """Whether training leaves the word out: one of six."""
+    return (CONSONANTS.index(word[0]) + VOWELS.index(word[1]) + CONSONANTS.index(word[2])) % 6 == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Thing:
+    """A shape in one of nine places."""
+
+    shape: str
+    colour: str
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A picture, described, with a question about it.
+
+    kind: one of `KINDS`.
+    size: of what is asked about, one of `OBJECT_SIZES`, or of `WORD_SIZES` to read.
+    new: whether training has nothing like it, see above.
+    """
+
+    question: str
+    answer: str
+    kind: str
+    size: str
+    new: bool
+    things: tuple[Thing, ...]
+    word: str
+    background: str
+    font: str
+    drawn: int  # seed of what the picture leaves to chance
+
+    def draw(self, side: int) -> Any:
+        """The picture: a square of that many pixels a side."""
+        from PIL import ImageDraw, ImageFont
+
+        rng = Random(self.drawn)
+        large = SHARP * side
+        image = _background(self.background, large, rng)
+        pen = ImageDraw.Draw(image)
+        for thing in self.things:
+            radius = OBJECT_SIZES[self.size if self.kind != "read" else "medium"] * large / 2
+            row, column = divmod(thing.place, 3)
+            room = large / 6 - radius
+            x, y = ((2 * at + 1) * large / 6 + rng.uniform(-0.8, 0.8) * room for at in (column, row))
+            _shape(pen, thing.shape, x, y, radius, COLOURS[thing.colour])
+        if self.word:
+            font = ImageFont.truetype(_fonts() / f"{self.font}.ttf", max(2, round(WORD_SIZES[self.size] * large)))
+            left, top, right, bottom = pen.textbbox((0, 0), self.word, font=font)
+            x, y = rng.uniform(0, large - (right - left)) - left, rng.uniform(0, large - (bottom - top)) - top
+            pen.text((x, y), self.word, font=font, fill=rng.choice(((250, 250, 250), (15, 15, 15))))
+        return image.reduce(SHARP)
+
+
+def scene(seed: int, number: int, held_out: bool) -> Scene:
+    """The scene of that number."""
+    rng = Random(f"{seed}-{number}-{held_out}")  # seeded by text, which Random hashes the same on every machine
+    kind, turn = KINDS[number % len(KINDS)], number // len(KINDS)
+    new = held_out and turn // TURNS % 2 == 0
+    sizes = tuple(WORD_SIZES if kind == "read" else OBJECT_SIZES)
+    size = sizes[turn % len(sizes)]
+    looks = {
+        "background": NEW_BACKGROUND if new else rng.choice(BACKGROUNDS),
+        "font": NEW_FONT if new else rng.choice(FONTS),
+    }
+    places = rng.sample(range(9), 9)
+    word = ""
+    if kind == "read":
+        word = _word(rng, new)
+        things = tuple(Thing(*_pair(rng, False), place) for place in places[: rng.randint(0, 2)])
+        question, answer = "what is the word?", word
+    else:
+        asked = Thing(*_pair(rng, new), places[0])
+        others = [
+            Thing(*_pair(rng, False, without=asked), place) for place in places[1 : rng.randint(2, 5)]
+        ]  # of other shapes
+        things = (asked, *others)
+        question, answer = f"where is the {asked.shape}?", PLACES[asked.place]
+        if kind == "what":
+            question, answer = f"what is at the {PLACES[asked.place]}?", asked.shape
+        elif kind == "which_colour":
+            question, answer = f"which colour is the {asked.shape}?", asked.colour
+        elif kind == "how_many":
+            plural = asked.shape + ("es" if asked.shape == "cross" else "s")
+            question, count = f"how many {plural} are there?", rng.randint(0, 4)
+            answer = NUMBERS[count]
+            more = [Thing(asked.shape, _colour(rng, asked.shape), place) for place in places[5 : 4 + count]]
+            things = (*((asked,) if count else ()), *others, *more)
+        elif kind == "is_there":
+            there = rng.random() < 0.5
+            question = f"is there a {asked.colour} {asked.shape}?"
+            answer = "yes" if there else "no"
+            if not there:  # the shape in another colour, or the colour on another shape
+                if rng.random() < 0.5:
+                    seen = [c for c in COLOURS if not is_new(asked.shape, c) and c != asked.colour]
+                    near = Thing(asked.shape, rng.choice(seen), asked.place)
+                else:
+                    shapes = [s for s in SHAPES if not is_new(s, asked.colour) and s != asked.shape]
+                    near = Thing(rng.choice(shapes), asked.colour, asked.place)
+                things = (near, *others)
+    return Scene(question, answer, kind, size, new, things, word, **looks, drawn=rng.getrandbits(32))
+
+
+def _pair(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, str]:
+    """A shape and a colour that training leaves out or has; of another shape than `without`."""
+    while True:
+        shape, colour = rng.choice(SHAPES), rng.choice(tuple(COLOURS))
+        if is_new(shape, colour) == new and (without is None or shape != without.shape):
+            return shape, colour
+
+
+def _colour(rng: Random, shape: str) -> str:
+    return rng.choice([colour for colour in COLOURS if not is_new(shape, colour)])
+
+
+def _word(rng: Random, new: bool) -> str:
+    while True:
+        word = rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CONSONANTS)
+        if is_new_word(word) == new:
+            return word
+
+
+@functools.cache
+def _fonts() -> Path:
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+def _grey(rng: Random) -> tuple[int, int, int]:
+    """A colour near grey, from which every colour of a shape stands out."""
+    level = rng.randint(95, 165)
+    return tuple(level + rng.randint(-12, 12) for _ in range(3))  # type: ignore[return-value]
+
+
+def _background(name: str, side: int, rng: Random) -> Any:
+    from PIL import Image, ImageDraw
+
+    if name == "plain":
+        return Image.new("RGB", (side, side), _grey(rng))
+    if name == "stripes":
+        image = Image.new("RGB", (side, side), _grey(rng))
+        pen, width, fill = ImageDraw.Draw(image), side / rng.randint(8, 16), _grey(rng)
+        for start in range(0, math.ceil(side / width), 2):
+            pen.rectangle((start * width, 0, (start + 1) * width, side), fill=fill)
+        return image
+    cells = 2 if name == "gradient" else rng.randint(4, 8)
+    small = Image.new("RGB", (cells, cells))
+    small.putdata([_grey(rng) for _ in range(cells * cells)])
+    return small.resize((side, side), Image.Resampling.BICUBIC)
+
+
+def _shape(pen: Any, shape: str, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    """Within the circle of radius r around (x, y)."""
+
+    def corners(count: int, turn: float, radii: tuple[float, ...] = (1.0,)) -> list[tuple[float, float]]:
+        angles = [turn + 2 * math.pi * i / count for i in range(count)]
+        lengths = [r * radii[i % len(radii)] for i in range(count)]
+        return [(x + length * math.cos(a), y + length * math.sin(a)) for a, length in zip(angles, lengths)]
+
+    box = (x - r, y - r, x + r, y + r)
+    up = -math.pi / 2
+    if shape == "circle":
+        pen.ellipse(box, fill=fill)
+    elif shape == "ring":
+        pen.ellipse(box, outline=fill, width=max(1, round(0.4 * r)))
+    elif shape == "square":
+        pen.polygon(corners(4, math.pi / 4), fill=fill)
+    elif shape == "diamond":
+        pen.polygon([(x, y - r), (x + 0.55 * r, y), (x, y + r), (x - 0.55 * r, y)], fill=fill)
+    elif shape == "triangle":
+        pen.polygon(corners(3, up), fill=fill)
+    elif shape == "star":
+        pen.polygon(corners(10, up, (1.0, 0.42)), fill=fill)
+    elif shape == "cross":
+        arm = 0.3 * r
+        pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
+        pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
+    else:  # a moon: the left of a circle, without an ellipse that has the same ends
+        left = [math.pi / 3 + i * math.pi / 30 for i in range(41)]  # from the lower end over the left to the upper
+        outer = [(x + r * math.cos(a), y + r * math.sin(a)) for a in left]
+        inner = [
+            (
+                x + r / 2 - 0.7 * r * math.sin(math.pi * i / 40),
+                y - r * math.sin(math.pi / 3) * math.cos(math.pi * i / 40),
+            )
+            for i in range(41)
+        ]
+        pen.polygon([*outer, *inner], fill=fill)
