@@ -106,7 +106,7 @@ def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
         language = {**LANGUAGE, "tie_word_embeddings": False}
         loaded, data = load(folder, model={"language": language, "vision_compress": compress})
         config = model_config(loaded, MethodConfig("vanilla"), data.tokenizer)
-        model = loaded.task.make(config, loaded.model).eval()
+        model = loaded.task.new_model(config, loaded.model, None).eval()
         model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
         batch = loaded.task.collate([data.train[0]])
         size = loaded.data.block_size
