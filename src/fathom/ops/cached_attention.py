@@ -183,12 +183,11 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
     m, n = query.shape[2], key.shape[2]
     repeats, groups = query.shape[1] // key.shape[1], key.shape[1]
     before = _fused_partial(query, key[:, :, : n - m], value[:, :, : n - m], scaling)
-    own = (x[:, :, n - m :].repeat_interleave(repeats, dim=1) for x in (key, value))
-    total, output = _fused(query, *own, scaling, causal=True)
-    state = _merge(
-        before, (total.reshape(len(query), groups, -1, 1), output.reshape(len(query), groups, -1, value.shape[3]))
-    )
-    return state[1].view(*query.shape[:3], -1).to(query.dtype)
+    own_key, own_value = (x[:, :, n - m :].repeat_interleave(repeats, dim=1) for x in (key, value))
+    total, output = _fused(query, own_key, own_value, scaling, causal=True)
+    own = total.reshape(len(query), groups, -1, 1), output.reshape(len(query), groups, -1, value.shape[3])
+    mixed = _merge(before, own)[1]
+    return mixed.view(*query.shape[:3], -1).to(query.dtype)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool = False) -> Partial:
