@@ -33,6 +33,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "cache": "fathom_cli.cache:app",
     "lineage": "fathom_cli.lineage:app",
     "vision": "fathom_cli.vision:app",
+    "table": "fathom_cli.table:app",
 }
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 

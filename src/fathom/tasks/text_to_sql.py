@@ -34,6 +34,7 @@ from fathom.tables.picard import Picard
 from fathom.tables.questions import Databases, Question, questions_of, summary, verdict
 from fathom.tables.source import Source, answer_text, of_tokens, query_of, write
 from fathom.tables.spoken import read_conllu, read_coreference
+from fathom.tables.suites import suites_of
 from fathom.tasks.base import Sample, Score, register_task
 from fathom.tasks.causal_lm import bits_of_loss
 from fathom.tasks.encoders import EncoderTask, padded
@@ -65,6 +66,8 @@ class TextToSQL(EncoderTask):
     target_tokens: an answer's most tokens, its end included.
     answers: held-out questions, from the first on, that are answered.
     beams: of the search that answers.
+    suites: filled databases of a test suite, at most so many for each database, on which execution is asked, too; they
+        are all that a database without a file has.
     picard: options of `picard` (`fathom methods picard`), as a mapping; none: without it.
     """
 
@@ -82,6 +85,7 @@ class TextToSQL(EncoderTask):
     target_tokens: int = 128
     answers: int = 256
     beams: int = 1
+    suites: int = 0
     picard: Any = None
 
     families: ClassVar[dict[str, Any]] = {"t5": FathomT5Config}
@@ -121,6 +125,7 @@ class TextToSQL(EncoderTask):
         check_range("task text_to_sql", "target_tokens", self.target_tokens, 2)
         check_range("task text_to_sql", "answers", self.answers, 1)
         check_range("task text_to_sql", "beams", self.beams, 1)
+        check_range("task text_to_sql", "suites", self.suites, 0)
         if self.picard is not None:
             known = [field.name for field in dataclasses.fields(Picard)]
             if not isinstance(self.picard, dict) or not set(self.picard) <= set(known):
@@ -205,7 +210,7 @@ class TextToSQL(EncoderTask):
                 if absent:
                     notes.append(
                         f"{len(absent)} of {len({q.database for q in asked})} held-out databases have no file: "
-                        "`execution` and `runs` are of the others."
+                        + ("their queries ran on filled ones." if self.suites else "execution is of the others.")
                     )
         counted = collections.Counter(answer_text(q.query, "").removeprefix(" | ") for q in learned)
         return Questions(
@@ -295,7 +300,8 @@ class TextToSQL(EncoderTask):
         asked = data.asked[: self.answers]
         with self._databases() as databases:
             said = [query_of(sample.text) for sample in self._answers(model, data, len(asked), databases)]
-            found = summary([verdict(*pair, databases) for pair in zip(said, asked, strict=True)], asked)
+            more = suites_of(asked, databases, self.suites) if self.suites else None
+            found = summary([verdict(*pair, databases, more) for pair in zip(said, asked, strict=True)], asked)
         kept = {
             "exact_match": found["exact"], "execution": found["execution"], "runs": found["runs"],
             "interaction_exact": found["interaction_exact"], "interaction_execution": found["interaction_execution"],
