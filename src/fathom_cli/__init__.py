@@ -37,6 +37,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "vision": "fathom_cli.vision:app",
     "video": "fathom_cli.video:app",
     "latents": "fathom_cli.latents:app",
+    "table": "fathom_cli.table:app",
 }
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 

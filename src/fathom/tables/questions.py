@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,42 @@ def questions_of(
     if goals and "final" in row:
         final = row["final"]
         yield Question((final["utterance"],), final["query"], row[database], number, goal=True)
+
+
+def read_gold(path: str | Path) -> list[Question]:
+    """Right queries of a file: lines `query<TAB>database` with empty lines between dialogues, or JSONL rows with
+    "query" and "db_id", or with "interaction". Raises OSError, or ValueError that names the line."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if ".jsonl" in path.name:
+        rows = [(number, json.loads(line)) for number, line in enumerate(lines) if line.strip()]
+        rows = [(number, {"question": "", **row}) for number, row in rows]
+        found = [
+            question
+            for number, row in rows
+            for question in questions_of(row, f"{path}, line {number + 1}", number, ("question", "query", "db_id"))
+        ]
+    else:
+        found, dialogue = [], 0
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                dialogue += 1
+                continue
+            query, tab, database = line.strip().rpartition("\t")
+            if not tab:
+                raise ValueError(f"{path}, line {number}: must be a query, a tab and the name of its database")
+            found.append(Question(("",), query.strip(), database.strip(), dialogue))
+        if not dialogue:  # no dialogues: each question is one
+            found = [dataclasses.replace(question, interaction=i) for i, question in enumerate(found)]
+    if not found:
+        raise ValueError(f"{path}: has no queries")
+    return found
+
+
+def read_predicted(path: str | Path) -> list[str]:
+    """Predicted queries of a file: one a line (what follows a tab is left out), or JSONL with "query"."""
+    path = Path(path)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if ".jsonl" in path.name:
+        return [str(json.loads(line)["query"]) for line in lines]
+    return [line.split("\t")[0].strip() for line in lines]

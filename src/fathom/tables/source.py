@@ -54,12 +54,14 @@ class Encoded:
     Attributes:
         table: what every word, name and cell is to every other (`fathom.tables.relations`), uint8.
         rows: of every token its row of the table, −1 for none.
+        places: of every item of the text its row.
         cut: what was left out.
     """
 
     input_ids: list[int]
     table: np.ndarray
     rows: np.ndarray
+    places: np.ndarray
     text: Text
     cut: str = ""
 
@@ -128,9 +130,9 @@ class Source:
         if first:
             cut = " and ".join(part for part in (f"the oldest {first} of {count} turns", cut) if part)
         links = database if self.links else None
-        table, rows = relation_matrix(text, turns[first:], schema, links, spoken[first:], dependency)
+        table, places = relation_matrix(text, turns[first:], schema, links, spoken[first:], dependency)
         owner = token_items(text, offsets)
-        return Encoded(ids, table, np.where(owner >= 0, rows[owner], -1), text, cut)
+        return Encoded(ids, table, np.where(owner >= 0, places[owner], -1), places, text, cut)
 
     def _too_long(self, tokenizer: Any, question: str, schema: Schema, database: Any, tokens: int) -> str:
         alone = len(tokenizer(write([""], schema, {}).text, add_special_tokens=False, verbose=False)["input_ids"]) + 1

@@ -30,9 +30,11 @@ from fathom.models.encoder_configs import FathomT5Config
 from fathom.models.method import check_range
 from fathom.models.registry import ENCODER_PLAIN, RELATIONS, build_options, lookup
 from fathom.tables.base import require
+from fathom.tables.picard import Picard
 from fathom.tables.questions import Databases, Question, questions_of, summary, verdict
 from fathom.tables.source import Source, answer_text, of_tokens, query_of, write
 from fathom.tables.spoken import read_conllu, read_coreference
+from fathom.tables.suites import suites_of
 from fathom.tasks.base import Sample, Score, register_task
 from fathom.tasks.causal_lm import bits_of_loss
 from fathom.tasks.encoders import EncoderTask, padded
@@ -64,6 +66,9 @@ class TextToSQL(EncoderTask):
     target_tokens: an answer's most tokens, its end included.
     answers: held-out questions, from the first on, that are answered.
     beams: of the search that answers.
+    suites: filled databases of a test suite, at most so many for each database, on which execution is asked, too; they
+        are all that a database without a file has.
+    picard: options of `picard` (`fathom methods picard`), as a mapping; none: without it.
     """
 
     databases: str | None = None
@@ -80,6 +85,8 @@ class TextToSQL(EncoderTask):
     target_tokens: int = 128
     answers: int = 256
     beams: int = 1
+    suites: int = 0
+    picard: Any = None
 
     families: ClassVar[dict[str, Any]] = {"t5": FathomT5Config}
     auto = AutoModelForSeq2SeqLM
@@ -118,6 +125,14 @@ class TextToSQL(EncoderTask):
         check_range("task text_to_sql", "target_tokens", self.target_tokens, 2)
         check_range("task text_to_sql", "answers", self.answers, 1)
         check_range("task text_to_sql", "beams", self.beams, 1)
+        check_range("task text_to_sql", "suites", self.suites, 0)
+        if self.picard is not None:
+            known = [field.name for field in dataclasses.fields(Picard)]
+            if not isinstance(self.picard, dict) or not set(self.picard) <= set(known):
+                raise ValueError(
+                    f"task text_to_sql option picard={self.picard!r}: must be a mapping of {', '.join(known)}"
+                )
+            Picard(**self.picard)
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
@@ -195,7 +210,7 @@ class TextToSQL(EncoderTask):
                 if absent:
                     notes.append(
                         f"{len(absent)} of {len({q.database for q in asked})} held-out databases have no file: "
-                        "`execution` and `runs` are of the others."
+                        + ("their queries ran on filled ones." if self.suites else "execution is of the others.")
                     )
         counted = collections.Counter(answer_text(q.query, "").removeprefix(" | ") for q in learned)
         return Questions(
@@ -283,9 +298,10 @@ class TextToSQL(EncoderTask):
         model = self.auto.from_pretrained(checkpoint)
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         asked = data.asked[: self.answers]
-        said = [query_of(sample.text) for sample in self._answers(model, data, len(asked))]
         with self._databases() as databases:
-            found = summary([verdict(*pair, databases) for pair in zip(said, asked, strict=True)], asked)
+            said = [query_of(sample.text) for sample in self._answers(model, data, len(asked), databases)]
+            more = suites_of(asked, databases, self.suites) if self.suites else None
+            found = summary([verdict(*pair, databases, more) for pair in zip(said, asked, strict=True)], asked)
         kept = {
             "exact_match": found["exact"], "execution": found["execution"], "runs": found["runs"],
             "interaction_exact": found["interaction_exact"], "interaction_execution": found["interaction_execution"],
@@ -293,16 +309,23 @@ class TextToSQL(EncoderTask):
         return {**values, **kept, "answer_bits_per_byte": bits_of_loss(data, loss)}
 
     @torch.no_grad()
-    def _answers(self, model: Any, data: Questions, count: int) -> Iterator[Sample]:
+    def _answers(self, model: Any, data: Questions, count: int, databases: Databases) -> Iterator[Sample]:
         """Answers to the first held-out questions, beside what was asked and the right ones."""
         rows: Any = data.validation
         names = ("input_ids", "attention_mask", "relation_ids")
         for start in range(0, count, BATCH):
+            processors = []
+            if self.picard is not None:
+                named = [question.database for question in data.asked[start : min(start + BATCH, count)]]
+                schemas = {databases.schema(name).name: databases.schema(name) for name in named}
+                rows_of = [databases.schema(name).name for name in named]
+                processors = [Picard(**self.picard).processor(data.tokenizer, schemas, rows_of)]
             batch = self.collate([rows[i] for i in range(start, min(start + BATCH, count))])
             given = with_relations({name: batch[name] for name in names}, model.config, self.parses is not None)
             out = model.generate(
                 **{name: value.to(model.device) for name, value in given.items()},
                 max_new_tokens=self.target_tokens, num_beams=self.beams, do_sample=False,
+                logits_processor=processors,
             )  # fmt: skip
             for ids, mask, said, labels in zip(batch["input_ids"], batch["attention_mask"], out, batch["labels"]):
                 texts = [ids[mask.bool()], said, labels[labels != IGNORED]]
@@ -317,7 +340,8 @@ class TextToSQL(EncoderTask):
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
         assert isinstance(data, Questions)
-        return list(self._answers(model, data, min(SAMPLES, len(data.asked))))
+        with self._databases() as databases:
+            return list(self._answers(model, data, min(SAMPLES, len(data.asked)), databases))
 
 
 def with_relations(batch: dict[str, Any], config: Any, parsed: bool) -> dict[str, Any]:

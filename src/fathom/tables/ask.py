@@ -1,0 +1,108 @@
+"""A question and an SQLite file to a query and its rows, by a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fathom.models.registry import RELATIONS, build_options, lookup
+from fathom.tables.base import require
+from fathom.tables.database import Answer, Database, QueryError
+from fathom.tables.picard import Picard
+from fathom.tables.relations import Turn
+from fathom.tables.source import Encoded, Source, query_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """query: what the model wrote; answer: its rows, None where it does not run; fault: why not; cut: what of the
+    question was left out."""
+
+    query: str
+    answer: Answer | None
+    fault: str
+    cut: str
+
+
+def source_of(config: Any) -> Source:
+    """How the questions of this model are written; the defaults for a model that does not say."""
+    kept = getattr(config, "source", None)
+    return Source(**kept) if kept else Source()
+
+
+def options_of(config: Any) -> Any:
+    """The options of the model's relations, or None for a model without."""
+    section = getattr(config, RELATIONS, None)
+    if not section:
+        return None
+    method: Any = lookup(RELATIONS, section["name"])
+    options = build_options(RELATIONS, section)
+    return None if method.numbering(options) is None else options
+
+
+def encode(
+    model: Any, tokenizer: Any, database: Database, turns: Sequence[str], spoken: Sequence[Turn] | None = None
+) -> tuple[Encoded, dict[str, torch.Tensor]]:
+    """The source and the model's inputs. Raises ValueError for a question or schema that has no room, and for a
+    tokenizer without "<"."""
+    require("`fathom table ask`", "rapidfuzz", "simplemma")
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokenizer("<")["input_ids"]:
+        raise ValueError(
+            'tokenizer: reads "<" as unknown, so that no query can compare; add the tokens " <" and " <=", as training '
+            "with task text_to_sql does"
+        )
+    options = options_of(model.config)
+    parsed = options is not None and options.dependency
+    made = source_of(model.config).encode(tokenizer, turns, database.schema, database, spoken, parsed)
+    inputs = {"input_ids": torch.tensor([made.input_ids])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if options is not None:
+        inputs["relation_ids"] = torch.from_numpy(made.relation_ids(options))[None]
+    return made, {name: value.to(model.device) for name, value in inputs.items()}
+
+
+@torch.no_grad()
+def ask(
+    model: Any,
+    tokenizer: Any,
+    database: Database,
+    turns: Sequence[str],
+    spoken: Sequence[Turn] | None = None,
+    picard: Picard | None = None,
+    beams: int = 4,
+    new_tokens: int = 256,
+) -> Reply:
+    """The query that a model writes for the last of `turns`, and what it returns.
+
+    Args:
+        spoken: of each turn, what files say of its words.
+        picard: None: the model writes what it likes.
+    """
+    made, inputs = encode(model, tokenizer, database, turns, spoken)
+    name = database.schema.name
+    processors = [picard.processor(tokenizer, {name: database.schema}, [name])] if picard else []
+    out = model.generate(
+        **inputs, num_beams=beams, max_new_tokens=new_tokens, do_sample=False, logits_processor=processors
+    )
+    query = query_of(str(tokenizer.decode(out[0], skip_special_tokens=True)))
+    try:
+        return Reply(query, database.run(query), "", made.cut)
+    except QueryError as error:
+        return Reply(query, None, str(error), made.cut)
+
+
+@torch.no_grad()
+def attention_of(model: Any, tokenizer: Any, database: Database, turns: Sequence[str]) -> tuple[Encoded, np.ndarray]:
+    """The source, and the mean over layers and heads of what its items read of each other in the encoder: the weights
+    of an item's tokens, summed over the tokens of the other."""
+    made, inputs = encode(model, tokenizer, database, turns)
+    model.set_attn_implementation("eager")
+    out = model.get_encoder()(**inputs, output_attentions=True)
+    weights = torch.stack([layer[0].float().mean(0) for layer in out.attentions]).mean(0).cpu().numpy()
+    rows = np.array(sorted({row for row in made.rows.tolist() if row >= 0}))
+    member = (made.rows[None] == rows[:, None]).astype(float)
+    return made, (member @ weights @ member.T) / member.sum(1)[:, None]

@@ -1,0 +1,114 @@
+"""`fathom table`: ask, score, show; and dialogues, files and databases that are not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import small_databases
+import torch
+
+from fathom import FathomT5Config, FathomT5ForConditionalGeneration
+from fathom.tables.source import answer_text
+from tiny_checkpoint import run_cli
+
+QUERIES = ["SELECT name FROM town", "SELECT count(*) FROM person", "SELECT fullName FROM person WHERE age > 31"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return lambda *arguments: run_cli(monkeypatch, capsys, "table", *arguments)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny RASAT that has learned one answer by heart."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), small_databases.tokenizer()
+    torch.manual_seed(0)
+    config = FathomT5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=16, d_ff=48, num_layers=1, num_decoder_layers=1, num_heads=2,
+        dropout_rate=0.0, decoder_start_token_id=0, eos_token_id=0, pad_token_id=0,
+        relations={"name": "rasat", "init": "small"}, source={"tokens": 200, "values": True, "links": True},
+    )  # fmt: skip
+    model = FathomT5ForConditionalGeneration(config)
+    labels = torch.tensor([[*tokenizer(answer_text(QUERIES[0], "county"))["input_ids"], 0]])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(40):
+        model(input_ids=torch.full((1, 3), 5), labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_ask_prints_the_query_and_its_rows(run, checkpoint, tmp_path):
+    path = small_databases.make(tmp_path)
+    code, out, _ = run("ask", checkpoint, "What is the name of every town?", "--db", path, "--beams", 2)
+    assert code == 0 and out.splitlines() == ["select name from town", "name", "Upper Brome", "Lind"]
+    out = run("ask", checkpoint, "Every name?", "--db", path, "--before", "Which towns?", "--no-picard", "--json")[1]
+    assert json.loads(out)["rows"] == [["Upper Brome"], ["Lind"]]
+    code, _, error = run("ask", checkpoint, "What?", "--db", tmp_path / "none.sqlite")
+    assert code == 2 and "none.sqlite: no such database file" in error
+    code, _, error = run("ask", checkpoint, "name " * 300, "--db", path)
+    assert code == 2 and "ask it more briefly" in error
+
+
+def test_show_draws_relations_and_attention(run, checkpoint, tmp_path):
+    path = small_databases.make(tmp_path)
+    code, out, _ = run(
+        "show", checkpoint, "What is the name of every town?", "--db", path, "-o", tmp_path / "a.png", "--json"
+    )
+    said = json.loads(out)
+    assert code == 0 and (tmp_path / "a.png").stat().st_size > 10_000
+    assert said["words"][3] == "name" and said["schema"][:3] == ["county", "town", "town_id"]
+    assert said["matches"]["exact"] == 2 and sum(said["matches"].values()) == 8 * 15
+
+
+def test_score_judges_anybodys_predictions(run, tmp_path):
+    small_databases.make(tmp_path)
+    (tmp_path / "gold.sql").write_text("".join(f"{query}\tcounty\n" for query in QUERIES))
+    said = ["select name from town", "SELECT max(age) FROM person", "select fullname from person where age > 40"]
+    (tmp_path / "said.txt").write_text("\n".join(said))
+    code, out, _ = run("score", tmp_path / "gold.sql", tmp_path / "said.txt", "--db", tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["exact"] == pytest.approx(2 / 3)  # values do not count
+    assert found["execution"] == pytest.approx(2 / 3) and found["runs"] == 1
+    assert found["interaction_exact"] == found["exact"] and found["by_hardness"]["easy"]["questions"] == 3
+    # a suite tells ages above 31 and above 40 apart
+    out = run("score", tmp_path / "gold.sql", tmp_path / "said.txt", "--db", tmp_path, "--suites", 4, "--json")[1]
+    assert json.loads(out)["execution"] == pytest.approx(1 / 3)
+    assert (
+        "exact                   0.667 of 3"
+        in run("score", tmp_path / "gold.sql", tmp_path / "said.txt", "--db", tmp_path)[1]
+    )
+    (tmp_path / "few.txt").write_text(said[0])
+    code, _, error = run("score", tmp_path / "gold.sql", tmp_path / "few.txt", "--db", tmp_path)
+    assert code == 2 and "has 1 queries" in error and "has 3; give one for each" in error
+    (tmp_path / "bad.sql").write_text("SELECT 1\n")
+    assert (
+        "must be a query, a tab and the name"
+        in run("score", tmp_path / "bad.sql", tmp_path / "few.txt", "--db", tmp_path)[2]
+    )
+    (tmp_path / "other.sql").write_text("SELECT name FROM town\tcountry\n")
+    error = run("score", tmp_path / "other.sql", tmp_path / "few.txt", "--db", tmp_path)[2]
+    assert "database 'country' is not there (did you mean 'county'?)" in error
+
+
+def test_gold_against_itself_is_right_and_the_last_dialogue_counts(run, tmp_path):
+    small_databases.make(tmp_path)
+    lines = [f"{query}\tcounty" for query in QUERIES]
+    (tmp_path / "gold.sql").write_text("\n".join([lines[0], lines[1], "", lines[2]]))
+    (tmp_path / "said.txt").write_text("\n".join(QUERIES))
+    found = json.loads(run("score", tmp_path / "gold.sql", tmp_path / "said.txt", "--db", tmp_path, "--json")[1])
+    assert all(found[name] == 1 for name in ("exact", "execution", "interaction_exact", "interaction_execution"))
+    wrong = [QUERIES[0], QUERIES[1], QUERIES[0]]
+    (tmp_path / "said.txt").write_text("\n".join(wrong))
+    found = json.loads(run("score", tmp_path / "gold.sql", tmp_path / "said.txt", "--db", tmp_path, "--json")[1])
+    assert found["interaction_exact"] == found["interaction_execution"] == 0.5
+    rows = [{"db_id": "county", "interaction": [{"utterance": "a", "query": q} for q in QUERIES[:2]]}]
+    rows.append({"db_id": "county", "query": QUERIES[2]})
+    (tmp_path / "gold.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps({"query": query}) + "\n" for query in wrong))
+    again = json.loads(run("score", tmp_path / "gold.jsonl", tmp_path / "said.jsonl", "--db", tmp_path, "--json")[1])
+    assert again == found
