@@ -62,6 +62,9 @@ PARSED = (
     "fathom compare recipes/diffusion_cpu.yaml",  # minutes; what it trains:
     "fathom generate runs/diffusion_cpu/masked/tokens-1200000-seed-0/model "
     '--prompt "The old man" --policy fourier_sampler --steps 32',
+    "fathom compare recipes/mova_demo.yaml",  # minutes; what it trains:
+    'fathom video make runs/mova_demo/both/tokens-1944000-seed-0/model --prompt "a big red rubber ball flashes" '
+    "-o clip.mp4",
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",

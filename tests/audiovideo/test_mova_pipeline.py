@@ -201,6 +201,18 @@ def test_offloaded_by_groups_it_makes_the_same_clip(pipe):
     close(latents(offloaded, "a red ball", 0), right, 1e-6)
 
 
+def test_offloaded_part_by_part_it_makes_the_same_clip(pipe):
+    """A step needs an expert, the audio tower and the bridge at once, and nothing is called around the hooks."""
+    right = latents(pipe, "a red ball", 0)
+    offloaded = pipeline()
+    offloaded.enable_model_cpu_offload(device="cpu")
+    close(latents(offloaded, "a red ball", 0), right, 1e-6)
+    held = [
+        name for name in ("text_encoder", "video_dit", "video_dit_2") if hasattr(getattr(offloaded, name), "_hf_hook")
+    ]
+    assert held == ["text_encoder", "video_dit", "video_dit_2"]
+
+
 def test_captions_end_with_their_end_token():
     ids, mask = tokenized(tokenizer(), ["a red ball", "", "a red ball bounces ? ? ? ?"], 6)
     assert ids.tolist() == [[2, 3, 5, 1, 0, 0], [1, 0, 0, 0, 0, 0], [2, 3, 5, 6, 8, 1]]
