@@ -43,7 +43,7 @@ class Source:
         """
         if self.name == EMBEDDED:
             folder = Path(str(resources.files("fathom.data") / "corpus"))
-            return [folder / f"{self.argument.removeprefix('data.')}.jsonl.xz"]
+            return [folder / f"{self.argument.removeprefix('data.').partition('.')[0]}.jsonl.xz"]
         path = Path(self.name).expanduser()
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
