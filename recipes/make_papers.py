@@ -1,6 +1,6 @@
 """Made-up papers on the minerals of a made-up moon, to curate and to train on. Ours, CC0, made from one seed.
 
-    python recipes/make_papers.py runs/moon            # writes raw/ (TEI and notes) and quiz.jsonl; --papers 200
+    python recipes/make_papers.py runs/moon            # raw/ (TEI, notes), held-out.jsonl, quiz.jsonl; --papers 200
 
 Papers are TEI as GROBID writes it: sections, citations, figures, tables, formulas. Among them is what a real folder
 has: copies, near copies, another language, a scan misread, a file cut off, a question of the quiz word by word.
@@ -125,7 +125,9 @@ def main(folder: Path, papers: int) -> None:
     notes.append({"id": "leak", "text": f"{notes[0]['text']}\n{quiz[0]['question']}\n{notes[1]['text']}"})
     misread = "".join(draw.choice("rnvwli1|") if c.isalpha() and draw.random() < 0.4 else c for c in notes[2]["text"])
     notes.append({"id": "scan", "text": misread})
-    for name, rows in (("raw/notes", notes), ("quiz", quiz)):
+    apart = random.Random("held out")
+    held_out = [{"text": "\n".join(sentence(apart, stones) for _ in range(12))} for _ in range(60)]
+    for name, rows in (("raw/notes", notes), ("quiz", quiz), ("held-out", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{folder}: {papers + 4} papers, {len(notes)} notes, {len(quiz)} questions")
 

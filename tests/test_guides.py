@@ -32,7 +32,7 @@ from tiny import SIZES, assert_close, tiny_model, tokens
 from tiny_checkpoint import TEXT, run_cli, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/training.md", "docs/lineage.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/training.md", "docs/lineage.md", "docs/curation.md")
 TRAINED = 256  # tokens, of the recipe's 500,000
 
 RUN = (
@@ -41,6 +41,7 @@ RUN = (
     "fathom cache show MODEL --text page.txt",
     "fathom lineage compare MODEL OTHER",
     "fathom lineage matrix MODEL OTHER THIRD --output matrix.png",
+    "fathom curate raw -o corpus --config curate.yaml",
     "fathom cost mine.yaml",
     "fathom compare mine.yaml",
     "fathom train mine.yaml --method pondering",
@@ -65,6 +66,9 @@ PARSED = (
     "fathom compare recipes/mova_demo.yaml",  # minutes; what it trains:
     'fathom video make runs/mova_demo/both/tokens-1944000-seed-0/model --prompt "a big red rubber ball flashes" '
     "-o clip.mp4",
+    "fathom curate runs/moon/raw -o runs/moon/corpus --config recipes/curate.yaml",  # all three: minutes
+    "fathom train recipes/domain_base_cpu.yaml",
+    "fathom compare recipes/domain_cpu.yaml",
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",
@@ -97,7 +101,9 @@ def workspace(tmp_path_factory) -> Path:
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
-    for name in ("my-text/train/a.txt", "my-text/held-out.txt", "book.txt", "page.txt"):
+    (folder / "quiz.jsonl").write_text('{"question": "How many fathoms are there under the keel of the made-up ship?"}')
+    (folder / "curate.yaml").write_text(fences("docs/curation.md", "yaml")[0])
+    for name in ("my-text/train/a.txt", "my-text/held-out.txt", "book.txt", "page.txt", "raw/a.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(TEXT)
     recipe = yaml.safe_load(fences("README.md", "yaml")[0])

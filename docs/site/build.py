@@ -28,6 +28,7 @@ WINGS = {
     "depth": "Compute and layers",
     "context": "Positions",
     "growth": "Experts and growth",
+    "curation": "Curation",
     "caches": "KV caches",
     "lineage": "Lineage",
 }

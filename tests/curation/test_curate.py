@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from raw_texts import TEI, prose
 
 from fathom.curation import Curation, curate
@@ -174,6 +175,21 @@ def test_a_large_file_is_cut_into_the_same_rows(raw):
 def test_what_stops_a_run(raw, tmp_path, options, said):
     with pytest.raises((ValueError, OSError), match=said):
         curate(raw, tmp_path / "out", config(raw, **options), workers=1)
+
+
+def test_rows_nested_too_deeply_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[" * 200_000 + f'\n{{"text": "{prose(1)}"}}\n'.replace("\n", " ")[1:] + "\n")
+    (found,) = documents(tmp_path / "a.jsonl", shards(tmp_path / "a.jsonl", 10**9)[0][0], Curation())
+    assert isinstance(found, Unreadable) and found.why.startswith("a.jsonl, line 1: not JSON")
+
+
+def test_a_folder_that_another_process_works_in_or_that_is_read(raw, tmp_path):
+    with pytest.raises(ValueError, match="would be read as text of it; name a folder elsewhere"):
+        curate(raw, raw / "out", config(raw))
+    (tmp_path / "out").mkdir()
+    curate(raw / "note.txt", tmp_path / "out", Curation(), workers=1)
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(FileExistsError, match="another process curates into it"):
+        curate(raw / "note.txt", tmp_path / "out", Curation(), workers=1)
 
 
 def test_a_filter_of_datatrove(raw, tmp_path):

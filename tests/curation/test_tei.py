@@ -57,6 +57,14 @@ def test_malformed_files_are_named_by_line(xml, said):
         read(xml)
 
 
+def test_what_is_nested_too_deeply_and_cells_that_lie():
+    with pytest.raises(ValueError, match=r"line 1: malformed TEI \(Excessive depth"):
+        read(f"<TEI><text><body>{'<div>' * 5000}x{'</div>' * 5000}</body></text></TEI>")
+    cells = '<row><cell cols="99999999">a</cell></row><row><cell cols="²">b</cell><cell cols="2">c</cell></row>'
+    text = read(f'<TEI><text><body><figure type="table"><table>{cells}</table></figure></body></text></TEI>').text
+    assert text.count("---") == 64 and "| b | c |  |" in text
+
+
 def test_entities_are_not_expanded():
     bomb = '<!DOCTYPE d [<!ENTITY a "boom"><!ENTITY b "&a;&a;">]><TEI><text><body><p>x &b; y</p></body></text></TEI>'
     assert "boom" not in read(bomb).text

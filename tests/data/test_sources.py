@@ -140,3 +140,8 @@ def test_parquet_without_the_field(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no field 'text' \(found: body\)"):
         list(Source(str(path)).documents())
     assert list(Source(str(path), text_field="body").documents()) == DOCUMENTS
+
+
+def test_the_embedded_corpus_may_be_one_of_several_sources():
+    (file,) = Source("embedded", argument="data.train.general.text").files()
+    assert file.is_file() and file.name == "train.jsonl.xz"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-_SAMPLE = 150  # characters that are looked at, of the beginning, the middle and the end each
+_SAMPLE = 200  # characters that are looked at, of the beginning, the middle and the end each
+_MARKER = re.compile(r"\[(?:START|END)_[A-Z_]+\]")
 
 
 @functools.cache
@@ -21,7 +23,7 @@ def identify(text: str) -> tuple[str, float]:
     """(language, confidence between 0 and 1), ISO 639-1, of the text by three samples of it."""
     middle = (len(text) - _SAMPLE) // 2
     sample = text if len(text) <= 3 * _SAMPLE else text[:_SAMPLE] + text[middle:][:_SAMPLE] + text[-_SAMPLE:]
-    return _identifier().classify(sample)
+    return _identifier().classify(_MARKER.sub(" ", sample))
 
 
 def known_languages() -> list[str]:

@@ -146,7 +146,7 @@ def _ranged(file: Path, piece: Piece) -> Iterator[tuple[Any, str, str]]:
             if line.strip():
                 try:
                     yield json.loads(decode(line, piece.file, offset, number)), where, ""
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:
                     yield None, where, f"{where}: not JSON ({error})"
                 except ValueError as error:
                     yield None, where, str(error)

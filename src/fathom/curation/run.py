@@ -33,6 +33,7 @@ from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.utils.logging import logger
+from filelock import FileLock, Timeout
 
 from fathom.curation import steps
 from fathom.curation.account import Account, excerpt, line_count
@@ -58,12 +59,22 @@ def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int |
 
     Raises:
         ValueError: a source without text, a config that does not fit, or, with `malformed: stop`, what cannot be read.
-        FileExistsError: the folder holds another run, or something else.
+        FileExistsError: the folder holds another run, or something else, or another process works there.
     """
     raw, folder = Path(raw), Path(folder)
     steps.check(config)
-    plan = shards(raw, config.shard_bytes)
+    if folder.resolve().is_relative_to(raw.resolve()):
+        raise ValueError(f"{folder}: lies in {raw}, and would be read as text of it; name a folder elsewhere")
     _claim(folder, raw, config)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return _curated(raw, folder, config, workers)
+    except Timeout:
+        raise FileExistsError(f"{folder}: another process curates into it; wait for it, or name a new folder") from None
+
+
+def _curated(raw: Path, folder: Path, config: Curation, workers: int | None) -> dict[str, Any]:
+    plan = shards(raw, config.shard_bytes)
     done = folder / "account.json"
     if done.is_file():  # made, and perhaps killed before it was tidied up
         shutil.rmtree(folder / "work", ignore_errors=True)
@@ -321,7 +332,7 @@ def _dropped(name: str, step: str, reason: str, detail: str, text: str) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     """A row of JSONL; halves of pairs in its other fields are written as `\\ud800`, which JSON reads."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"  # what filters of datatrove leave in metadata
 
 
 def _usable_cores() -> int:

@@ -24,6 +24,7 @@ _XML_ID = "{http://www.w3.org/XML/1998/namespace}id"
 _SPACE = re.compile(r"\s+")
 _SUBSECTION = re.compile(r"[1-9][0-9]*\.[0-9]")
 _MARKER = re.compile(r"\[(START|END)_[A-Z_]+\]")
+_WIDEST = 64  # columns that a cell may say it takes
 _BLOCKS = ("div", "p", "head", "figure", "list", "item", "quote", "note", "formula", "table")
 
 
@@ -48,7 +49,7 @@ def read_tei(xml: bytes, name: str, ref_format: str = "title") -> Paper:
     Raises:
         ValueError: not well-formed, or no TEI, with file and line.
     """
-    parser = etree.XMLParser(resolve_entities=False, no_network=True, huge_tree=True, remove_comments=True)
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, remove_comments=True)
     try:
         root = etree.fromstring(xml, parser)
     except etree.XMLSyntaxError as error:
@@ -186,7 +187,8 @@ class _Rendering:
         cells = []
         for cell in row.iterfind("{*}cell"):
             cells.append(_SPACE.sub(" ", self._inline(cell)).strip().replace("|", "\\|"))
-            cells += [""] * (int(cell.get("cols")) - 1 if cell.get("cols", "").isdigit() else 0)
+            wide = cell.get("cols", "")
+            cells += [""] * (min(int(wide), _WIDEST) - 1 if wide.isdecimal() else 0)
         return cells
 
 

@@ -43,7 +43,8 @@ class Source:
         """
         if self.name == EMBEDDED:
             folder = Path(str(resources.files("fathom.data") / "corpus"))
-            return [folder / f"{'validation' if self.argument == 'data.validation' else 'train'}.jsonl.xz"]
+            held_out = self.argument.startswith("data.validation")
+            return [folder / f"{'validation' if held_out else 'train'}.jsonl.xz"]
         path = Path(self.name).expanduser()
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
