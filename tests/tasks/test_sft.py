@@ -189,6 +189,11 @@ def test_questions_that_are_asked_together_fit_the_positions():
     [
         ({"prompt": "a"}, None, r"line 1: no field 'answer' \(found: prompt\); set task.answer_field"),
         ({"prompt": "a", "answer": 2}, None, "line 1: the content of a message by 'assistant' must be text, got int"),
+        (
+            {"prompt": "a", "answer": " \n"},
+            None,
+            "line 1: the answer is empty, so there is nothing to learn; leave the",
+        ),
         ({"messages": "a"}, None, r"field 'messages' must be a list of {\"role\", \"content\"}"),
         ({"messages": DIALOGUE[:2]}, None, "no message by 'assistant', so there is no answer to learn"),
         ({"prompt": "a<|endoftext|>", "answer": "b"}, None, r"by 'user' holds the special token '<\|endoftext\|>'"),

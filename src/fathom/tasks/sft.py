@@ -241,6 +241,8 @@ class SFT(Task):
             if not isinstance(content, str):
                 kind = type(content).__name__
                 raise ValueError(f"{where}: the content of a message by {message['role']!r} must be text, got {kind}")
+            if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
+                raise ValueError(f"{where}: the answer is empty, so there is nothing to learn; leave the row out")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: no message by 'assistant', so there is no answer to learn")
         kept = ("role", "content", "tool_calls", "name", "tool_call_id")
