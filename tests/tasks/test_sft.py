@@ -189,6 +189,11 @@ def test_questions_that_are_asked_together_fit_the_positions():
     [
         ({"prompt": "a"}, None, r"line 1: no field 'answer' \(found: prompt\); set task.answer_field"),
         ({"prompt": "a", "answer": 2}, None, "line 1: the content of a message by 'assistant' must be text, got int"),
+        (
+            {"prompt": "a", "answer": " \n"},
+            None,
+            "line 1: the answer is empty, so there is nothing to learn; leave the",
+        ),
         ({"messages": "a"}, None, r"field 'messages' must be a list of {\"role\", \"content\"}"),
         ({"messages": DIALOGUE[:2]}, None, "no message by 'assistant', so there is no answer to learn"),
         ({"prompt": "a<|endoftext|>", "answer": "b"}, None, r"by 'user' holds the special token '<\|endoftext\|>'"),
@@ -264,7 +269,7 @@ TRACE = (
 
 
 def test_calls_are_learned_and_what_tools_returned_is_not(tmp_path):
-    rows = [{"messages": CALLED, "tools": TOOLS}, {"trace": TRACE}, {"prompt": "Hello", "answer": "Hi."}]
+    rows = [{"messages": CALLED, "tools": json.dumps(TOOLS)}, {"trace": TRACE}, {"prompt": "Hello", "answer": "Hi."}]
     data = prepared(tmp_path, rows, SFT(template="react", packing=False), block_size=512)
     assert learned(data.train, data) == [
         'Thought: I look.\nAction: depth\nAction Input: {"place": "bay"}\n',
@@ -333,6 +338,12 @@ def test_the_template_of_alpaca_with_and_without_an_input(tmp_path):
             {"trace": TRACE.split("Thought: I know")[0]},
             "react",
             "line 1: an unclosed Observation: the trace ends in it",
+        ),
+        ({"messages": CALLED, "tools": "[{"}, "react", "line 1: field 'tools' is not JSON"),
+        (
+            {"messages": CALLED, "tools": [3]},
+            "react",
+            "line 1: field 'tools' must be a list of schemas, or that",
         ),
         ({"trace": 3}, "react", "line 1: field 'trace' must be text, got int"),
         ({"trace": TRACE + "<|endoftext|>"}, "react", "line 1: the trace holds the special token '<\\|endoftext\\|>'"),

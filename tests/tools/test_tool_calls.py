@@ -90,6 +90,26 @@ def test_a_long_result_is_cut_and_says_so():
     assert text.endswith("characters are left out)") and len(text) < LONGEST + 50
 
 
+def test_results_that_are_no_text_and_what_is_printed(capsys):
+    def circle() -> list:
+        """A list that holds itself."""
+        print("from the tool")
+        found: list = []
+        found.append(found)
+        return found
+
+    def leaves() -> str:
+        """Ends the program."""
+        raise SystemExit(3)
+
+    with pytest.raises(ToolError, match="circle: ValueError: Circular reference detected"):
+        Tool.of(circle).call({})
+    out, err = capsys.readouterr()
+    assert out == "" and "from the tool" in err
+    with pytest.raises(ToolError, match="leaves: SystemExit: 3"):
+        Tool.of(leaves).call({})
+
+
 def accepted(value, schema) -> bool:
     try:
         check(value, schema, "x")

@@ -207,3 +207,18 @@ def test_the_tokenizers_own_template_for_tools():
     assert (trace.answer, trace.template) == ("40 m", "the tokenizer's own")
     expected = '<|assistant|><tool_call>{"name": "depth", "arguments": {"place": "bay"}}</tool_call><|end|><|tool|>40 m'
     assert model.prompts[1].endswith(f"{expected}<|end|><|assistant|>")
+
+
+def test_the_tokenizers_own_parser():
+    tokenizer = train_bpe([TRACE] * 3, 400)
+    tokenizer.chat_template = HERMES.replace("<|end|>", "")
+    read = {
+        "call": {"content": "I look.", "tool_calls": [{"function": {"name": "depth", "arguments": {"place": "bay"}}}]}
+    }
+    read["answer"] = {"content": " 40 m "}
+    tokenizer.response_template = {}
+    tokenizer.parse_response = lambda written, prefix: read[tokenizer.decode(written)]
+    trace = answer_with_tools(Scripted(tokenizer, "call", "answer"), tokenizer, "How deep?", [depth])
+    assert (trace.answer, trace.steps[0].thought, trace.steps[0].observation) == ("40 m", "I look.", "40 m")
+    trace = answer_with_tools(Scripted(tokenizer, "else", "answer"), tokenizer, "How deep?", [depth])
+    assert trace.steps[0].observation == "error: the reply cannot be read ('else')" and trace.answer == "40 m"

@@ -70,7 +70,7 @@ class SFT(Task):
     prompt_field, answer_field: fields of a row that has no `messages_field`.
     input_field: a field with an input that the prompt speaks of, or null; rows may lack it, or have "".
     messages_field: a list of {"role", "content"}; a row that has it is read so.
-    tools_field: schemas of the tools that the messages may call.
+    tools_field: schemas of the tools that the messages may call, as a list or as JSON.
     trace_field: a trace of ReAct as one text, with its prompt; a row that has it is read so.
     template: "auto" is the tokenizer's own chat template, or "headings"; "headings", "alpaca" and "react" are built in.
     train_on_inputs: the training loss is on prompts too; scores are of answers all the same.
@@ -241,10 +241,19 @@ class SFT(Task):
             if not isinstance(content, str):
                 kind = type(content).__name__
                 raise ValueError(f"{where}: the content of a message by {message['role']!r} must be text, got {kind}")
+            if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
+                raise ValueError(f"{where}: the answer is empty, so there is nothing to learn; leave the row out")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: no message by 'assistant', so there is no answer to learn")
         kept = ("role", "content", "tool_calls", "name", "tool_call_id")
         tools = row.get(self.tools_field)
+        if isinstance(tools, str):  # as tables of one schema hold them
+            try:
+                tools = json.loads(tools)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: field {self.tools_field!r} is not JSON ({error})") from None
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ValueError(f"{where}: field {self.tools_field!r} must be a list of schemas, or that as JSON")
         return RowText([{"content": "", **{k: m[k] for k in kept if m.get(k)}} for m in messages], tools)
 
     def _pair(self, row: dict[str, Any], where: str) -> list[dict[str, Any]]:

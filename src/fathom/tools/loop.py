@@ -7,7 +7,6 @@ long, and a call that was made before are one line, "error: …", which the mode
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -236,9 +235,11 @@ class _Writer:
 
     def _parsed(self, written: list[int], prompt: list[int]) -> Reply:
         """A reply read by the parser that comes with the tokenizer."""
-        takes = inspect.signature(self.tokenizer.parse_response).parameters
-        found = self.tokenizer.parse_response(written, **({"prefix": prompt} if "prefix" in takes else {}))
-        said = [one.get("function", one) for one in found.get("tool_calls") or ()]
+        try:
+            found = self.tokenizer.parse_response(written, prefix=prompt)
+            said = [one.get("function", one) for one in found.get("tool_calls") or ()]
+        except Exception as error:  # what a model wrote may be anything
+            return Reply("", (Call("", self.tokenizer.decode(written), f"the reply cannot be read ({error})"),), None)
         calls = tuple(Call(str(one.get("name", "")), one.get("arguments", {})) for one in said)
         content = str(found.get("content") or "").strip()
         return Reply(content, calls, None) if calls else Reply("", (), content)

@@ -6,6 +6,7 @@ caller names. **That file is code, and it is run**: name only files that you tru
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import inspect
@@ -70,7 +71,7 @@ class Tool:
 
         Raises ToolError, in one line, for arguments that do not fit the schema, for a function that raises, and for one
         that takes longer than `seconds`. It runs in a thread: at the limit a loop in Python is ended, and a call that
-        waits elsewhere is left behind.
+        waits elsewhere is left behind. What it prints goes to stderr.
         """
         if not isinstance(arguments, dict):
             raise ToolError(f"{self.name}: the arguments must be a JSON object, got {type(arguments).__name__}")
@@ -82,19 +83,20 @@ class Tool:
 
         def run() -> None:
             try:
-                found["value"] = self.function(**arguments)
+                found["text"] = _text(self.function(**arguments))
             except BaseException as error:  # what it may raise is the tool's affair
                 found["error"] = error
 
         thread = threading.Thread(target=run, daemon=True, name=f"tool-{self.name}")
-        thread.start()
-        thread.join(seconds)
+        with contextlib.redirect_stdout(sys.stderr):  # what a tool prints is no part of an answer
+            thread.start()
+            thread.join(seconds)
         if thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
             raise ToolError(f"{self.name}: took longer than {seconds:g} s")
         if "error" in found:
             raise ToolError(f"{self.name}: {type(found['error']).__name__}: {_line(found['error'])}")
-        return _text(found["value"])
+        return str(found["text"])
 
 
 def load_tools(path: str | Path) -> dict[str, Tool]:
@@ -145,7 +147,7 @@ def as_tools(functions: Iterable[Callable[..., Any] | Tool]) -> dict[str, Tool]:
 def call(tools: dict[str, Tool], name: str, arguments: Any, seconds: float = SECONDS) -> str:
     """The result of a tool. Raises ToolError, in one line, where none has that name, and as `Tool.call` does."""
     if name not in tools:
-        raise ToolError(f"tool {name!r} does not exist{nearest(name, list(tools))}; there are {', '.join(tools)}")
+        raise ToolError(f"tool {name[:60]!r} does not exist{nearest(name, list(tools))}; there are {', '.join(tools)}")
     return tools[name].call(arguments, seconds)
 
 

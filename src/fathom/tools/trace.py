@@ -90,7 +90,7 @@ def called_in(text: str) -> bool:
 def _call(name: str, arguments: str) -> Call:
     try:
         return Call(name, json.loads(arguments, parse_constant=_refused))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Call(name, arguments, f"the arguments are not JSON ({error})")
 
 
@@ -104,7 +104,8 @@ def _tagged(text: str) -> list[Call]:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             calls.append(Call("", one, 'a call must be a JSON object {"name", "arguments"}'))
         else:
-            calls.append(Call(one["name"], one.get("arguments", one.get("parameters", {}))))
+            given = one.get("arguments", one.get("parameters", {}))
+            calls.append(_call(one["name"], given) if isinstance(given, str) else Call(one["name"], given))
     return calls
 
 
