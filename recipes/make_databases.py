@@ -2,8 +2,8 @@
 
     python recipes/make_databases.py runs/databases     # writes train.jsonl, held-out.jsonl and databases/*.sqlite
 
-Names are two syllables each, and no name of a held-out database is one of a training database: a right query needs the
-schema, not memory. Some questions name a cell and not its column. Made from one seed.
+A question names the first word of a column, "zedam" for the column zedam_code, and seldom its table: the rest of a
+right query stands in the schema alone. No name of a held-out database is one of a training database. From one seed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import sqlite3
 import sys
 from pathlib import Path
 
-TRAIN, HELD_OUT, QUESTIONS = 240, 24, 16  # databases, and questions for each
+TRAIN, HELD_OUT, QUESTIONS = 1500, 24, 12  # databases, and questions for each
 STARTS = ("ba", "co", "di", "fu", "ga", "he", "jo", "ki", "lu", "mo", "ne", "po", "ra", "su", "ti", "vo", "wa", "ze")
 ENDS = ("bel", "cot", "dam", "fin", "gor", "lan", "mer", "nus", "pik", "rod", "sel", "tan", "vik", "zon")
+TEXTS, AMOUNTS = ("name", "code", "type"), ("count", "size", "rank")
 
 
 def database(draw: random.Random, names: list[str], path: Path) -> dict:
     """An SQLite file of two tables, each with two columns of text and one of numbers; returns what is in it."""
     order = draw.sample(names, len(names))
     tables, words, cells = {}, iter(order[:8]), itertools.cycle(order[8:])
+    path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)
+    connection.execute("PRAGMA synchronous = OFF")
     for _ in range(2):
-        table, first, second, amount = (next(words) for _ in range(4))
+        table, kinds = next(words), (*draw.sample(TEXTS, 2), draw.choice(AMOUNTS))
+        columns = tuple(f"{next(words)}_{kind}" for kind in kinds)
         rows = [(next(cells), next(cells), draw.randrange(10, 99)) for _ in range(6)]
-        connection.execute(f"CREATE TABLE {table} ({first} TEXT, {second} TEXT, {amount} INTEGER)")
+        connection.execute(f"CREATE TABLE {table} ({columns[0]} TEXT, {columns[1]} TEXT, {columns[2]} INTEGER)")
         connection.executemany(f"INSERT INTO {table} VALUES (?, ?, ?)", rows)
-        tables[table] = {"text": (first, second), "amount": amount, "rows": rows}
+        tables[table] = (columns, rows)
     connection.commit()
     connection.close()
     return tables
@@ -38,29 +42,21 @@ def database(draw: random.Random, names: list[str], path: Path) -> dict:
 
 def question(draw: random.Random, tables: dict) -> tuple[str, str]:
     """A question and its query."""
-    table, columns = draw.choice(list(tables.items()))
+    table, (columns, rows) = draw.choice(list(tables.items()))
     place = draw.randrange(2)
-    shown, other, amount = columns["text"][place], columns["text"][1 - place], columns["amount"]
-    row = draw.choice(columns["rows"])
+    shown, other, amount = columns[place], columns[1 - place], columns[2]
+    said, also, much = (column.split("_")[0] for column in (shown, other, amount))
+    row = draw.choice(rows)
     cell, number = row[1 - place], row[2]
     return draw.choice(
         [
             (f"how many {table} are there ?", f"SELECT count(*) FROM {table}"),
-            (f"what is the {shown} of every {table} ?", f"SELECT {shown} FROM {table}"),
-            (f"what is the mean {amount} of all {table} ?", f"SELECT avg({amount}) FROM {table}"),
-            (
-                f"show the {shown} of the {table} with the highest {amount} .",
-                f"SELECT {shown} FROM {table} ORDER BY {amount} DESC LIMIT 1",
-            ),
-            (
-                f"show the {shown} of each {table} whose {amount} is above {number} .",
-                f"SELECT {shown} FROM {table} WHERE {amount} > {number}",
-            ),
-            (
-                f"show the {shown} of the {table} whose {other} is {cell} .",
-                f"SELECT {shown} FROM {table} WHERE {other} = '{cell}'",
-            ),
-            (f"find the {shown} for {cell} .", f"SELECT {shown} FROM {table} WHERE {other} = '{cell}'"),
+            (f"list every {said} .", f"SELECT {shown} FROM {table}"),
+            (f"what is the mean {much} ?", f"SELECT avg({amount}) FROM {table}"),
+            (f"which {said} has the highest {much} ?", f"SELECT {shown} FROM {table} ORDER BY {amount} DESC LIMIT 1"),
+            (f"list {said} with {much} above {number} .", f"SELECT {shown} FROM {table} WHERE {amount} > {number}"),
+            (f"list {said} whose {also} is {cell} .", f"SELECT {shown} FROM {table} WHERE {other} = '{cell}'"),
+            (f"find the {said} for {cell} .", f"SELECT {shown} FROM {table} WHERE {other} = '{cell}'"),
         ]
     )
 
@@ -69,14 +65,11 @@ def main(folder: Path) -> None:
     draw = random.Random(0)
     names = [start + end for start in STARTS for end in ENDS]
     draw.shuffle(names)
-    parts = {"train": (TRAIN, names[60:]), "held-out": (HELD_OUT, names[:60])}
     (folder / "databases").mkdir(parents=True, exist_ok=True)
-    for part, (count, own) in parts.items():
+    for part, first, count, own in (("train", 0, TRAIN, names[60:]), ("held-out", TRAIN, HELD_OUT, names[:60])):
         rows = []
-        for number in range(count):
-            name = f"{'abcdefghij'[number % 10]}{number // 10}" if part == "train" else f"h{number}"
-            path = folder / "databases" / f"{part}_{name}.sqlite"
-            path.unlink(missing_ok=True)
+        for number in range(first, first + count):
+            path = folder / "databases" / f"d{number}.sqlite"
             tables = database(draw, own, path)
             asked = dict(question(draw, tables) for _ in range(QUESTIONS))
             rows += [{"db_id": path.stem, "question": text, "query": query} for text, query in asked.items()]
