@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
 from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 from fathom.version import __version__
 from fathom.vision import configuration as _vision_configuration
 
@@ -47,6 +48,10 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.report.compare import compare
+    from fathom.tables.text.models import (
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5ForConditionalGeneration,
+    )
     from fathom.train import Phases, load_recipe
     from fathom.vision import FourierVLM, compress_vision
 
@@ -64,6 +69,8 @@ _PLACES = {
     "FathomBartForConditionalGeneration": "fathom.models.seq2seq_bart",
     "FathomLongT5ForConditionalGeneration": "fathom.models.seq2seq_longt5",
     "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
+    "FathomTableBartForConditionalGeneration": "fathom.tables.text.models",
+    "FathomTableT5ForConditionalGeneration": "fathom.tables.text.models",
     "DiffusionGenerationConfig": "fathom.diffusion",
     **dict.fromkeys(("compress", "compression_report", *_cache_methods()), "fathom.caches"),
     **dict.fromkeys(("evaluate_tasks", "evaluate_text", "load_checkpoint"), "fathom.evaluate"),
@@ -72,7 +79,12 @@ _PLACES = {
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
 }
 _MODULES = ("diffusion", "lineage")
-_CONFIGS = {config.__name__: config for config in (FathomBartConfig, FathomEncoderConfig, FathomLongT5Config)}
+_CONFIGS = {
+    config.__name__: config
+    for config in (
+        FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomTableBartConfig, FathomTableT5Config
+    )
+}  # fmt: skip
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
 
@@ -109,12 +121,18 @@ def _fill_registries() -> None:
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
+    from fathom.tables.text.models import (
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5ForConditionalGeneration,
+    )
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
     AutoModelForMaskedLM.register(FathomConfig, FathomForMaskedDiffusion, exist_ok=True)
     AutoModelForSequenceClassification.register(FathomEncoderConfig, FathomForSequenceClassification, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomTableBartConfig, FathomTableBartForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomTableT5Config, FathomTableT5ForConditionalGeneration, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config

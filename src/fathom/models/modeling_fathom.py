@@ -14,6 +14,10 @@ try:
         FathomForSequenceClassification,
         FathomLongT5Config,
         FathomLongT5ForConditionalGeneration,
+        FathomTableBartConfig,
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5Config,
+        FathomTableT5ForConditionalGeneration,
     )
 except ModuleNotFoundError as error:
     if error.name != "fathom":
@@ -30,4 +34,8 @@ __all__ = [
     "FathomForSequenceClassification",
     "FathomLongT5Config",
     "FathomLongT5ForConditionalGeneration",
+    "FathomTableBartConfig",
+    "FathomTableBartForConditionalGeneration",
+    "FathomTableT5Config",
+    "FathomTableT5ForConditionalGeneration",
 ]
