@@ -17,6 +17,7 @@ from fathom.latents.configuration import FathomLatentConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
 from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 from fathom.version import __version__
 from fathom.vision import configuration as _vision_configuration
 
@@ -51,6 +52,10 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.report.compare import compare
+    from fathom.tables.text.models import (
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5ForConditionalGeneration,
+    )
     from fathom.train import Phases, load_recipe
     from fathom.vision import FourierVLM, compress_vision
 
@@ -69,6 +74,8 @@ _PLACES = {
     "FathomLongT5ForConditionalGeneration": "fathom.models.seq2seq_longt5",
     "FathomT5ForConditionalGeneration": "fathom.models.seq2seq_t5",
     "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
+    "FathomTableBartForConditionalGeneration": "fathom.tables.text.models",
+    "FathomTableT5ForConditionalGeneration": "fathom.tables.text.models",
     "DiffusionGenerationConfig": "fathom.diffusion",
     "FathomForLatentDiffusion": "fathom.latents.model",
     "LatentGenerationConfig": "fathom.latents.sampling",
@@ -81,8 +88,11 @@ _PLACES = {
 _MODULES = ("diffusion", "lineage")
 _CONFIGS = {
     config.__name__: config
-    for config in (FathomBartConfig, FathomEncoderConfig, FathomLatentConfig, FathomLongT5Config, FathomT5Config)
-}
+    for config in (
+        FathomBartConfig, FathomEncoderConfig, FathomLatentConfig, FathomLongT5Config, FathomT5Config,
+        FathomTableBartConfig, FathomTableT5Config,
+    )
+}  # fmt: skip
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
 
 
@@ -124,6 +134,10 @@ def _fill_registries() -> None:
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
+    from fathom.tables.text.models import (
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5ForConditionalGeneration,
+    )
 
     AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
     AutoModel.register(FathomLatentConfig, FathomForLatentDiffusion, exist_ok=True)
@@ -132,6 +146,8 @@ def _fill_registries() -> None:
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomT5Config, FathomT5ForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomTableBartConfig, FathomTableBartForConditionalGeneration, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(FathomTableT5Config, FathomTableT5ForConditionalGeneration, exist_ok=True)
 
 
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config

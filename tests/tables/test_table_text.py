@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -335,6 +337,51 @@ def test_a_generator_learns_and_describes_and_is_loaded_again(folders, tmp_path)
         TableGenerator.from_pretrained(folders["t5"], P2G(), CORPUS).source(tables[0], ["name"])
     with pytest.raises(ValueError, match="method 'promptmize' has no planner here"):
         TableGenerator.from_pretrained(folders["t5"], PromptMize(reduction=4)).source(tables[0])
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_checkpointing_and_bf16_change_nothing_but_memory_and_digits(family, folders):
+    kind, given = MODELS[family], inputs()
+    model = kind.from_pretrained(folders[family], table={"name": "akg", "reduction": 4, "trains": "all"})
+    grads = []
+    for checkpointing in (False, True):
+        model.train().zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(0)
+        model(**given).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert {is_knowledge(name) for name in grads[0]} == {True, False}
+    for name, value in grads[0].items():
+        torch.testing.assert_close(grads[1][name], value, rtol=1e-5, atol=1e-7)
+    exact = model.eval()(**given).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(**given).logits
+    low = kind.from_pretrained(folders[family], table={"name": "akg", "reduction": 4}, dtype=torch.bfloat16)
+    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+    assert low.eval()(**given).logits.isfinite().all()
+    assert (mixed.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_compiled_model_is_the_eager_one(family, folders):
+    given = inputs()
+    model = MODELS[family].from_pretrained(folders[family], table={"name": "akg", "reduction": 4}).eval()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(**given).logits, model(**given).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stranger_loads_a_checkpoint_without_importing_fathom(folders, tmp_path):
+    model = MODELS["bart"].from_pretrained(folders["bart"], table={"name": "akg", "reduction": 4}).eval()
+    model.save_pretrained(tmp_path)
+    code = (
+        "import sys, torch; from transformers import AutoModelForSeq2SeqLM\n"
+        f"m = AutoModelForSeq2SeqLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True).eval()\n"
+        "print(m(input_ids=torch.arange(5, 12)[None], labels=torch.arange(5, 9)[None]).loss.item())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loss = model(input_ids=torch.arange(5, 12)[None], labels=torch.arange(5, 9)[None]).loss
+    assert float(said) == pytest.approx(float(loss), rel=1e-6)
 
 
 def test_padding_on_either_side_changes_nothing(folders):

@@ -18,6 +18,10 @@ try:
         FathomLongT5ForConditionalGeneration,
         FathomT5Config,
         FathomT5ForConditionalGeneration,
+        FathomTableBartConfig,
+        FathomTableBartForConditionalGeneration,
+        FathomTableT5Config,
+        FathomTableT5ForConditionalGeneration,
     )
 except ModuleNotFoundError as error:
     if error.name != "fathom":
@@ -38,4 +42,8 @@ __all__ = [
     "FathomLongT5ForConditionalGeneration",
     "FathomT5Config",
     "FathomT5ForConditionalGeneration",
+    "FathomTableBartConfig",
+    "FathomTableBartForConditionalGeneration",
+    "FathomTableT5Config",
+    "FathomTableT5ForConditionalGeneration",
 ]

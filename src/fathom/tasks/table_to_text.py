@@ -33,6 +33,7 @@ from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.method import check_range
 from fathom.tables.text.base import SlotMethod
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 from fathom.tables.text.ctrlscitab import GRID_MARKERS, pieces, query
 from fathom.tables.text.linearize import (
     GOLD_PLAN,
@@ -49,7 +50,6 @@ from fathom.tables.text.linearize import (
     table_of_row,
     words,
 )
-from fathom.tables.text.models import FathomTableBartConfig, FathomTableT5Config
 from fathom.tasks.base import Sample, Score, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
 from fathom.tasks.encoders import EncoderTask, counted_flops, padded

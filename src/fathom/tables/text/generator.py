@@ -21,17 +21,13 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from fathom.models.local_paths import refuse_absent
 from fathom.tables.text.base import SlotMethod, TableMethod, planner_for
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 from fathom.tables.text.crf import CRFPlanner
 from fathom.tables.text.ctrlscitab import GRID_MARKERS, CTRLSciTab, query, serialize
 from fathom.tables.text.encoder import batch, special
 from fathom.tables.text.knowledge import knowledge_pairs
 from fathom.tables.text.linearize import MARKERS, T5_PREFIX, Grid, Table, TableLinearizer, with_markers
-from fathom.tables.text.models import (
-    FathomTableBartConfig,
-    FathomTableBartForConditionalGeneration,
-    FathomTableT5Config,
-    FathomTableT5ForConditionalGeneration,
-)
+from fathom.tables.text.models import FathomTableBartForConditionalGeneration, FathomTableT5ForConditionalGeneration
 from fathom.tables.text.plan import ContentPlanner, Plan, PointerPlanner, Seq2SeqPlanner, gold_plan
 from fathom.tables.text.prototypes import Candidates, PrototypeSelector
 from fathom.tables.text.stages import Stage, train

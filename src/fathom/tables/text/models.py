@@ -6,73 +6,23 @@ without an adapter the weights are those of a stock checkpoint, under their name
 
 from __future__ import annotations
 
-import inspect
+import importlib.util
 import re
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
-    BartConfig,
     BartForConditionalGeneration,
-    PreTrainedConfig,
     PreTrainedModel,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
-from fathom.models.encoder_configs import EncoderSection
 from fathom.models.encoder_model import EncoderModel
-from fathom.tables.text.base import SlotMethod, TableMethod, from_dict
+from fathom.tables.text.base import SlotMethod
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 
 KNOWLEDGE_NAME = ".knowledge_adapter."
 KNOWLEDGE = re.escape(KNOWLEDGE_NAME)
-
-
-class TableSection(EncoderSection):
-    """The section `table` of a config: `{"name": …, options}`, completed and checked. None: table_plain."""
-
-    table: Any
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super(EncoderSection, self).__post_init__(**kwargs)  # type: ignore[misc]  # the family's own: there is no section `encoder`
-        self.table = from_dict(self.table).to_dict()
-
-    @property
-    def method(self) -> TableMethod:
-        return from_dict(self.table)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a `table` among `kwargs` takes the place of the stored one."""
-        own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
-        return PreTrainedConfig.from_dict.__func__(cls, {**config_dict, **own}, **kwargs)  # type: ignore[attr-defined]
-
-    def stock_config(self) -> Any:
-        assert self.stock is not None
-        own = ("table", "model_type", "architectures", "auto_map", "transformers_version")
-        return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
-
-
-class FathomTableT5Config(TableSection, T5Config):
-    """T5's config with a section `table`; see `fathom methods`."""
-
-    model_type = "fathom_table_t5"
-    stock = T5Config
-    auto_class = ("AutoModelForSeq2SeqLM", "FathomTableT5ForConditionalGeneration")
-
-    table: Any = None
-
-
-class FathomTableBartConfig(TableSection, BartConfig):
-    """BART's config with a section `table`; see `fathom methods`."""
-
-    model_type = "fathom_table_bart"
-    stock = BartConfig
-    auto_class = ("AutoModelForSeq2SeqLM", "FathomTableBartForConditionalGeneration")
-
-    table: Any = None
 
 
 class TableModel(EncoderModel):
@@ -84,6 +34,8 @@ class TableModel(EncoderModel):
         """The adapter that the config names, and gradients for what its `trains` says."""
         method = self.config.method
         if method.adapts:
+            if importlib.util.find_spec("peft") is None:
+                raise ImportError("a knowledge adapter is a PEFT method: pip install 'fathom-lm[peft]'")
             from peft import inject_adapter_in_model
 
             from fathom.tables.text.adapter import KnowledgeAdapterConfig
@@ -179,11 +131,3 @@ class FathomTableBartForConditionalGeneration(TableModel, BartForConditionalGene
     def __init__(self, config: FathomTableBartConfig):
         super().__init__(config)
         self.add_knowledge()
-
-
-for _config, _model in (
-    (FathomTableT5Config, FathomTableT5ForConditionalGeneration),
-    (FathomTableBartConfig, FathomTableBartForConditionalGeneration),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModelForSeq2SeqLM.register(_config, _model, exist_ok=True)

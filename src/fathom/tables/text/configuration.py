@@ -1,0 +1,61 @@
+"""Configs of T5 and BART with a section `table`: which parts of a source a model reads, and its knowledge adapter.
+
+`import fathom` imports this module: it must stay light.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import BartConfig, PreTrainedConfig, T5Config
+
+from fathom.models.encoder_configs import EncoderSection
+from fathom.models.registry import filled
+from fathom.tables.text.base import TableMethod, from_dict
+
+
+class TableSection(EncoderSection):
+    """The section `table` of a config: `{"name": …, options}`, completed and checked. None: table_plain."""
+
+    table: Any
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        filled()  # the model is known to the Auto classes as soon as there is a config to build it from
+        super(EncoderSection, self).__post_init__(**kwargs)  # type: ignore[misc]  # the family's own: there is no section `encoder`
+        self.table = from_dict(self.table).to_dict()
+
+    @property
+    def method(self) -> TableMethod:
+        return from_dict(self.table)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; a `table` among `kwargs` takes the place of the stored one."""
+        own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
+        return PreTrainedConfig.from_dict.__func__(cls, {**config_dict, **own}, **kwargs)  # type: ignore[attr-defined]
+
+    def stock_config(self) -> Any:
+        assert self.stock is not None
+        own = ("table", "model_type", "architectures", "auto_map", "transformers_version")
+        return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
+
+
+class FathomTableT5Config(TableSection, T5Config):
+    """T5's config with a section `table`; see `fathom methods`."""
+
+    model_type = "fathom_table_t5"
+    stock = T5Config
+    auto_class = ("AutoModelForSeq2SeqLM", "FathomTableT5ForConditionalGeneration")
+
+    table: Any = None
+
+
+class FathomTableBartConfig(TableSection, BartConfig):
+    """BART's config with a section `table`; see `fathom methods`."""
+
+    model_type = "fathom_table_bart"
+    stock = BartConfig
+    auto_class = ("AutoModelForSeq2SeqLM", "FathomTableBartForConditionalGeneration")
+
+    table: Any = None
