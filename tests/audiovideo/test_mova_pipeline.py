@@ -181,9 +181,10 @@ def test_saved_and_loaded_it_makes_the_same_clip(tmp_path, pipe):
     MovaPipeline.from_pretrained(tmp_path / "saved")
 
 
-def test_one_expert_is_asked_at_every_level(tmp_path):
-    alone = pipeline(experts=1)
-    assert alone.video_dit_2 is None
+@pytest.mark.parametrize("options", [{"experts": 1}, {"directions": "off"}], ids=str)
+def test_without_a_second_expert_or_a_bridge_it_is_saved_and_loaded(tmp_path, options):
+    alone = pipeline(**options)
+    assert (alone.video_dit_2 is None) == ("experts" in options)
     alone.codec = None
     right = latents(alone, "a red ball", 0)
     alone.save_pretrained(tmp_path)

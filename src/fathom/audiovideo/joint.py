@@ -84,7 +84,8 @@ def text_states(
 
 
 def make_parts(config: MovaConfig) -> dict[str, Any]:
-    """New towers and bridge by their names in a checkpoint. `video_dit_2` is left out with one expert."""
+    """New towers and bridge by their names in a checkpoint. `video_dit_2` is left out with one expert, and the bridge
+    where it is off."""
     method = config.method
     video = {
         "patch_size": config.patch_size,
@@ -106,6 +107,8 @@ def make_parts(config: MovaConfig) -> dict[str, Any]:
         num_layers=config.audio_layers,
         **both,
     )
+    if method.directions == "off":
+        return parts
     parts["dual_tower_bridge"] = Bridge(
         video_layers=config.video_layers,
         audio_layers=config.audio_layers,
@@ -163,7 +166,6 @@ class MovaModel(nn.Module):
 
     text_encoder: Any
     audio_dit: Any
-    dual_tower_bridge: Any
     accepts_loss_kwargs = True  # the loss is divided by the clips of a whole step
     _no_split_modules = ("WanTransformerBlock", "BridgeBlock")
 
@@ -209,6 +211,10 @@ class MovaModel(nn.Module):
         """For high noise, and for low; one alone is both."""
         return tuple(getattr(self, name) for name in ("video_dit", "video_dit_2") if hasattr(self, name))
 
+    @property
+    def bridge(self) -> Bridge | None:
+        return getattr(self, "dual_tower_bridge", None)
+
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
         """Blocks and exchanges run again in the backward pass. transformers' Trainer calls it by this name, or the one
         below in earlier versions."""
@@ -219,9 +225,8 @@ class MovaModel(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Has torch.compile make one graph that all blocks of a width share, whichever expert they are of."""
-        for part in (*self.experts, self.audio_dit, self.dual_tower_bridge):
-            if any(type(module).__name__ in part._repeated_blocks for module in part.modules()):
-                part.compile_repeated_blocks(**options)
+        for part in (*self.experts, self.audio_dit, *([] if self.bridge is None else [self.bridge])):
+            part.compile_repeated_blocks(**options)
 
     def expert(self, sigma: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
         """Which expert each noise level asks: 0 at and above the boundary, 1 below."""
@@ -310,4 +315,4 @@ class MovaModel(nn.Module):
 
     def velocities(self, expert: int, *given: Any) -> tuple[Tensor, Tensor]:
         """`joint_forward` of one video expert, the audio tower and the bridge."""
-        return joint_forward(self.experts[expert], self.audio_dit, self.dual_tower_bridge, *given)
+        return joint_forward(self.experts[expert], self.audio_dit, self.bridge, *given)

@@ -70,7 +70,8 @@ class MovaPipeline(DiffusionPipeline):
 
     Args:
         video_dit, video_dit_2: experts for high and low noise; the second may be None.
-        audio_dit, dual_tower_bridge, scheduler, tokenizer, text_encoder: the other parts, named as in the release.
+        dual_tower_bridge: None: towers that know nothing of each other.
+        audio_dit, scheduler, tokenizer, text_encoder: the other parts, named as in the release.
         settings: sizes and rates; None: those of the parts, with the release's of what they do not say.
         codec: between latents and pictures and sound (base.py); None: latents alone can be made.
     """
@@ -78,16 +79,16 @@ class MovaPipeline(DiffusionPipeline):
     model_cpu_offload_seq = "text_encoder->video_dit->video_dit_2"
     # A step needs one expert, the audio tower and the bridge together; the chain above holds one part at a time.
     _exclude_from_cpu_offload = ("audio_dit", "dual_tower_bridge")
-    _optional_components = ("video_dit_2",)
+    _optional_components = ("video_dit_2", "dual_tower_bridge")
 
     def __init__(
         self,
         video_dit: VideoTower,
         audio_dit: AudioTower,
-        dual_tower_bridge: Bridge,
         scheduler: FlowMatchPairScheduler,
         tokenizer: Any,
         text_encoder: Any,
+        dual_tower_bridge: Bridge | None = None,
         video_dit_2: VideoTower | None = None,
     ) -> None:
         super().__init__()
@@ -304,15 +305,20 @@ def fitted_picture(image: Any, height: int, width: int) -> UInt8[np.ndarray, "H 
     return np.array(ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS))
 
 
-def settings_of(video: VideoTower, audio: AudioTower, bridge: Bridge, second: VideoTower | None) -> MovaConfig:
+def settings_of(video: VideoTower, audio: AudioTower, bridge: Bridge | None, second: VideoTower | None) -> MovaConfig:
     """Sizes as the parts say them, and of what they do not say, the release's."""
-    v, a, b = video.config, audio.config, bridge.config
-    method = {name: b[name] for name in ("strategy", "directions", "rotary", "pooled_adaln", "bridge_init")}
+    v, a = video.config, audio.config
+    if bridge is None:
+        rates: dict[str, Any] = {"video_strides": [v.in_channels - 2 * v.out_channels, 8, 8]}
+        method: dict[str, Any] = {"directions": "off"}
+    else:
+        b = bridge.config
+        rates = {"frame_rate": b.frame_rate, "video_strides": [b.video_stride, 8, 8], "audio_rate": b.audio_rate}
+        method = {name: b[name] for name in ("strategy", "layers", "directions", "rotary", "pooled_adaln")}
     return MovaConfig(
         preset="mova-360p", video_layers=v.num_layers, video_heads=v.num_attention_heads, video_ffn=v.ffn_dim,
         audio_layers=a.num_layers, audio_heads=a.num_attention_heads, audio_ffn=a.ffn_dim,
         head_dim=v.attention_head_dim, video_channels=v.out_channels, audio_channels=a.out_channels,
-        patch_size=list(v.patch_size), text_dim=v.text_dim, freq_dim=v.freq_dim, frame_rate=b.frame_rate,
-        video_strides=[b.video_stride, 8, 8], audio_rate=b.audio_rate,
-        mova={**method, "layers": list(b.layers), "experts": 1 if second is None else 2},
+        patch_size=list(v.patch_size), text_dim=v.text_dim, freq_dim=v.freq_dim,
+        mova={**method, "experts": 1 if second is None else 2}, **rates,
     )  # fmt: skip
