@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=64, help="of crops of pictures; a multiple of 8")
     parser.add_argument("--frames", type=int, default=17, help="of crops of pictures; 1 more than a multiple of 4")
     parser.add_argument("--held-out", type=int, default=60, help="clips that are measured")
+    parser.add_argument("--resume", action="store_true", help="save the run, and go on where one was saved")
     for field in dataclasses.fields(Training):
         kind = {"minutes": float, "precision": str}.get(field.name, type(field.default))
         parser.add_argument(f"--{field.name}", type=kind, default=field.default)
@@ -81,14 +82,19 @@ def main() -> None:
         sample_rate=generator.sample_rate,
     )
     start(audio)
+
+    def state(half: str) -> Path | None:
+        return said.folder / f"state_{half}" if said.resume else None
+
     losses = {}
     if said.only != "audio":
         crops = Crops(generator, PictureCrop(said.frames, said.side), HELD_OUT)
-        losses["video"] = train(PictureLoss(video, training.kl), crops, training)
+        losses["video"] = train(PictureLoss(video, training.kl), crops, training, state=state("video"))
         set_statistics(video, generator)
     if said.only != "video":
         sound = dataclasses.replace(training, precision="no")
-        losses["audio"] = train(SoundLoss(audio, training.kl), Crops(generator, SoundCrop(), HELD_OUT), sound)
+        crops = Crops(generator, SoundCrop(), HELD_OUT)
+        losses["audio"] = train(SoundLoss(audio, training.kl), crops, sound, state=state("audio"))
     if not PartialState().is_main_process:
         return
     codec = NeuralCodec(video, audio, generator.frame_rate)

@@ -72,3 +72,29 @@ def test_too_few_steps_or_crops_are_refused():
         Training(steps=5)
     with pytest.raises(ValueError, match="crops: 10, and 30 steps need 60"):
         train(SoundLoss(Dac(4, (2,), 4, 4, (2,)), 0.0), Crops(GENERATOR, SoundCrop(), 10), Training(steps=30, batch=2))
+
+
+def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path):
+    def run(stop, folder):
+        torch.manual_seed(0)
+        dac = Dac(4, (2, 5), 4, 16, (5, 2), 8000)
+        start(dac)
+        crops = Crops(GENERATOR, SoundCrop(800), 22)
+
+        def said(text):
+            if text.startswith(stop):
+                raise KeyboardInterrupt
+
+        try:
+            losses = train(SoundLoss(dac, 1e-6), crops, Training(steps=22, batch=1), said, folder)
+        except KeyboardInterrupt:
+            return run("never", folder)
+        return losses, dac.state_dict()
+
+    whole, weights = run("never", tmp_path / "whole")
+    again, same = run("step 13", tmp_path / "cut")
+    assert len(again) == 22 and again == pytest.approx(whole, rel=1e-5)
+    assert all(torch.allclose(weights[name], same[name], atol=1e-6) for name in weights)
+    with pytest.raises(ValueError, match="minutes=1"):
+        both = Training(steps=30, batch=1, minutes=1)
+        train(SoundLoss(Dac(4, (2,), 4, 4, (2,)), 0.0), Crops(GENERATOR, SoundCrop(), 99), both, state=tmp_path)

@@ -20,6 +20,7 @@ from scipy.signal import resample_poly
 
 from fathom.writing import new_folder, whole, write_text
 
+SEAM = 0.005  # seconds by which a block of sound may miss the end of the last one and yet follow it
 INDEX = "clips.jsonl"  # of a folder: one line a clip
 
 
@@ -250,9 +251,13 @@ def _mono(frame: Any) -> np.ndarray:
 
 
 def _joined(blocks: list[tuple[float, np.ndarray]], rate: int) -> tuple[float, np.ndarray]:
-    """(time of the first sample, samples): every block at its own time, gaps are silent."""
-    start = blocks[0][0]
-    places = [round((time - start) * rate) for time, _ in blocks]
+    """(time of the first sample, samples). A block whose time says that it follows the last one, does; Matroska's times
+    are whole milliseconds, and blocks placed by them would click. Gaps are silent."""
+    start, places, end = blocks[0][0], [], 0
+    for time, block in blocks:
+        told = round((time - start) * rate)
+        places.append(end if abs(told - end) < SEAM * rate else told)
+        end = places[-1] + len(block)
     audio = np.zeros(max(at + len(block) for at, (_, block) in zip(places, blocks)), np.float32)
     for at, (_, block) in zip(places, blocks):
         audio[max(0, at) : at + len(block)] = block[max(0, -at) :]

@@ -1,6 +1,6 @@
 """When something is heard, and when something is seen to happen.
 
-Sound: times at which the energy after is far above the energy before.
+Sound: times at which the energy afterwards is far above the energy before, where it rises the most.
 
 Picture, of things before a plain wall: a thing that falls changes its direction at a kink of its path, found between
 frames as the crossing of the two curves on either side; a flash is a rise of brightness, placed within its frame by the
@@ -17,6 +17,7 @@ AFTER, BEFORE = 0.008, 0.016  # seconds of sound that are compared
 RISE = 6.0  # dB from before to after that make an onset
 FLOOR = 45.0  # dB under the loudest moment: what is quieter is silence
 APART = 0.06  # seconds between onsets
+BACK, AHEAD = 0.005, 0.025  # seconds about a maximum of the ratio in which the steepest rise is sought
 SILENT = 1e-3  # a peak below this is no sound
 FOREGROUND = 18.0  # levels of 255 by which a thing differs from the wall
 BRIGHTER = 15.0  # levels by which a flash brightens the pixels of its thing
@@ -25,7 +26,9 @@ KINK = 0.7  # pixels per frame by which speed jumps at an impact, at least
 
 
 def sound_onsets(audio: Float[np.ndarray, " n"], sample_rate: int) -> Float[np.ndarray, " k"]:
-    """Seconds of the onsets: maxima of 10 log₁₀(E_after / E_before) above `RISE`, of the differentiated signal."""
+    """Seconds of the onsets: maxima of 10 log₁₀(E_after / E_before) above `RISE`, of the differentiated signal, each
+    moved to where E_after − E_before is largest near it: a codec lets a sound be heard faintly before it starts.
+    """
     audio = np.asarray(audio, np.float64)
     if len(audio) < 2 or np.abs(audio).max() < SILENT:
         return np.empty(0)
@@ -36,7 +39,10 @@ def sound_onsets(audio: Float[np.ndarray, " n"], sample_rate: int) -> Float[np.n
     later, earlier = (total[at + after] - total[at]) / after, (total[at] - total[at - before]) / before
     quiet = later.max() * 10 ** (-FLOOR / 10)
     rise = 10 * np.log10((np.maximum(later, 0) + quiet) / (np.maximum(earlier, 0) + quiet))
-    return _peaks(rise, RISE, round(APART * sample_rate)) / sample_rate
+    ahead, back = round(AHEAD * sample_rate), round(BACK * sample_rate)
+    starts = np.maximum(0, _peaks(rise, RISE, round(APART * sample_rate)) - back)
+    steepest = [start + int((later - earlier)[start : start + back + ahead].argmax()) for start in starts]
+    return np.array(steepest, dtype=np.float64) / sample_rate
 
 
 def _peaks(values: np.ndarray, least: float, apart: int) -> np.ndarray:
@@ -119,6 +125,8 @@ def _impacts(difference: np.ndarray, frame_rate: float) -> list[float]:
     jump[1:-1] = speed[:-2] - speed[2:] + 2 * gravity
     jump[1:-1][speed[:-2] < KINK / 2] = 0
     kinks = _peaks(jump, KINK + gravity, 2)
+    # an impact is the lowest place far and near; a fall that falters, as a codec may show it, is none
+    kinks = kinks[[path[k : k + 2].max() >= path[max(0, k - 3) : k + 5].max() - 0.25 for k in kinks]]
     times = []
     for n, k in enumerate(kinks):
         first = kinks[n - 1] + 1 if n else 0
