@@ -33,7 +33,8 @@ class CoDAR:
     Options:
 
     source: a token's vector: the encoder's "states" of the whole row, its input "embeddings", or "learned" ones.
-    layer: of the encoder, after which states are taken; None: the last, after its final norm.
+    layer: of the encoder, after which states are taken; None: the last, after its final norm. A masked model's last
+        states say little of the token that they are of (docs/results/codar.md): take an early layer's.
     latent_dim: width of a vector; None: that of `source`. Smaller needs a bottleneck, or learned embeddings.
     bottleneck: to `latent_dim`: "pca", the directions of most variance, or "linear", random orthonormal ones; "none".
     normalisation: "per_dim": every dimension of the training set to mean 0, variance 1; "scalar": all by one mean and

@@ -83,7 +83,7 @@ class Denoiser(PreTrainedModel):
         previous = None if previous is None else previous.to(dtype)
         if options.self_conditioning == "concat":
             x = torch.cat([x, torch.zeros_like(x) if previous is None else previous], dim=-1)
-        h = self.input(x)
+        h = self.input(x).to(dtype)  # under autocast the residual stream stays wide, as the decoder's does
         if position_ids is None:
             if mask is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)[None]

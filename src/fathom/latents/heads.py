@@ -102,7 +102,7 @@ class Factorised(Head):
 
     def logits(self, z, input_ids, noise):
         blocks = self.blocks
-        h = blocks.input(z)
+        h = blocks.input(z).to(blocks.input.weight.dtype)  # wide under autocast, as the decoder's stream
         places = torch.arange(z.shape[1], device=z.device)[None]
         h = blocks.positions.add(h, places)
         mask = hf_versions.visible_mask(blocks.config, h, None, None, None, BIDIRECTIONAL)

@@ -139,7 +139,10 @@ class FathomForLatentDiffusion(PreTrainedModel):
             )
         self.check_width(latents.values)
         self.check_length(latents.values.shape[1])
-        return self.decoder.read(latents.values, latents.mask)
+        mask = latents.mask
+        if mask is not None and self.options.padding == "targets":
+            mask = mask.int().cummax(1).values.bool()  # only padding on the left is not seen
+        return self.decoder.read(latents.values, mask)
 
     def decode(self, latents: Latents, **options: Any) -> Tensor:
         """The text of vectors: token ids [B, L], by the options `temperature`, `top_p`, `seed` and `stop_at_eos` of
@@ -169,8 +172,9 @@ class FathomForLatentDiffusion(PreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> FathomOutput:
-        """The loss of a stage over labels other than −100; `options` are arguments of `diffusion_losses` or
-        `decoder_losses`. Without labels the decoder's logits, [:, i] of token i."""
+        """The loss of a stage over labels other than −100, and for vectors with `padding="targets"` over padding;
+        `options` are arguments of `diffusion_losses` or `decoder_output`. Without labels the decoder's logits, [:, i]
+        of token i."""
         mask = None if attention_mask is None else attention_mask.bool()
         if stage not in STAGES:
             raise ValueError(f"stage={stage!r}: must be one of {', '.join(STAGES)}")
@@ -184,9 +188,14 @@ class FathomForLatentDiffusion(PreTrainedModel):
             out = self.decoder_output(input_ids, mask, **options, **targets)
             return FathomOutput(loss=out.loss, logits=out.logits)
         each = self.diffusion_losses(input_ids, mask, **options)
-        kept = torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE
-        items = kept.sum() if num_items_in_batch is None else num_items_in_batch
-        return FathomOutput(loss=(each * kept).sum() / items)
+        own = torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE
+        learned = own
+        if self.options.padding == "targets" and mask is not None:
+            learned = own | ~mask  # that a text has ended is learned, too
+        loss = (each * learned).sum() / learned.sum()
+        if num_items_in_batch is not None:  # weighted by its labels among the batches of a step
+            loss = loss * own.sum() / num_items_in_batch
+        return FathomOutput(loss=loss)
 
     def diffusion_losses(
         self,
@@ -218,7 +227,8 @@ class FathomForLatentDiffusion(PreTrainedModel):
         if self.options.source == "learned":
             table = F.normalize(self.space.table.weight, dim=-1) * x0.shape[-1] ** 0.5
             logits = self.process.denoised(said, x, t) @ table.T
-            each = each + F.cross_entropy(logits.flatten(0, 1), input_ids.flatten(), reduction="none").view_as(each)
+            rounding = F.cross_entropy(logits.flatten(0, 1), input_ids.flatten(), reduction="none").view_as(each)
+            each = each + (rounding if mask is None else rounding * mask)
         return each
 
     def held_out_errors(

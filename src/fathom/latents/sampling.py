@@ -273,7 +273,7 @@ def decode(
     model: Any, latents: Latents, *, temperature: float = 0.0, top_p: float | None = None, stop_at_eos: bool = False,
     seed: int = 0, known: Bool[Tensor, "B L"] | None = None, canvas: Int[Tensor, "B L"] | None = None,
 ) -> Int[Tensor, "B L"]:  # fmt: skip
-    """Token ids of vectors, one a row of them; `known` tokens of `canvas` are given. Padding on the left keeps its ids.
+    """Token ids of vectors, one a row of them; `known` tokens of `canvas` are given. Padding keeps the ids of `canvas`.
 
     The draws follow from `seed`, and torch's own random numbers stay as they are.
     """
@@ -283,12 +283,13 @@ def decode(
     if known is None or canvas is None:
         canvas = torch.zeros(rows, length, dtype=torch.long, device=values.device)
         known = torch.zeros_like(real)
-    prefix = int((known | ~real).long().cumprod(1).sum(1).min())  # columns that all rows know, or that pad them
+    begun = real.int().cummax(1).values.bool()  # no padding on the left
+    prefix = int((known | ~begun).long().cumprod(1).sum(1).min())  # columns that all rows know, or that pad them
     start = canvas.new_full((rows, 1), model.config.start_token_id)
     decoder = model.decoder
     # the start token stands in the last column of padding before a text, so that texts of all lengths end together
     ids = torch.cat([start, canvas[:, :prefix]], dim=1)
-    first = (~real).sum(1)
+    first = (~begun).sum(1)
     ids.scatter_(1, first[:, None].clamp(max=prefix), model.config.start_token_id)
     columns = torch.arange(prefix + 1, device=ids.device)
     attention_mask = (columns >= first[:, None]).long()

@@ -41,6 +41,7 @@ class ContextualDecoding(LatentTask):
         vectors.
     padding: "targets": the first padding token after a text is a target too, which ends it; "masked": none is.
     examples: held-out rows, from the first on, for the controls and the reconstruction.
+    unwrapped: a document is a row, cut or padded to the block; otherwise rows are cut from running text.
     """
 
     corrupt: str = "forward"
@@ -50,6 +51,7 @@ class ContextualDecoding(LatentTask):
     word_dropout: float = 0.0
     padding: str = "targets"
     examples: int = 32
+    unwrapped: bool = False
 
     stage = "contextual_decoder"
     summary = "Write a text from its corrupted vectors: the second stage of CoDAR."

@@ -30,10 +30,12 @@ class LatentDiffusion(LatentTask):
 
     self_condition: share of the steps in which a first estimate is given to a second one.
     draws: noise levels of a held-out row, (k + ½)/draws.
+    unwrapped: a document is a row, cut or padded to the block; otherwise rows are cut from running text.
     """
 
     self_condition: float = 0.5
     draws: int = 8
+    unwrapped: bool = False
 
     stage = "latent_diffusion"
     summary = "Estimate the vectors of a text from noised ones: the first stage of CoDAR."

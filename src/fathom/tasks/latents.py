@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from fathom.data import DataConfig, PreparedData, collate, load_tokenizer, prepare
-from fathom.data.packing import IGNORED
+from fathom.data import DataConfig, PreparedData, Source, collate, load_tokenizer, prepare, token_byte_lengths
+from fathom.data.packing import IGNORED, Example, encode, pack_examples, target_tokens, write_blocks
+from fathom.data.prepared import build_once, cache_key, make_tokenizer
+from fathom.data.tokenizer import tokenizer_hash
 from fathom.latents.configuration import FathomLatentConfig
 from fathom.tasks.base import Sizes, Task
 from fathom.tasks.masked_diffusion import mixed
@@ -32,9 +37,11 @@ class LatentTask(Task):
 
     Attributes:
         stage: of FathomForLatentDiffusion.
+        unwrapped: option of both tasks.
     """
 
     stage: ClassVar[str]
+    unwrapped: bool
     held_out = "held-out text"
     reference_name = "unigram"
     numbered = True  # a row's time follows from the seed and its number
@@ -130,11 +137,25 @@ class LatentTask(Task):
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
+        if self.unwrapped and (data.keep_remainder or data.document_mask):
+            named = "keep_remainder" if data.keep_remainder else "document_mask"
+            raise ValueError(f"data.{named}=True: with unwrapped=True a row is one document, padded; leave it out")
         if data.streaming:
             raise ValueError("data.streaming=True: times follow from the number of a row; leave it out")
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
-        return prepare(data, cache_dir)
+        if not self.unwrapped:
+            return prepare(data, cache_dir)
+        cache = Path(cache_dir)
+        cache.mkdir(parents=True, exist_ok=True)
+        train, held_out = self.sources(data, data.text_field)
+        tokenizer = make_tokenizer(data, train.documents, train.content_hash, cache)
+        blocks = padded_rows(train, tokenizer, data, data.max_tokens, cache)
+        validation, targets, size = None, 0, 0
+        if held_out is not None:
+            validation = padded_rows(held_out, tokenizer, data, data.max_validation_tokens, cache)
+            targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
+        return PreparedData(blocks, validation, tokenizer, targets, size)
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Training rows with their times `t`, spread evenly over consecutive rows; of held-out rows the first token is
@@ -158,6 +179,27 @@ class LatentTask(Task):
 
     def targets(self, batch: Any) -> Tensor:
         return (batch["labels"] != IGNORED).sum()
+
+
+def padded_rows(source: Source, tokenizer: Any, data: DataConfig, most: int | None, cache: Path) -> datasets.Dataset:
+    """A document a row: its first tokens and EOS, padded to the block with tokens that have no label."""
+    size, eos = data.block_size, tokenizer.eos_token_id
+    folder = cache / f"padded-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), [size, most])}"
+
+    def examples() -> Iterator[Example]:
+        for text in source.documents():
+            ids = encode([text], tokenizer)[0][: size - 1]
+            if ids:
+                tokens = np.array([*ids, eos], dtype=np.int32)
+                yield Example(tokens, tokens)
+
+    def build(work: Path) -> None:
+        columns = pack_examples(examples(), size, eos, together=False)
+        if not write_blocks(columns, work / "blocks.arrow", most and most // size):
+            raise ValueError(f"{source.argument}={source.name!r}: has no text to learn from")
+
+    build_once(folder, build)
+    return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
 
 
 def batches(data: PreparedData, config: FathomLatentConfig) -> Any:
