@@ -177,6 +177,12 @@ def test_what_stops_a_run(raw, tmp_path, options, said):
         curate(raw, tmp_path / "out", config(raw, **options), workers=1)
 
 
+def test_a_run_that_stopped_before_it_had_anything_makes_room(raw, tmp_path):
+    with pytest.raises(ValueError, match="no field 'body'"):
+        curate(raw / "rows.jsonl", tmp_path / "out", Curation(text_field="body"), workers=1)
+    assert curate(raw / "rows.jsonl", tmp_path / "out", Curation(), workers=1)["documents"] == 39
+
+
 def test_rows_nested_too_deeply_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("[" * 200_000 + f'\n{{"text": "{prose(1)}"}}\n'.replace("\n", " ")[1:] + "\n")
     (found,) = documents(tmp_path / "a.jsonl", shards(tmp_path / "a.jsonl", 10**9)[0][0], Curation())

@@ -21,6 +21,7 @@ _MARKER = re.compile(r"\[(START|END)_(?:TABLE|FIGURE|FORMULA|NOTE)\]")
 _PAGE_NUMBER = re.compile(
     r"(?:page|p\.)?\s*[-–—|]?\s*(?:\d{1,4}|[ivxl]{1,6})\s*[-–—|]?\s*(?:(?:of|/)\s*\d{1,4})?", re.I
 )
+_NO_HEAD = re.compile(r"[=+<>]|[.:;!?]$")  # formulas and sentences may come again
 _DIGITS = re.compile(r"\d+")
 _HEADING = re.compile(r"#{1,6} +\S")
 _NAMED = r"(?:#{1,6} +)?(?:\d+(?:\.\d+)*\.? +|[IVX]+\. +)?(?:%s)\s*[:.]?"
@@ -87,7 +88,8 @@ def _running_heads(lines: list[str], blocked: list[bool]) -> Iterator[int]:
     places: dict[str, list[int]] = collections.defaultdict(list)
     for number, line in enumerate(lines):
         said = line.strip()
-        if not blocked[number] and 3 < len(said) <= _HEAD_LENGTH and said[0] not in "#|-*>" and " " in said:
+        short = 3 < len(said) <= _HEAD_LENGTH and " " in said
+        if short and not blocked[number] and said[0] not in "#|-*>" and not _NO_HEAD.search(said):
             places[_DIGITS.sub("0", said)].append(number)
     for found in places.values():
         apart = all(b - a >= _HEAD_APART for a, b in itertools.pairwise(found))

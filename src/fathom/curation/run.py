@@ -46,6 +46,7 @@ from fathom.version import __version__
 from fathom.writing import whole, write_json
 
 RUN = "run.json"
+FOLDERS = ("corpus", "dropped", "lines")
 
 
 def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int | None = None) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int |
     steps.check(config)
     if folder.resolve().is_relative_to(raw.resolve()):
         raise ValueError(f"{folder}: lies in {raw}, and would be read as text of it; name a folder elsewhere")
+    _filters(config)  # what it names wrongly shows before the folder is claimed; and forked processes have them
     _claim(folder, raw, config)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -82,9 +84,8 @@ def _curated(raw: Path, folder: Path, config: Curation, workers: int | None) -> 
     began = time.monotonic()
     workers = min(workers or _usable_cores(), len(plan))
     work = folder / "work"
-    for name in ("corpus", "dropped", "lines"):
+    for name in FOLDERS:
         (folder / name).mkdir(exist_ok=True)
-    _filters(config)  # here, so that forked processes have them
     _execute(
         [functools.partial(_sift, raw=raw, plan=plan, folder=folder, config=config)], len(plan), workers, work / "sift"
     )
@@ -112,8 +113,13 @@ def _curated(raw: Path, folder: Path, config: Curation, workers: int | None) -> 
 
 
 def _claim(folder: Path, raw: Path, config: Curation) -> None:
-    """Note in a new folder what is made there. Raises FileExistsError if it holds anything else."""
-    listed = [[str(file), (said := file.stat()).st_size, said.st_mtime_ns] for file in files(raw)]
+    """Note in a new folder what is made there. Raises FileExistsError if it holds anything else; a run of which no task
+    was done is nothing."""
+    base = raw if raw.is_dir() else raw.parent
+    named = [Path(name) for name in (*(config.benchmarks or {}).values(), config.known_words) if name]
+    read = [(str(file.relative_to(base)), file.stat()) for file in files(raw)]
+    read += [(str(file), file.stat()) for file in named]
+    listed = [[name, said.st_size, said.st_mtime_ns] for name, said in read]
     ours = {
         "fathom": __version__,
         "raw": str(raw.resolve()),
@@ -127,8 +133,13 @@ def _claim(folder: Path, raw: Path, config: Curation) -> None:
         if changed == ["config"]:
             options = [key for key in ours["config"] if ours["config"][key] != theirs["config"].get(key)]
             changed = [f"config ({', '.join(options)})"]
-        if changed:
+        begun = any((folder / "work" / "sift" / "completions").glob("*")) or (folder / "account.json").exists()
+        if changed and begun:
             raise FileExistsError(f"{folder}: holds another run, with other {', '.join(changed)}; name a new folder")
+        if changed:
+            for name in (*FOLDERS, "work"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            write_json(note, ours)
     elif folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty and no run of curation; name a new folder")
     else:
