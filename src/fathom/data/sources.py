@@ -33,7 +33,7 @@ class Source:
     name: str
     split: str = "train"  # of a hub data set
     text_field: str = "text"
-    argument: str = "data.train"  # its name in messages; "data.validation" is held-out text of the embedded corpus
+    argument: str = "data.train"  # its name in messages; what follows the dot is the split of the embedded corpus
     max_documents: int | None = None
 
     def files(self) -> list[Path]:
@@ -43,7 +43,7 @@ class Source:
         """
         if self.name == EMBEDDED:
             folder = Path(str(resources.files("fathom.data") / "corpus"))
-            return [folder / f"{'validation' if self.argument == 'data.validation' else 'train'}.jsonl.xz"]
+            return [folder / f"{self.argument.removeprefix('data.')}.jsonl.xz"]
         path = Path(self.name).expanduser()
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
