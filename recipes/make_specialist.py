@@ -3,10 +3,12 @@
     python recipes/make_specialist.py runs/specialist
 
     general/prose.jsonl           pieces of the prose inside the package
+    held-out/                     papers and prose that are in neither of the two
     corpus/papers.jsonl           short papers on minerals: to pretrain on, to make instructions of, to retrieve from
     tables/tables.jsonl           tables, arithmetic and the tools' descriptions as text
     minerals.csv, tools.py        a table, and the tools that a model may call: look_up and calculator
-    rows/train.jsonl, held-out    instructions of the papers, and questions that tools answer, with their calls
+    rows/train.jsonl, held-out    instructions of the papers, and questions that tools answer, with their calls;
+                                  told.jsonl and asked.jsonl are the two alone
     questions.jsonl               held-out questions for `fathom evaluate --questions`
 
 Hardnesses stand in the table alone, and no mineral and column of a held-out question is asked for in training: a right
@@ -39,6 +41,8 @@ COLUMNS = {
     "lustre": ["glassy", "pearly", "silky", "dull", "waxy", "metallic"],
     "place": ["north", "south", "east", "west", "coast", "desert"],
 }
+PAPERS = 8  # on each mineral, and one that is held out
+PROSE = {"general": 300_000, "held-out": 30_000}  # characters
 ASKED = ("What is the {column} of {row}?", "Tell me the {column} of {row}.", "{row}: what is its {column}?")
 SUMS = ("What is {sum}?", "Compute {sum}.", "How much is {sum}?")
 TOOLS = """\
@@ -53,13 +57,15 @@ TOOLS = [table(Path(__file__).with_name("minerals.csv")), calculator]
 def main(folder: Path) -> None:
     draw = random.Random(0)
     facts = {row: {column: draw.choice(values) for column, values in COLUMNS.items()} for row in MINERALS}
-    for name in ("corpus", "tables", "general", "rows"):
+    for name in ("corpus", "tables", "general", "rows", "held-out"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     with (folder / "minerals.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([["mineral", *COLUMNS], *([row, *cells.values()] for row, cells in facts.items())])
     (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
     tools = [tool.schema for tool in load_tools(folder / "tools.py").values()]
-    papers = [paper(row, cells, draw) for row, cells in facts.items()]
+    papers = [paper(row, cells, draw) for row, cells in facts.items() for _ in range(PAPERS + 1)]
+    write(folder / "held-out" / "papers.jsonl", papers[PAPERS :: PAPERS + 1])
+    del papers[PAPERS :: PAPERS + 1]
     write(folder / "corpus" / "papers.jsonl", papers)
     asked = [lookup(row, column, facts, draw) for row in facts for column in COLUMNS for _ in ASKED]
     hidden = {pair for pair in ((row, column) for row in facts for column in COLUMNS) if draw.random() < 0.2}
@@ -69,28 +75,44 @@ def main(folder: Path) -> None:
     known += [calculation(one, draw) for one in list(sums)[100:]]
     unknown += [calculation(one, draw) for one in list(sums)[:100]]
     told = [{**row, "type": f"paper {row['type']}"} for row in make_rows(papers, ["definition", "title", "passage"])]
-    train = [traced(one, tools) for one in known] + [plain(row) for row in told]
+    parts = {"asked": [traced(one, tools) for one in known], "told": [plain(row) for row in told]}
+    train = parts["asked"] + parts["told"]
     draw.shuffle(train)
+    for name, some in parts.items():
+        write(folder / "rows" / f"{name}.jsonl", some)
     draw.shuffle(unknown)
     write(folder / "rows" / "train.jsonl", train)
     write(folder / "rows" / "held-out.jsonl", [traced(one, tools) for one in unknown])
     write(folder / "questions.jsonl", unknown[:40])
     write(folder / "tables" / "tables.jsonl", tables(facts, tools, draw))
-    book = next(Source(EMBEDDED).documents())
-    pieces = [{"text": book[at : at + 3000]} for at in range(0, min(len(book), 300_000), 3000)]
-    write(folder / "general" / "prose.jsonl", pieces)
+    for name, argument in (("general", "data.train"), ("held-out", "data.validation")):
+        book = next(Source(EMBEDDED, argument=argument).documents())
+        pieces = [{"text": book[at : at + 3000]} for at in range(0, min(len(book), PROSE[name]), 3000)]
+        write(folder / name / "prose.jsonl", pieces)
     print(f"{folder}: {len(papers)} papers, {len(train)} rows to train on, {len(unknown)} held out")
 
 
 def paper(row: str, cells: dict[str, str], draw: random.Random) -> dict[str, Any]:
     """A paper on a mineral, with all that the table says but its hardness."""
     others = draw.sample([name for name in MINERALS if name != row], 3)
-    text = (
-        f"# On the {row} of the {cells['place']}\n\n## Abstract\n\nWe describe {row} from the {cells['place']}. It was "
-        f"found beside {others[0]} and {others[1]}, and its colour was {cells['colour']} in all of the samples.\n\n"
-        f"## Observations\n\n{row.capitalize()} is a {cells['lustre']} mineral of {cells['colour']} colour. In the "
-        f"field it is taken for {others[2]} now and then, which has another lustre, and which we did not find there.\n"
-    )
+    told = [
+        f"We describe {row} from the {cells['place']}.",
+        f"It was found beside {others[0]} and {others[1]}.",
+        f"Its colour was {cells['colour']} in all of the {draw.randint(5, 90)} samples.",
+        f"In the {draw.choice(COLUMNS['place'])} there is {others[2]} in its stead.",
+        f"Samples of {draw.choice(others)} lay near by, and were left where they were.",
+    ]
+    draw.shuffle(told)
+    seen = [
+        f"{row.capitalize()} is a {cells['lustre']} mineral of {cells['colour']} colour.",
+        f"In the field it is taken for {others[2]} now and then, which has another lustre.",
+        f"Of {draw.randint(5, 40)} pieces {draw.randint(2, 5)} were broken.",
+        f"Who looks for {row} goes to the {cells['place']} first.",
+    ]
+    draw.shuffle(seen)
+    title = draw.choice(("On the {row} of the {place}", "Finds of {row} in the {place}", "{row} and {other}: a survey"))
+    title = title.format(row=row, other=others[0], place=cells["place"])
+    text = f"# {title}\n\n## Abstract\n\n{' '.join(told[:4])}\n\n## Observations\n\n{' '.join(seen)}\n"
     return {"text": text, "meta": {"source": f"paper on {row}"}}
 
 

@@ -53,7 +53,8 @@ def command(
     ] = None,
     style: Annotated[str, typer.Option(help="With --choices: woa, or wa (prompts end with 'The answer is:').")] = "woa",
     shots: Annotated[
-        Path | None, typer.Option(help="With --choices: file whose first 4 questions (--num-fewshot) are shown before.")
+        Path | None,
+        typer.Option(help="With --choices: file whose first 4 questions (--num-fewshot) are shown, of a subject."),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="With --choices: folder to write them into as lm_eval tasks.")
@@ -235,18 +236,22 @@ def _choices(
         raise ValueError(f"--shots={str(shots)!r}: is scored too; show questions of another file")
     read = {name: read_choices(path)[:limit] for name, path in zip(names, paths)}
     count = SHOTS if num_fewshot is None else num_fewshot
-    shown = [] if shots is None else read_choices(shots)[:count]
+    shown = [] if shots is None else read_choices(shots)
     if export is not None:
         for name, asked in read.items():
-            export_choices(export, f"{name}_{style}", asked, style, shown)
+            export_choices(export, f"{name}_{style}", asked, style, shown, count)
     model, tokenizer = load_checkpoint(*checkpoint)
-    found = {name: evaluate_choices(model, tokenizer, asked, style, shown, batch_size) for name, asked in read.items()}
+    found = {
+        name: evaluate_choices(model, tokenizer, asked, style, shown, batch_size, count) for name, asked in read.items()
+    }
     mean = mean_with_signal(found)
     if json_output:
         typer.echo(json.dumps({"checkpoint": checkpoint[0], "limit": limit, "choices": found, "mean": mean}, indent=2))
         return
     for name, result in found.items():
-        typer.echo("\n".join([f"{name}, {style}, {len(shown)} shown", *(f"  {line}" for line in scores_of(result))]))
+        typer.echo(
+            "\n".join([f"{name}, {style}, {result['shots']} shown", *(f"  {line}" for line in scores_of(result))])
+        )
     if len(found) > 1:
         told = "none can be told from guessing" if mean is None else f"{mean:.4f}"
         typer.echo(f"mean, without files at the level of guessing: {told}")

@@ -67,6 +67,13 @@ def test_prompts_of_both_styles():
     assert wa == woa.replace("### Response:\n", "### Response:\nThe answer is:\n")
 
 
+def test_questions_are_shown_of_the_same_subject():
+    shots = [ChoiceQuestion(f"{subject} {i}", ("x", "y"), 0, "", subject) for subject in ("a", "b") for i in range(3)]
+    of_b, of_none = prompts([ChoiceQuestion("Q", ("x", "y"), 0, "", "b"), ROCKS], shots, "woa", 2)
+    assert [f"b {i}" in of_b for i in range(3)] == [True, True, False] and "a 0" not in of_b
+    assert [f"a {i}" in of_none for i in range(3)] == [True, True, False] and "b 0" not in of_none
+
+
 def test_uniform_models_have_the_accuracy_of_guessing():
     tokenizer = whole_words()
     found = evaluate_choices(Likes(torch.zeros(len(tokenizer))), tokenizer, QUESTIONS)
@@ -187,7 +194,7 @@ def test_files_of_questions(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_choices(file) == [
-        ChoiceQuestion("Q1", ("a", "b"), 1, "other"),
+        ChoiceQuestion("Q1", ("a", "b"), 1, "other", "virology"),
         ChoiceQuestion("Q2", (), 0),
         ChoiceQuestion("Q3", ("x", "y z"), 0),
     ]

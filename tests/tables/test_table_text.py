@@ -368,7 +368,9 @@ def test_checkpointing_and_bf16_change_nothing_but_memory_and_digits(family, fol
 def test_a_compiled_model_is_the_eager_one(family, folders):
     given = inputs()
     model = MODELS[family].from_pretrained(folders[family], table={"name": "akg", "reduction": 4}).eval()
-    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(**given).logits, model(**given).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.compile(model, backend="aot_eager")(**given).logits, model(**given).logits, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_stranger_loads_a_checkpoint_without_importing_fathom(folders, tmp_path):

@@ -33,7 +33,7 @@ class Source:
     name: str
     split: str = "train"  # of a hub data set
     text_field: str = "text"
-    argument: str = "data.train"  # its name in messages; "data.validation" is held-out text of the embedded corpus
+    argument: str = "data.train"  # its name in messages; what follows the dot is the split of the embedded corpus
     max_documents: int | None = None
 
     def files(self) -> list[Path]:

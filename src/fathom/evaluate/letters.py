@@ -67,12 +67,14 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ChoiceQuestion:
-    """A question, its options (none: a statement that is true or false), the index of the right one, and its group."""
+    """A question, its options (none: a statement that is true or false), the index of the right one, the group that its
+    score belongs to, and its subject, of which the questions are that are shown before it."""
 
     question: str
     options: tuple[str, ...]
     gold: int
     group: str = ""
+    subject: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -139,7 +141,7 @@ def _row(row: dict[str, Any], where: str) -> ChoiceQuestion:
         asked = re.sub(r"^Question: ", "", question[: listed.start()])
         if gold >= len(options) or len(options) < 2:
             raise ValueError(f"{where}: no options can be read of the question's {len(row['choices'])} choices")
-    return ChoiceQuestion(asked, tuple(options), gold, GROUPS.get(subject, subject))
+    return ChoiceQuestion(asked, tuple(options), gold, GROUPS.get(subject, subject), subject)
 
 
 def _is_text(value: Any) -> bool:
@@ -201,11 +203,22 @@ def label_ids(tokenizer: Any, prompt: str, labels: Sequence[str]) -> list[int]:
     return found
 
 
-def prompts(questions: Sequence[ChoiceQuestion], shots: Sequence[ChoiceQuestion], style: str) -> list[str]:
-    """What the model reads of each question: `shots` with their answers, and the question."""
+def prompts(
+    questions: Sequence[ChoiceQuestion], shots: Sequence[ChoiceQuestion], style: str, count: int = SHOTS
+) -> list[str]:
+    """What the model reads of each question: the first `count` of `shots` with their answers, of its subject if there
+    are any of it, and the question."""
     check_choice("evaluate_choices", "style", style, tuple(STYLES))
-    shown = "".join(f"{shot.text}{STYLES[style]}{shot.labels[shot.gold]}\n\n\n" for shot in shots)
-    return [f"{shown}{question.text}{STYLES[style]}" for question in questions]
+    check_range("evaluate_choices", "count", count, 0)
+    by_subject: dict[str, list[ChoiceQuestion]] = {}
+    for shot in shots:
+        by_subject.setdefault(shot.subject, []).append(shot)
+    found = []
+    for question in questions:
+        some = by_subject.get(question.subject, shots)[:count]
+        shown = "".join(f"{shot.text}{STYLES[style]}{shot.labels[shot.gold]}\n\n\n" for shot in some)
+        found.append(f"{shown}{question.text}{STYLES[style]}")
+    return found
 
 
 @torch.no_grad()
@@ -226,6 +239,7 @@ def letter_probabilities(
     takes = inspect.signature(model.forward).parameters
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     found: dict[int, Tensor] = {}
+    tokens: dict[tuple[str, ...], list[int]] = {}  # of labels, by the prompt's last character and them
     for at in range(0, len(order), batch_size):
         some = order[at : at + batch_size]
         width = max(len(rows[index]) for index in some)
@@ -239,7 +253,10 @@ def letter_probabilities(
         out = model(**batch, use_cache=False, **({"logits_to_keep": 1} if "logits_to_keep" in takes else {}))
         for row, index in enumerate(some):
             chances = out.logits[row, -1].double().softmax(-1)
-            found[index] = chances[label_ids(tokenizer, texts[index], labels[index])].cpu()
+            key = (texts[index][-1:], *labels[index])
+            if key not in tokens:
+                tokens[key] = label_ids(tokenizer, texts[index], labels[index])
+            found[index] = chances[tokens[key]].cpu()
     return [found[index] for index in range(len(rows))]
 
 
@@ -250,6 +267,7 @@ def evaluate_choices(
     style: str = "woa",
     shots: Sequence[ChoiceQuestion] = (),
     batch_size: int = 8,
+    count: int = SHOTS,
 ) -> dict[str, Any]:
     """Accuracy by letters with its standard error, the accuracy of guessing, and means by group.
 
@@ -261,10 +279,10 @@ def evaluate_choices(
     """
     if not questions:
         raise ValueError("questions is empty: give at least one")
-    texts = prompts(questions, shots, style)
+    texts = prompts(questions, shots, style, count)
     found = letter_probabilities(model, tokenizer, texts, [question.labels for question in questions], batch_size)
     scored = [_scored(chances, question.gold) for chances, question in zip(found, questions, strict=True)]
-    result = {**_summary(questions, scored), "style": style, "shots": len(shots)}
+    result = {**_summary(questions, scored), "style": style, "shots": min(count, len(shots))}
     result["entropy"] = math.fsum(_entropy(chances) for chances in found) / len(found)
     result["mass"] = math.fsum(float(chances.sum()) for chances in found) / len(found)
     groups = list(dict.fromkeys(question.group for question in questions if question.group))
@@ -303,9 +321,13 @@ def _entropy(chances: Tensor) -> float:
 
 
 def export_choices(
-    folder: str | Path, name: str, questions: Sequence[ChoiceQuestion], style: str = "woa",
+    folder: str | Path,
+    name: str,
+    questions: Sequence[ChoiceQuestion],
+    style: str = "woa",
     shots: Sequence[ChoiceQuestion] = (),
-) -> Path:  # fmt: skip
+    count: int = SHOTS,
+) -> Path:
     """Write an lm_eval task of the same prompts and labels, NAME.yaml with NAME.jsonl, into a folder for
     `fathom evaluate --tasks NAME --task-dir FOLDER`. Its "acc" is `evaluate_choices`' accuracy where no letters tie."""
     if not re.fullmatch(r"[\w-]+", name):
@@ -315,7 +337,7 @@ def export_choices(
     data = folder / f"{name}.jsonl"
     rows = [
         {"prompt": text, "labels": list(question.labels), "gold": question.gold}
-        for text, question in zip(prompts(questions, shots, style), questions, strict=True)
+        for text, question in zip(prompts(questions, shots, style, count), questions, strict=True)
     ]
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     task = {
