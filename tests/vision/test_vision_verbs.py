@@ -42,6 +42,12 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
     rows = {row["method"]: row for row in json.loads(out)}
     assert set(rows) == set(METHODS)
     full, layers, heads, width = rows.pop("all_tokens"), 2, 1, 8
+    for row in [full, *rows.values()]:
+        if "refused" not in row:
+            own = row["method"] == "sparsevlm"  # it rates and merges between layers, by products of its own
+            assert (row["language_flops"] > row["language_flops_closed"]) == own
+            assert own or row["language_flops"] == row["language_flops_closed"] < row["prefill_flops"]
+            assert row["kv_bytes"] == row["kv_bytes_closed"] and 0 < row["step_flops"] < row["prefill_flops"]
     assert "the language model has 2 layers; use less" in rows.pop("fastv")["refused"]
     assert "weights of its own" in rows.pop("mqt")["refused"]
     late = rows.pop("sparsevlm")  # its first layer reads all
