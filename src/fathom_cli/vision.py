@@ -129,10 +129,9 @@ def bench(
         if "refused" in row:
             typer.echo(f"{row['method']:18}  {row['refused']}")
             continue
-        typer.echo(
-            f"{row['method']:18}{row['vision_tokens']:8}{row['prefill_flops'] / 1e9:15.3f}{row['step_flops'] / 1e9:12.3f}"
-            f"{row['kv_bytes'] / 1e6:9.3f}{row['first_token_seconds']:15.3f}{row['tokens_per_second']:10.1f}"
-        )
+        costs = f"{row['prefill_flops'] / 1e9:15.3f}{row['step_flops'] / 1e9:12.3f}{row['kv_bytes'] / 1e6:9.3f}"
+        times = f"{row['first_token_seconds']:15.3f}{row['tokens_per_second']:10.1f}"
+        typer.echo(f"{row['method']:18}{row['vision_tokens']:8}{costs}{times}")
 
 
 @app.command()
