@@ -109,7 +109,7 @@ def bench(
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Every method at equal tokens: prefill FLOPs, KV bytes, time to the first token, tokens per second.
+    """Every method at equal tokens: FLOPs of a prompt and a step, KV bytes, time to the first token, tokens per second.
 
     \b
     Example:
@@ -123,15 +123,15 @@ def bench(
     if json_output:
         typer.echo(json.dumps(rows, indent=2))
         return
-    typer.echo(f"{'method':18}{'tokens':>8}{'prefill GFLOP':>15}{'KV MB':>9}{'first token s':>15}{'tokens/s':>10}")
+    heads = f"{'prefill GFLOP':>15}{'step GFLOP':>12}{'KV MB':>9}{'first token s':>15}{'tokens/s':>10}"
+    typer.echo(f"{'method':18}{'tokens':>8}{heads}")
     for row in rows:
         if "refused" in row:
             typer.echo(f"{row['method']:18}  {row['refused']}")
             continue
-        typer.echo(
-            f"{row['method']:18}{row['vision_tokens']:8}{row['prefill_flops'] / 1e9:15.3f}{row['kv_bytes'] / 1e6:9.3f}"
-            f"{row['first_token_seconds']:15.3f}{row['tokens_per_second']:10.1f}"
-        )
+        costs = f"{row['prefill_flops'] / 1e9:15.3f}{row['step_flops'] / 1e9:12.3f}{row['kv_bytes'] / 1e6:9.3f}"
+        times = f"{row['first_token_seconds']:15.3f}{row['tokens_per_second']:10.1f}"
+        typer.echo(f"{row['method']:18}{row['vision_tokens']:8}{costs}{times}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers as hf
 import yaml
 from cases import recipe
 
-from fathom.cost.vision import kv_bytes, llava_flops
+from fathom.cost.vision import kv_bytes, llava_flops, vision_tokens
 from fathom.train import MethodConfig, load_recipe, model_config, train_run
 from fathom.vision import MQT, compress_vision
 from tiny_checkpoint import tiny_tokenizer
@@ -155,3 +156,28 @@ def test_a_model_of_another_kind_is_no_checkpoint_to_go_on_from(parts, tmp_path)
     other = dataclasses.replace(loaded, model={"checkpoint": str(parts / "language")})
     with pytest.raises(ValueError, match="task 'vqa' goes on with models that it has made"):
         model_config(other, MethodConfig("vanilla"))
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("name", ["vision_demo", "vision_scratch", "vlm_small"])
+def test_methods_of_the_recipes_keep_what_their_names_say(name, parts, tmp_path):
+    text = (RECIPES / f"{name}.yaml").read_text()
+    if name == "vlm_small":  # a tower of DINOv2-small's shape, and any language model
+        hf.Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518, patch_size=14).save_pretrained(
+            tmp_path / "tower"
+        )
+        text = text.replace("facebook/dinov2-small", str(tmp_path / "tower"))
+        text = text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(parts / "language"))
+    (tmp_path / "recipe.yaml").write_text(text)
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    for method in loaded.methods:
+        config, (_, _, count) = model_config(loaded, method), method.name.partition("-")
+        whole = (loaded.task.side // config.vision_config.patch_size) ** 2
+        assert vision_tokens(config, loaded.task.side) == (int(count) if count else whole)
+    first = loaded.task.before(loaded)
+    assert (first is None) == (name != "vlm_small")
+    if first is not None:
+        assert (first.task.trains, first.task.align, first.training.lr) == ("projector", 0, 1e-3)
+        assert (first.training.examples, first.training.warmup_ratio) == (50_000, 0.03)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fathom.vision.base import Compressor, Grid
+from fathom.vision.base import Compressor, Grid, LanguageCompressor
 from fathom.vision.compress import compress_vision
+from fathom.vision.families import square
 from fathom.vision.methods import METHODS, from_dict
 
 
@@ -70,8 +73,10 @@ def bench(
     new_tokens: int = 16,
     names: list[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a method: vision tokens, prefill FLOPs (torch's counter), KV bytes (as stored), time to the first token
-    and tokens per second through `generate()`. Methods that do not serve the model have the reason instead.
+    """One row a method: vision tokens, FLOPs of a prompt and of a step after it (torch's counter, attention as plain
+    products), those of the language model's layers by counter and in closed form, KV bytes as stored and in closed
+    form, time to the first token and tokens per second through `generate()`. Methods that do not serve the model have
+    the reason instead.
 
     Raises:
         ValueError: a name in `names` that is no method.
@@ -85,13 +90,23 @@ def bench(
             with compress_vision(model, processor, method):
                 inputs = inputs_of(model, processor, [image], prompt)
                 row["vision_tokens"] = int((inputs["input_ids"] == processor.image_token_id).sum())
-                with FlopCounterMode(display=False) as counter:
+                with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
                     output = model(**inputs, use_cache=True, logits_to_keep=1)
                 row["prefill_flops"] = counter.get_total_flops()
+                layers = language_of(model).layers
+                lengths = lengths_read(method, inputs["input_ids"].shape[1], row["vision_tokens"], len(layers))
+                row["language_flops"] = sum(
+                    sum(counts.values())
+                    for name, counts in counter.get_flop_counts().items()
+                    if re.search(r"\.(language_model|text_model)\.layers\.\d+$", name)
+                )
+                row["language_flops_closed"] = layer_flops(layers, lengths)
                 cache = getattr(output, "cache", None) or output.past_key_values
                 row["kv_bytes"] = sum(
                     part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
                 )
+                row["kv_bytes_closed"] = layer_bytes(layers, lengths)
+                row["step_flops"] = _flops(model, inputs, 3) - _flops(model, inputs, 2)
                 settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
                 row["first_token_seconds"] = _seconds(
                     model, inputs, {**settings, "max_new_tokens": 1, "min_new_tokens": 1}
@@ -101,6 +116,42 @@ def bench(
         except ValueError as error:
             row["refused"] = str(error)
     return rows
+
+
+def language_of(model: Any) -> Any:
+    """The language model's layers and what is around them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
+    return base.model.language_model if hasattr(base.model, "language_model") else base.model.text_model
+
+
+def lengths_read(method: Compressor, prompt: int, placeholders: int, layers: int) -> list[int]:
+    """Tokens that each layer reads of a prompt with one picture."""
+    if not isinstance(method, LanguageCompressor):
+        return [prompt] * layers
+    return [prompt - placeholders + tokens for tokens in method.read(square(placeholders), layers)]
+
+
+def layer_flops(layers: Any, lengths: list[int]) -> int:
+    """Σ over layers of 2·T·(weights of its matrices) + 4·T²·H·d, of a prompt of one row."""
+    found = 0
+    for layer, length in zip(layers, lengths, strict=True):
+        weights = sum(part.weight.numel() for part in layer.modules() if isinstance(part, nn.Linear))
+        found += 2 * length * weights + 4 * length**2 * layer.self_attn.q_proj.out_features
+    return found
+
+
+def layer_bytes(layers: Any, lengths: list[int]) -> int:
+    """Σ over layers of 2·T·Hkv·d numbers."""
+    return sum(
+        2 * length * layer.self_attn.k_proj.out_features * layer.self_attn.k_proj.weight.element_size()
+        for layer, length in zip(layers, lengths, strict=True)
+    )
+
+
+def _flops(model: Any, inputs: dict[str, Tensor], new_tokens: int) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.generate(**inputs, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+    return counter.get_total_flops()
 
 
 def _seconds(model: Any, inputs: dict[str, Tensor], settings: dict[str, Any], repeats: int = 3) -> float:

@@ -169,7 +169,8 @@ class ThinnedLayer:
                 rows.append(place[real])
                 continue
             asks = (place[:, None] == watch.raters[row]).to(watch.weights.dtype).argmax(0)
-            scores = watch.weights[row].mean(0)[asks].mean(0)[image]
+            weights = watch.weights[row].to(torch.promote_types(watch.weights.dtype, torch.float32))
+            scores = weights.mean(0)[asks].mean(0)[image]
             pictures = watch.counts[row] // watch.grid
             kept, changed = self.compressor.keep(scores, states[row][image], left * pictures)
             stay = place[image][kept]
