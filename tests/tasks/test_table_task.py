@@ -46,7 +46,7 @@ def prepared(tmp_path_factory):
 
 READ = {
     "table_plain": ((TABLE,), (TABLE,)), "p2g": ((TABLE, PROTOTYPES),) * 2, "akg": ((TABLE, PROTOTYPES),) * 2,
-    "promptmize": ((TABLE, GOLD_PLAN), (TABLE, PLAN)), "oracle": ((TABLE, GOLD_PLAN),) * 2,
+    "promptmize": ((TABLE, GOLD_PLAN), (TABLE, PLAN)), "oracle": ((TABLE, GOLD_PLAN),) * 2, "prefix": ((TABLE,),) * 2,
 }  # fmt: skip
 
 

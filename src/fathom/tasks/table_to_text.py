@@ -57,6 +57,7 @@ from fathom.tasks.encoders import EncoderTask, counted_flops, padded
 BATCH = 16  # tables that are described at once
 SAMPLES = 3
 NO_PART = 255  # of padding
+OF_METHODS = ("auto", "none", "oracle", "prototype", "prefix", "free_prefix", 0)  # what a method may say for itself
 NEEDED = {"bm25s": "finds prototypes", "sacrebleu": "scores descriptions", "rouge_score": "scores descriptions"}
 
 
@@ -237,7 +238,7 @@ class TableToText(EncoderTask):
         name = method.name
         for field in dataclasses.fields(method):  # what both have, the task has done to the rows
             value, ours = getattr(method, field.name), getattr(self, field.name, None)
-            if hasattr(self, field.name) and value not in (field.default, ours, "auto", "none", "oracle", 0):
+            if hasattr(self, field.name) and value not in (field.default, ours, *OF_METHODS):
                 raise ValueError(
                     f"table.{field.name}={value!r} of method {name!r}: its rows have task.{field.name}={ours!r}; make "
                     "them equal"
