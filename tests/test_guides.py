@@ -58,6 +58,7 @@ PARSED = (
     "fathom serve MODEL --cache treekv --budget 1024",  # until it is stopped; run by tests/serve
     "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare recipes/seq2seq_cpu.yaml",  # two minutes
+    "fathom compare recipes/table_text_cpu.yaml",  # two minutes
     "fathom compare recipes/diffusion_cpu.yaml",  # minutes; what it trains:
     "fathom generate runs/diffusion_cpu/masked/tokens-1200000-seed-0/model "
     '--prompt "The old man" --policy fourier_sampler --steps 32',

@@ -40,6 +40,8 @@ def prepared(tmp_path_factory):
         method("promptmize", planner="auto", reduction=4),
         {**method("promptmize", planner="oracle"), "name": "oracle"},
     ]
+    prefixed = method("promptmize", planner="prefix", prefix_tokens=2, adapter=False)
+    many += [{**prefixed, "name": "prefix"}]
     loaded = written(folder, methods=many)
     return loaded, loaded.task.prepare(loaded.data, folder / ".data")
 
