@@ -25,9 +25,11 @@ class TableMethod:
 
     trains: what the last stage trains: "host", everything but a knowledge adapter; "knowledge", the adapter alone;
         "prefix", a continuous prefix alone; "all".
+    prefix: text before every source; None: T5's own, and none for BART.
     """
 
     trains: Literal["host", "knowledge", "prefix", "all"] = "host"
+    prefix: str | None = None
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
@@ -73,7 +75,8 @@ class TableMethod:
 
 @dataclasses.dataclass(frozen=True)
 class SlotMethod(TableMethod):
-    """prototypes: sentences of the corpus that are read beside the table, best first.
+    """table_tokens, plan_tokens, prototype_tokens: most tokens of the table, of a plan and of each prototype.
+    prototypes: sentences of the corpus that are read beside the table, best first.
     planner: who orders the slots: "pointer", "crf", "seq2seq", "oracle" (the reference's own plan), "prototype" (the
         prototypes are the prompt), "auto" (pointer below 500 pairs, else crf), "prefix" (vectors that every decoder
         layer reads before the source, made of the source's mean state), "free_prefix" (such vectors, the same for every
@@ -94,6 +97,9 @@ class SlotMethod(TableMethod):
     content_aware: weight of the loss that makes prototype words less likely that the reference lacks (P2G).
     """
 
+    table_tokens: int = 300
+    plan_tokens: int = 60
+    prototype_tokens: int = 50
     prototypes: int = 0
     planner: Planner = "none"
     prefix_tokens: int = 20
@@ -113,7 +119,13 @@ class SlotMethod(TableMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, least in (("prototypes", 0), ("reduction", 1), ("candidates", 1), ("prefix_tokens", 1)):
+        for option, least in (
+            ("prototypes", 0),
+            ("reduction", 1),
+            ("candidates", 1),
+            ("prefix_tokens", 1),
+            ("table_tokens", 1),
+        ):
             if getattr(self, option) < least:
                 raise self.refuse(option, getattr(self, option), f"must be at least {least}")
         if not 0 <= self.plan_noise <= 1:
