@@ -55,8 +55,10 @@ from fathom.tasks.encoders import EncoderTask, counted_flops, padded
 
 BATCH = 16  # tables that are described at once
 SAMPLES = 3
-SHARED = ("prefix", "table_tokens", "plan_tokens", "prototype_tokens", "source_tokens", "plan_item", "sentences")
-SHARED += ("sentence_tokens", "strip_stopwords", "query_for_train", "candidates")
+SHARED = (  # options that a model's config keeps, so that its sources have the same form later
+    "prefix", "table_tokens", "plan_tokens", "prototype_tokens", "source_tokens", "plan_item", "sentences",
+    "sentence_tokens", "strip_stopwords", "query_for_train", "candidates",
+)  # fmt: skip
 NO_PART = 255  # of padding
 OF_METHODS = ("auto", "none", "oracle", "prototype", "prefix", "free_prefix", 0)  # what a method may say for itself
 NEEDED = {"bm25s": "finds prototypes", "sacrebleu": "scores descriptions", "rouge_score": "scores descriptions"}
