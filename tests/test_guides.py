@@ -62,6 +62,7 @@ PARSED = (
     "fathom compare recipes/tables_demo.yaml",  # six minutes
     "fathom latents run recipes/codar_cpu.yaml",  # minutes; run by tests/latents. It trains:
     'fathom generate runs/codar_cpu/seed-0/decoder/model --prompt "The old man" --steps 50',
+    "fathom compare recipes/table_text_cpu.yaml",  # two minutes
     "fathom compare recipes/diffusion_cpu.yaml",  # minutes; what it trains:
     "fathom generate runs/diffusion_cpu/masked/tokens-1200000-seed-0/model "
     '--prompt "The old man" --policy fourier_sampler --steps 32',

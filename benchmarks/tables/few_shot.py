@@ -43,6 +43,7 @@ CONTESTANTS = {
     "planner": PromptMize(adapter=False),
     "planner_adapter": PromptMize(),
     "oracle_plan": PromptMize(adapter=False, planner="oracle"),
+    "prefix_tuning": PromptMize(adapter=False, planner="free_prefix", trains="prefix"),
 }
 
 

@@ -12,8 +12,8 @@ from table_cases import GRID, tokenizer
 
 from fathom.tables.text import CTRLSciTab, metrics
 from fathom.tables.text.ctrlscitab import parse, query, serialize
-from fathom.tables.text.linearize import STOP_WORDS, words
-from fathom.tables.text.retrieval import TSDAE, CrossEncoder, Random, TfIdf, make_retriever, strings, without_stop_words
+from fathom.tables.text.linearize import STOP_WORDS, TableLinearizer, words
+from fathom.tables.text.retrieval import TSDAE, CrossEncoder, Random, TfIdf, make_retriever, strings
 from fathom.tables.text.stages import Stage
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -133,4 +133,7 @@ def test_the_reference_covers_highlights_that_come_from_it():
     text = "Our net reaches 27.5 F1, against 21.0 of the base."
     cells = [cell for cell in GRID.cells if metrics.mentioned(cell, text)]
     assert set(cells) == {"our net", "27.5", "base", "21.0"} and metrics.coverage(text, cells) == 1
-    assert without_stop_words("The base is a tree.") == "base tree."
+    lines = TableLinearizer(tokenizer())
+    assert lines.sentences(["The base is a tree."], True, None) == ["base tree."]
+    (cut,) = lines.sentences(["The base is a tree."], False, 4)
+    assert "The base is a tree.".startswith(cut) and len(lines.plain(cut)) == 4

@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from table_cases import CORPUS, FOODS, GRID, NAMES, host, pairs, tokenizer
 from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
 
 from fathom.tables.text import AKG, METHODS, P2G, Grid, KnowledgeAdapterConfig, PromptMize, Table, TableGenerator
 from fathom.tables.text.adapter import is_knowledge
@@ -224,11 +225,12 @@ def test_a_checkpoint_is_saved_and_loaded_under_any_method(section, family, fold
     kind = MODELS[family]
     model = kind.from_pretrained(folders[family], table=section).eval()
     assert model.config.method == from_dict(section)
-    if not model.config.method.adapts:
+    if not model.config.method.adapts and not model.config.method.prefixes:
         assert torch.equal(model(**given).logits, stock(**given).logits)
     else:
         assert not torch.equal(model(**given).logits, stock(**given).logits)
-        assert {is_knowledge(n) for n, p in model.named_parameters() if not p.requires_grad} == {True}  # frozen
+        frozen = {is_knowledge(n) for n, p in model.named_parameters() if not p.requires_grad}
+        assert frozen == ({True} if model.config.method.adapts else set())
     model.save_pretrained(tmp_path)
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert type(again) is kind and again.config.table == model.config.table
@@ -337,6 +339,36 @@ def test_a_generator_learns_and_describes_and_is_loaded_again(folders, tmp_path)
         TableGenerator.from_pretrained(folders["t5"], P2G(), CORPUS).source(tables[0], ["name"])
     with pytest.raises(ValueError, match="method 'promptmize' has no planner here"):
         TableGenerator.from_pretrained(folders["t5"], PromptMize(reduction=4)).source(tables[0])
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("planner", ["prefix", "free_prefix"])
+def test_a_prefix_is_read_before_the_source_and_can_be_all_that_trains(planner, family, folders):
+    """Against the stock model that is handed the same memory; generation with a cache is the full forward's."""
+    section = {"name": "promptmize", "planner": planner, "adapter": False, "prefix_tokens": 3, "trains": "prefix"}
+    model, given, stock = MODELS[family].from_pretrained(folders[family], table=section).eval(), inputs(), host(family)
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, 6:] = 0
+    prefix = dict(model.prefix.named_parameters())
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {f"prefix.{n}" for n in prefix}
+    states = stock.get_encoder()(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
+    mean = torch.stack([states[0, :6].mean(0), states[1].mean(0)])
+    e = mean if planner == "prefix" else prefix["origin"].expand(2, -1)
+    inner = torch.tanh(e @ prefix["inner.weight"].T + prefix["inner.bias"])
+    before = (inner @ prefix["outer.weight"].T + prefix["outer.bias"]).view(2, 3, 32)
+    memory = BaseModelOutput(last_hidden_state=torch.cat([before, states], 1))
+    whole = torch.cat([torch.ones(2, 3, dtype=torch.long), mask], 1)
+    expected = stock(encoder_outputs=memory, attention_mask=whole, labels=given["labels"]).logits
+    found = model(**given, attention_mask=mask)
+    torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-5)
+    found.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in prefix.values())
+    ids = model.generate(given["input_ids"], attention_mask=mask, max_new_tokens=5, min_new_tokens=5)
+    logits = model(given["input_ids"], mask, decoder_input_ids=ids[:, :-1]).logits.detach()
+    logits[..., tokenizer().eos_token_id] = -torch.inf  # not before five tokens
+    assert torch.equal(logits[:, :4].argmax(-1), ids[:, 1:5])
+    wide = model.generate(given["input_ids"], attention_mask=mask, max_new_tokens=5, num_beams=2)
+    assert len(wide) == 2
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

@@ -11,8 +11,10 @@ import torch
 import yaml
 from cases import recipe
 
+from fathom.tables.text.generator import TableGenerator
 from fathom.tables.text.linearize import BODY, CAPTION, GOLD_PLAN, HIGHLIGHTS, PLAN, PROTOTYPES, TABLE
 from fathom.tables.text.models import FathomTableT5ForConditionalGeneration
+from fathom.tables.text.retrieval import TfIdf
 from fathom.tasks.table_to_text import NO_PART, unlikelihood
 from fathom.train import load_recipe
 from fathom.train.recipe import model_config
@@ -40,13 +42,15 @@ def prepared(tmp_path_factory):
         method("promptmize", planner="auto", reduction=4),
         {**method("promptmize", planner="oracle"), "name": "oracle"},
     ]
+    prefixed = method("promptmize", planner="prefix", prefix_tokens=2, adapter=False)
+    many += [{**prefixed, "name": "prefix"}]
     loaded = written(folder, methods=many)
     return loaded, loaded.task.prepare(loaded.data, folder / ".data")
 
 
 READ = {
     "table_plain": ((TABLE,), (TABLE,)), "p2g": ((TABLE, PROTOTYPES),) * 2, "akg": ((TABLE, PROTOTYPES),) * 2,
-    "promptmize": ((TABLE, GOLD_PLAN), (TABLE, PLAN)), "oracle": ((TABLE, GOLD_PLAN),) * 2,
+    "promptmize": ((TABLE, GOLD_PLAN), (TABLE, PLAN)), "oracle": ((TABLE, GOLD_PLAN),) * 2, "prefix": ((TABLE,),) * 2,
 }  # fmt: skip
 
 
@@ -172,7 +176,27 @@ def test_tables_of_rows_have_their_own_parts(tmp_path):
     assert texts[0].startswith("Table to text: 27.5 <H> <R> <C> model <C> F1 <CAP> Scores. <BKG>")
     assert texts[1] == "Table to text: <R> <C> ours <C> 27.5 <R> <C> base <C> 21 <CAP> Scores."
     run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
+    generator = TableGenerator.from_pretrained(str(run.model))
+    generator.retriever = TfIdf()
+    found = loaded.task.selected(batch, generator.model.config, False)
+    assert generator.source(data.rows[0].table) == found["input_ids"][0][found["attention_mask"][0].bool()].tolist()
     assert 0 <= run.scores["off_target"] <= 1 and run.scores["parent_f"] is not None
+
+
+def test_what_a_recipe_trained_describes_with_the_sources_of_its_rows(tmp_path):
+    short = {"training": {"examples": 8}, "task": {"answers": 1, "prefix": "Say: "}}
+    planned = method("promptmize", planner="auto", prototypes=1, adapter=False)
+    loaded = written(tmp_path, methods=[planned], **short)
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
+    corpus = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    generator = TableGenerator.from_pretrained(str(run.model), corpus=corpus)
+    batch = loaded.task.collate([data.validation[i] for i in range(4)])
+    found = loaded.task.selected(batch, generator.model.config, training=False)
+    for i in range(4):
+        expected = found["input_ids"][i][found["attention_mask"][i].bool()].tolist()
+        assert generator.source(data.rows[i].table, without=data.rows[i].references) == expected
+    assert len(generator.describe([row.table for row in data.rows[:2]], beams=1, max_new_tokens=4)) == 2
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,11 @@ from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.method import check_range
 from fathom.tables.text.base import SlotMethod
 from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
-from fathom.tables.text.ctrlscitab import GRID_MARKERS, pieces, query
+from fathom.tables.text.ctrlscitab import GRID_MARKERS, query, source_parts
 from fathom.tables.text.linearize import (
     GOLD_PLAN,
     MARKERS,
     PLAN,
-    PREFIX,
     PROTOTYPES,
     TABLE,
     Grid,
@@ -56,7 +55,12 @@ from fathom.tasks.encoders import EncoderTask, counted_flops, padded
 
 BATCH = 16  # tables that are described at once
 SAMPLES = 3
+SHARED = (  # options that a model's config keeps, so that its sources have the same form later
+    "prefix", "table_tokens", "plan_tokens", "prototype_tokens", "source_tokens", "plan_item", "sentences",
+    "sentence_tokens", "strip_stopwords", "query_for_train", "candidates",
+)  # fmt: skip
 NO_PART = 255  # of padding
+OF_METHODS = ("auto", "none", "oracle", "prototype", "prefix", "free_prefix", 0)  # what a method may say for itself
 NEEDED = {"bm25s": "finds prototypes", "sacrebleu": "scores descriptions", "rouge_score": "scores descriptions"}
 
 
@@ -89,10 +93,10 @@ class TableToText(EncoderTask):
     stage: "describe" trains on descriptions; "knowledge" the adapter alone, on the corpus.
     prefix: stands before every source, "translate Table to Text: " for T5.
     corpus: text or JSONL file, or folder: sentences of the domain, for prototypes and for the stage knowledge.
-    table_tokens: a table's most tokens.
+    table_tokens: a table's most tokens; a table that is cut loses its last slots, planned or not.
     plan_tokens: a plan's most tokens, five for each item.
     prototypes, prototype_tokens: how many sentences of the corpus a source has, and each one's most tokens.
-    source_tokens: most tokens of a source of a table with highlights and background.
+    source_tokens: most tokens of a source of a table of rows, and of a masked sentence.
     target_tokens: a description's most tokens, its end included.
     plan_item: what a planned slot is written as: key, value or key_value.
     planner: who makes the plans of methods with a planner; "auto": the pointer below 500 pairs, else the CRF.
@@ -106,6 +110,7 @@ class TableToText(EncoderTask):
     strip_stopwords: background sentences without their stop words.
     query_for_train: "oracle" puts references into the queries of training rows, as CTRLSciTab's released code does.
     knowledge: what is masked in the stage "knowledge": table_values, random_span or entity.
+    knowledge_with_table: the table stands before the masked sentence.
     mask_unit, mask_source: one mask for a run of table words or for each word; of values or of values+keys.
     candidates: sentences of the corpus found for each table.
     answers: held-out rows, from the first on, that are described for the scores.
@@ -136,6 +141,7 @@ class TableToText(EncoderTask):
     strip_stopwords: bool = False
     query_for_train: Literal["plain", "oracle"] = "plain"
     knowledge: Literal["table_values", "random_span", "entity"] = "table_values"
+    knowledge_with_table: bool = False
     mask_unit: Literal["run", "word"] = "run"
     mask_source: Literal["values", "values+keys"] = "values"
     candidates: int = 100
@@ -230,6 +236,8 @@ class TableToText(EncoderTask):
         if self.stage == "knowledge":
             config.table = {**config.table, "trains": "knowledge"}
         self._check_method(config.method)
+        shared = {name: getattr(self, name) for name in config.table if name in SHARED}
+        config.table = {**config.table, **shared}  # so that `fathom table describe` makes sources of the same form
         return config
 
     def _check_method(self, method: Any) -> None:
@@ -237,7 +245,7 @@ class TableToText(EncoderTask):
         name = method.name
         for field in dataclasses.fields(method):  # what both have, the task has done to the rows
             value, ours = getattr(method, field.name), getattr(self, field.name, None)
-            if hasattr(self, field.name) and value not in (field.default, ours, "auto", "none", "oracle", 0):
+            if hasattr(self, field.name) and value not in (field.default, ours, *OF_METHODS):
                 raise ValueError(
                     f"table.{field.name}={value!r} of method {name!r}: its rows have task.{field.name}={ours!r}; make "
                     "them equal"
@@ -279,7 +287,7 @@ class TableToText(EncoderTask):
         if not isinstance(method, SlotMethod):
             return self.source_tokens
         if self.stage == "knowledge":
-            return self.table_tokens
+            return self.source_tokens
         plan = self.plan_tokens if method.plans else 0
         return self.table_tokens + plan + method.prototypes * self.prototype_tokens
 
@@ -492,8 +500,9 @@ class Prompts:
 
         task, where = self.task, "task.corpus"
         found = ((row.slots, self.candidates.find(row.slots, task.candidates, row.references)) for row in rows)
-        for _, masked, text in knowledge_pairs(found, task.knowledge, task.mask_unit, task.mask_source):
-            yield [(TABLE, self.linearizer.ids(masked)[: task.table_tokens])], text, where
+        for table, masked, text in knowledge_pairs(found, task.knowledge, task.mask_unit, task.mask_source):
+            before = self.linearizer.table(table) if task.knowledge_with_table else []
+            yield [(TABLE, [*before, *self.linearizer.ids(masked)][: task.source_tokens])], text, where
 
     @functools.cached_property
     def candidates(self) -> Any:
@@ -546,11 +555,11 @@ class Prompts:
         table, lines, task = row.slots, self.linearizer, self.task
         parts = [
             (TABLE, lines.table(table)),
-            (GOLD_PLAN, lines.plan(table, gold_plan(table, text))[: task.plan_tokens]),
+            (GOLD_PLAN, lines.plan(table, gold_plan(table, text))),
         ]
         if task.planner != "none":
             (plan,) = self.planner.predict([table])
-            parts.append((PLAN, lines.plan(table, plan)[: task.plan_tokens]))
+            parts.append((PLAN, lines.plan(table, plan)))
         if task.prototypes and self.corpus:
             found = self.candidates.find(table, task.candidates, row.references)
             if task.selector == "trained":
@@ -559,28 +568,18 @@ class Prompts:
         return parts
 
     def _grid(self, grid: Grid, text: str, training: bool) -> list[tuple[int, list[int]]]:
-        task, chosen, read = self.task, [], self.linearizer.ids
+        task = self.task
+        chosen: list[str] = []
         if task.retriever != "none" and grid.background:
             oracle = task.retriever == "oracle" or (training and task.query_for_train == "oracle")
             asked = query(grid, text if oracle else None)
-            chosen = prepared(self.retriever.top(asked, grid.background, task.sentences), task, self.linearizer)
-        found = pieces(grid, chosen)
-        parts = [(part, read(" " + said)[: task.source_tokens]) for part, said in found.items() if said]
-        return [(PREFIX, read(task.prefix)), *parts] if task.prefix else parts
+            found = self.retriever.top(asked, grid.background, task.sentences)
+            chosen = self.linearizer.sentences(found, task.strip_stopwords, task.sentence_tokens)
+        return source_parts(grid, chosen, self.linearizer.ids, task.prefix, task.source_tokens)
 
 
 def _background(row: Row) -> Sequence[str]:
     return row.table.background if isinstance(row.table, Grid) else ()
-
-
-def prepared(found: Sequence[str], task: TableToText, lines: TableLinearizer) -> list[str]:
-    """Chosen sentences as a source has them: without stop words, and cut, where the task says so."""
-    from fathom.tables.text.retrieval import without_stop_words
-
-    texts = [without_stop_words(text) if task.strip_stopwords else text for text in found]
-    if task.sentence_tokens is not None:
-        texts = [lines.tokenizer.decode(lines.plain(text)[: task.sentence_tokens]) for text in texts]
-    return texts
 
 
 def unlikelihood(logits: Tensor, labels: Tensor, given: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from fathom.models.registry import check_type, nearest
 from fathom.tables.text.linearize import GOLD_PLAN, PLAN, PROTOTYPES, TABLE
 
-Planner = Literal["none", "auto", "pointer", "crf", "seq2seq", "prototype", "oracle"]
+Planner = Literal["none", "auto", "pointer", "crf", "seq2seq", "prototype", "oracle", "prefix", "free_prefix"]
 CRF_FROM = 500  # pairs, from which the planner "auto" is the CRF and not the pointer
 
 
@@ -24,10 +24,12 @@ class TableMethod:
     """Base of the methods. Fields are options, which a checkpoint's config keeps in its section `table`.
 
     trains: what the last stage trains: "host", everything but a knowledge adapter; "knowledge", the adapter alone;
-        "all".
+        "prefix", a continuous prefix alone; "all".
+    prefix: text before every source; None: T5's own, and none for BART.
     """
 
-    trains: Literal["host", "knowledge", "all"] = "host"
+    trains: Literal["host", "knowledge", "prefix", "all"] = "host"
+    prefix: str | None = None
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
@@ -46,10 +48,17 @@ class TableMethod:
                 raise self.refuse(field.name, value, f"use {', '.join(typing.get_args(hint))}")
         if self.trains == "knowledge" and not self.adapts:
             raise self.refuse("trains", "knowledge", "it has no adapter to train; use adapter=True")
+        if self.trains == "prefix" and not self.prefixes:
+            raise self.refuse("trains", "prefix", "it has no prefix to train; use planner='prefix' or 'free_prefix'")
 
     @property
     def adapts(self) -> bool:
         """Whether the model has a knowledge adapter."""
+        return False
+
+    @property
+    def prefixes(self) -> bool:
+        """Whether the model has a continuous prefix."""
         return False
 
     def refuse(self, option: str, value: Any, remedy: str) -> ValueError:
@@ -66,9 +75,13 @@ class TableMethod:
 
 @dataclasses.dataclass(frozen=True)
 class SlotMethod(TableMethod):
-    """prototypes: sentences of the corpus that are read beside the table, best first.
+    """table_tokens, plan_tokens, prototype_tokens: most tokens of the table, of a plan and of each prototype.
+    prototypes: sentences of the corpus that are read beside the table, best first.
     planner: who orders the slots: "pointer", "crf", "seq2seq", "oracle" (the reference's own plan), "prototype" (the
-        prototypes are the prompt), "auto" (pointer below 500 pairs, else crf), or "none".
+        prototypes are the prompt), "auto" (pointer below 500 pairs, else crf), "prefix" (vectors that every decoder
+        layer reads before the source, made of the source's mean state), "free_prefix" (such vectors, the same for every
+        table: with trains="prefix" prefix-tuning), or "none".
+    prefix_tokens: vectors of a prefix.
     plan_item: what a planned slot is written as: key, value or key_value.
     plan_noise: share of training rows that read the planner's plan and not the reference's.
     keep_planned_slots: where a table is cut, planned slots come first.
@@ -84,8 +97,12 @@ class SlotMethod(TableMethod):
     content_aware: weight of the loss that makes prototype words less likely that the reference lacks (P2G).
     """
 
+    table_tokens: int = 300
+    plan_tokens: int = 60
+    prototype_tokens: int = 50
     prototypes: int = 0
     planner: Planner = "none"
+    prefix_tokens: int = 20
     plan_item: Literal["key", "value", "key_value"] = "key"
     plan_noise: float = 0.0
     keep_planned_slots: bool = True
@@ -102,7 +119,13 @@ class SlotMethod(TableMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, least in (("prototypes", 0), ("reduction", 1), ("candidates", 1)):
+        for option, least in (
+            ("prototypes", 0),
+            ("reduction", 1),
+            ("candidates", 1),
+            ("prefix_tokens", 1),
+            ("table_tokens", 1),
+        ):
             if getattr(self, option) < least:
                 raise self.refuse(option, getattr(self, option), f"must be at least {least}")
         if not 0 <= self.plan_noise <= 1:
@@ -119,7 +142,11 @@ class SlotMethod(TableMethod):
     @property
     def plans(self) -> bool:
         """Whether a plan of slots is read."""
-        return self.planner not in ("none", "prototype")
+        return self.planner not in ("none", "prototype", "prefix", "free_prefix")
+
+    @property
+    def prefixes(self) -> bool:
+        return self.planner in ("prefix", "free_prefix")
 
     def parts(self, training: bool) -> tuple[int, ...]:
         plan = () if not self.plans else (GOLD_PLAN,) if training or self.planner == "oracle" else (PLAN,)

@@ -13,7 +13,7 @@ references: here queries are plain and the retriever sees training texts alone (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from fathom.tables.text.base import TableMethod
@@ -28,7 +28,8 @@ Retriever = Literal["tsdae", "tfidf", "cross_encoder", "random", "oracle", "none
 
 @dataclasses.dataclass(frozen=True)
 class CTRLSciTab(TableMethod):
-    """highlights: the highlighted cells are read, and only the header of the table.
+    """source_tokens: most tokens of a source, which is cut on the right.
+    highlights: the highlighted cells are read, and only the header of the table.
     include_body: the table's rows are read beside the highlights, too.
     background: retrieved background sentences are read.
     retriever: who chooses them: tsdae, tfidf, cross_encoder, random, oracle (nearest to the reference) or none.
@@ -38,6 +39,7 @@ class CTRLSciTab(TableMethod):
     strip_stopwords: background sentences without their stop words, as in the released code.
     """
 
+    source_tokens: int = 512
     highlights: bool = True
     include_body: bool = False
     background: bool = True
@@ -75,6 +77,14 @@ def pieces(grid: Grid, background: Sequence[str] = ()) -> dict[int, str]:
         CAPTION: f"{CAPTION_MARK} {grid.caption}".strip(),
         BACKGROUND: " ".join([BACKGROUND_MARK, *background]) if background else "",
     }
+
+
+def source_parts(
+    grid: Grid, background: Sequence[str], ids: Callable[[str], list[int]], prefix: str, most: int
+) -> list[tuple[int, list[int]]]:
+    """The parts of a source as token ids, each at most so many, in their order; `ids` makes them of a text."""
+    parts = [(part, ids(" " + said)[:most]) for part, said in pieces(grid, background).items() if said]
+    return [(PREFIX, ids(prefix)), *parts] if prefix else parts
 
 
 def serialize(grid: Grid, method: CTRLSciTab, background: Sequence[str] = ()) -> str:

@@ -23,7 +23,7 @@ from fathom.models.local_paths import refuse_absent
 from fathom.tables.text.base import SlotMethod, TableMethod, planner_for
 from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 from fathom.tables.text.crf import CRFPlanner
-from fathom.tables.text.ctrlscitab import GRID_MARKERS, CTRLSciTab, query, serialize
+from fathom.tables.text.ctrlscitab import GRID_MARKERS, GRID_PREFIX, CTRLSciTab, query, source_parts
 from fathom.tables.text.encoder import batch, special
 from fathom.tables.text.knowledge import knowledge_pairs
 from fathom.tables.text.linearize import MARKERS, T5_PREFIX, Grid, Table, TableLinearizer, with_markers
@@ -71,11 +71,11 @@ class TableGenerator:
         self.model, self.tokenizer = model, tokenizer
         self.planner, self.candidates, self.selector, self.retriever = planner, candidates, selector, retriever
         method = self.method
-        slots: dict[str, Any] = {}
-        if isinstance(method, SlotMethod):
-            slots = {"plan_item": method.plan_item, "keep_planned_slots": method.keep_planned_slots}
-        t5 = "t5" in model.config.model_type
-        self.linearizer = TableLinearizer(tokenizer, T5_PREFIX if t5 else "", **slots)
+        own = ("table_tokens", "plan_tokens", "prototype_tokens", "plan_item", "keep_planned_slots")
+        limits = {name: getattr(method, name) for name in own if hasattr(method, name)}
+        prefixes = ("", T5_PREFIX if method.slots else GRID_PREFIX)
+        before = prefixes["t5" in model.config.model_type] if method.prefix is None else method.prefix
+        self.linearizer = TableLinearizer(tokenizer, before, **limits)
 
     @property
     def method(self) -> TableMethod:
@@ -126,8 +126,11 @@ class TableGenerator:
             if method.background and table.background:
                 if self.retriever is None:
                     raise ValueError("retriever=None: this method reads retrieved background; give one")
-                chosen = self.retriever.top(query(table), table.background, method.sentences)
-            return self.linearizer.ids(serialize(table, method, chosen))
+                found = self.retriever.top(query(table), table.background, method.sentences)
+                chosen = self.linearizer.sentences(found, method.strip_stopwords, method.sentence_tokens)
+            lines, most, read = self.linearizer, method.source_tokens, method.parts(training=False)
+            parts = source_parts(table, chosen, lines.ids, lines.prefix, most)
+            return [token for part, ids in parts if part in read for token in ids][:most]
         assert isinstance(method, SlotMethod)
         slots = table.slots() if isinstance(table, Grid) else table
         if plan is None and method.plans:

@@ -229,7 +229,7 @@ class TableLinearizer:
 
     prefix: stands before the table: nothing for BART, `T5_PREFIX` for T5.
     table_tokens, prototype_tokens: most tokens of the table and of each prototype, its marker included.
-    plan_item_tokens: most tokens of a plan's item, its marker included.
+    plan_tokens, plan_item_tokens: most tokens of a plan, and of each item, its marker included.
     plan_item: what a planned slot is written as, its key, value or both.
     keep_planned_slots: where a table is cut, planned slots come first.
     """
@@ -237,6 +237,7 @@ class TableLinearizer:
     tokenizer: Any
     prefix: str = ""
     table_tokens: int = 300
+    plan_tokens: int = 60
     plan_item_tokens: int = 5
     prototype_tokens: int = 50
     plan_item: str = "key"
@@ -271,11 +272,19 @@ class TableLinearizer:
         held, marker = dict(table.slots), self.ids(CONTENT)
         texts = {"key": "{0}", "value": "{1}", "key_value": "{0} {1}"}
         items = (texts[self.plan_item].format(key, held[key]) for key in plan)
-        return [token for item in items for token in [*marker, *self.plain(" " + item)][: self.plan_item_tokens]]
+        ids = [token for item in items for token in [*marker, *self.plain(" " + item)][: self.plan_item_tokens]]
+        return ids[: self.plan_tokens]
 
     def prototypes(self, texts: Iterable[str]) -> list[int]:
         marker = self.ids(CONTEXT)
         return [token for text in texts for token in [*marker, *self.plain(" " + text)][: self.prototype_tokens]]
+
+    def sentences(self, texts: Iterable[str], strip_stopwords: bool, most: int | None) -> list[str]:
+        """Background as a source has it: without stop words, and each sentence cut, where asked for."""
+        found = list(texts)
+        if strip_stopwords:
+            found = [" ".join(w for w in text.split() if w.lower().strip(".,;:()") not in STOP_WORDS) for text in found]
+        return found if most is None else [self.tokenizer.decode(self.plain(text)[:most]) for text in found]
 
     def source(self, table: Table, plan: Sequence[str] = (), prototypes: Iterable[str] = ()) -> list[int]:
         """table ⊕ plan ⊕ prototypes."""

@@ -11,27 +11,61 @@ import re
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import (
     BartForConditionalGeneration,
     PreTrainedModel,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from fathom.models.encoder_model import EncoderModel
 from fathom.tables.text.base import SlotMethod
 from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
 
-KNOWLEDGE_NAME = ".knowledge_adapter."
-KNOWLEDGE = re.escape(KNOWLEDGE_NAME)
+KNOWLEDGE, PREFIX = ".knowledge_adapter.", "prefix."  # what names of parameters beside the host's have
+
+
+class Prefix(nn.Module):
+    """Vectors that stand before the encoder's states, so that each decoder layer reads its own keys and values of them.
+
+        P = W₂ tanh(W₁ e) in [m, d],   e: the mean of the source's states, or a parameter where the prefix is `free`
+
+    PCG and prefix-tuning put theirs into self-attention; here they are in cross-attention, which needs no cache.
+    """
+
+    def __init__(self, width: int, count: int, free: bool):
+        super().__init__()
+        self.count, self.free = count, free
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, count * width)
+        self.origin = nn.Parameter(torch.empty(width)) if free else None
+        self.initialize()
+
+    def initialize(self) -> None:
+        for linear in (self.inner, self.outer):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        if self.origin is not None:
+            nn.init.normal_(self.origin)
+
+    def forward(self, states: Float[Tensor, "B T d"], mask: Int[Tensor, "B T"] | None) -> Float[Tensor, "B m d"]:
+        if self.origin is not None:
+            mean = self.origin.expand(len(states), -1)
+        else:
+            weight = states.new_ones(states.shape[:2]) if mask is None else mask.to(states.dtype)
+            mean = (states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+        return self.outer(self.inner(mean).tanh()).view(len(states), self.count, -1)
 
 
 class TableModel(EncoderModel):
-    """Mixed into a stock class: the knowledge adapter, and what of the model trains."""
+    """Mixed into a stock class: the knowledge adapter, the prefix, and what of the model trains."""
 
     config: Any
+    prefix: Prefix | None
 
-    def add_knowledge(self) -> None:
-        """The adapter that the config names, and gradients for what its `trains` says."""
+    def add_parts(self) -> None:
+        """The adapter and the prefix that the config names, and gradients for what its `trains` says."""
         method = self.config.method
         if method.adapts:
             if importlib.util.find_spec("peft") is None:
@@ -47,20 +81,43 @@ class TableModel(EncoderModel):
                 ),
                 self,
             )
+        self.prefix = None
+        if method.prefixes:
+            assert isinstance(method, SlotMethod)
+            self.prefix = Prefix(self.config.d_model, method.prefix_tokens, method.planner == "free_prefix")
         self.train_part(method.trains)
 
     def train_part(self, part: str) -> None:
-        """Gradients for the "host", for the "knowledge" adapter, or for "all"."""
+        """Gradients for the "host" (with its prefix), the "knowledge" adapter, the "prefix", or for "all"."""
         for name, parameter in self.named_parameters():
-            known = KNOWLEDGE_NAME in name
-            parameter.requires_grad_(part == "all" or known == (part == "knowledge"))
+            known, before = KNOWLEDGE in name, name.startswith(PREFIX)
+            wanted = {"all": True, "host": not known, "knowledge": known, "prefix": before}
+            parameter.requires_grad_(wanted[part])
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, encoder_outputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As in transformers; the decoder reads the prefix before the source."""
+        if self.prefix is None:
+            return super().forward(input_ids, attention_mask, encoder_outputs=encoder_outputs, **kwargs)  # type: ignore[misc]
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=kwargs.pop("inputs_embeds", None)
+            )
+        states: Tensor = encoder_outputs[0]
+        before = self.prefix(states, attention_mask)
+        if attention_mask is not None:
+            attention_mask = torch.cat([attention_mask.new_ones(before.shape[:2]), attention_mask], dim=1)
+        memory = BaseModelOutput(last_hidden_state=torch.cat([before.to(states.dtype), states], dim=1))  # type: ignore[arg-type]
+        return super().forward(None, attention_mask, encoder_outputs=memory, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, with `table={"name": …}` for another method.
 
-        A checkpoint of the stock family, or of a method without an adapter, gets a new one where the method has one; a
-        method without an adapter leaves the checkpoint's out. More rows of `config.vocab_size` than the checkpoint has
+        A checkpoint of the stock family, or of a method without adapter or prefix, gets new ones where the method has
+        them; a method without leaves the checkpoint's out. More rows of `config.vocab_size` than the checkpoint has
         are new ones. Raises ValueError for tensors that are otherwise missing or without a place, and for an adapter of
         another width.
         """
@@ -80,14 +137,20 @@ class TableModel(EncoderModel):
             ignore_mismatched_sizes=True, **kwargs,
         )  # fmt: skip
         model._weight_conversions = None  # the names above are for reading: it is saved under its own
-        known = {name: [str(key) for key in found if re.search(KNOWLEDGE, str(key))] for name, found in report.items()}
+        own = {name: [key for key in map(str, found) if is_part(key)] for name, found in report.items()}
+        known = {name: [key for key in found if KNOWLEDGE in key] for name, found in own.items()}
         if known["mismatched_keys"]:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: the width of its knowledge adapter is not what reduction="
                 f"{config.method.reduction} and placement={config.method.placement!r} make; use the checkpoint's"
             )
-        own = sum(KNOWLEDGE_NAME in name for name, _ in model.named_parameters())
-        if own and (known["unexpected_keys"] or len(known["missing_keys"]) not in (0, own)):
+        if own["mismatched_keys"]:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: its prefix has another size than prefix_tokens="
+                f"{config.method.prefix_tokens} makes; use the checkpoint's"
+            )
+        count = sum(KNOWLEDGE in name for name, _ in model.named_parameters())
+        if count and (known["unexpected_keys"] or len(known["missing_keys"]) not in (0, count)):
             raise ValueError(
                 f"{pretrained_model_name_or_path}: its knowledge adapter is not where placement="
                 f"{config.method.placement!r} has it, or is incomplete; use the checkpoint's placement"
@@ -97,7 +160,7 @@ class TableModel(EncoderModel):
             ("unexpected_keys", "has no place"),
             ("mismatched_keys", "has another shape"),
         ):
-            wrong = sorted(str(key) for key in report[kind] if str(key) not in known[kind])
+            wrong = sorted(str(key) for key in report[kind] if str(key) not in own[kind])
             if wrong:
                 raise ValueError(
                     f"{pretrained_model_name_or_path}: tensor {wrong[0]!r} {fault}: load a complete checkpoint of "
@@ -107,10 +170,17 @@ class TableModel(EncoderModel):
             for module in model.modules():
                 for bottleneck in getattr(module, "knowledge_adapter", {}).values():
                     bottleneck.initialize()
-        model.train_part(config.method.trains)
+        if model.prefix is not None and any(key.startswith(PREFIX) for key in own["missing_keys"]):
+            model.prefix.initialize()
         if wanted != model.config.vocab_size:
             model.resize_token_embeddings(wanted, mean_resizing=False)
+        model.train_part(config.method.trains)
         return (model, report) if info else model
+
+
+def is_part(name: str) -> bool:
+    """Whether a tensor of that name is no part of the host."""
+    return KNOWLEDGE in name or name.startswith(PREFIX)
 
 
 class FathomTableT5ForConditionalGeneration(TableModel, T5ForConditionalGeneration):
@@ -120,7 +190,7 @@ class FathomTableT5ForConditionalGeneration(TableModel, T5ForConditionalGenerati
 
     def __init__(self, config: FathomTableT5Config):
         super().__init__(config)
-        self.add_knowledge()
+        self.add_parts()
 
 
 class FathomTableBartForConditionalGeneration(TableModel, BartForConditionalGeneration):
@@ -130,4 +200,4 @@ class FathomTableBartForConditionalGeneration(TableModel, BartForConditionalGene
 
     def __init__(self, config: FathomTableBartConfig):
         super().__init__(config)
-        self.add_knowledge()
+        self.add_parts()

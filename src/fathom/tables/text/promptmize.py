@@ -26,4 +26,9 @@ class PromptMize(SlotMethod):
     paper = "2302.04415"
     summary = "A plan of the slots beside the table, and a bottleneck adapter that learned from an unlabelled corpus."
     equation = "source = table ⊕ <content_start> item …,  items = planner(table)"
-    variants = ({"reduction": 4}, {"planner": "oracle", "plan_item": "key_value", "reduction": 4})
+    variants = (
+        {"reduction": 4},
+        {"planner": "oracle", "plan_item": "key_value", "reduction": 4},
+        {"planner": "prefix", "prefix_tokens": 3, "adapter": False},
+        {"planner": "free_prefix", "prefix_tokens": 3, "adapter": False},
+    )

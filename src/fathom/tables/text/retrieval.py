@@ -216,10 +216,6 @@ def strings(grids: Sequence[Grid], references: Sequence[str], held_out: Iterable
     return found, dropped
 
 
-def without_stop_words(text: str) -> str:
-    return " ".join(word for word in text.split() if word.lower().strip(".,;:()") not in STOP_WORDS)
-
-
 def make_retriever(
     kind: str, grids: Sequence[Grid], references: Sequence[str], tokenizer: Any, model: str | None = None,
     steps: int = 1000, query_for_train: str = "plain", held_out: Iterable[str] = (), seed: int = 0,
