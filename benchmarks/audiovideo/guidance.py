@@ -3,7 +3,8 @@
     python benchmarks/audiovideo/guidance.py RECIPE MODEL [--clips 200] [--text 1 5] [--bridge 1 2 3 4 5] [-o FILE.json]
 
 Every pair of scales makes the same clips from the same noise. `spectrum` is the distance of the mean spectrum of a
-clip's sound from that of the held-out clip, which guidance should not make worse. A model with directions v2a also
+clip's sound from that of the held-out clip, which guidance should not make worse. `together` is the task's; `chance` is
+it between the pictures of a clip and the sound of the next. A model with directions v2a also
 makes them as a cascade: the video first, then its sound.
 """
 
@@ -69,9 +70,12 @@ def main() -> None:
                         sum(counts) for counts in zip(*(together(row, recipe.task.frame_rate) for row in said))
                     )
                     entry = {"order": order, "text": text, "bridge": bridge, **summary(said, NAMES)}
+                    shuffled = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
+                    chance, of_all = (sum(n) for n in zip(*(together(row, recipe.task.frame_rate) for row in shuffled)))
+                    entry["chance"] = {"mean": chance / max(of_all, 1), "clips": count, "interval": None}
                     entry["together"] = {"mean": pairs / max(union, 1), "clips": count, "interval": None}
                     found.append(entry)
-                    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "together"))
+                    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "together", "chance"))
                     print(f"{order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
                     given.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
