@@ -1,6 +1,6 @@
 """What principal components keep of clips that they were not fitted to.
 
-    python benchmarks/audiovideo/pca_codecs.py      # a minute
+python benchmarks/audiovideo/pca_codecs.py      # a minute
 """
 
 from __future__ import annotations
