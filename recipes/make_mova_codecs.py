@@ -1,10 +1,13 @@
-"""Codecs for MOVA's generated clips, trained and measured. Three minutes on one GPU:
+"""Codecs for MOVA's generated clips, trained and measured. Three minutes on one GPU, the halves side by side:
 
-    accelerate launch recipes/make_mova_codecs.py runs/mova_codecs --minutes 2 --video-dim 32 --audio-dim 32 \
-        --precision bf16 --workers 8
+    python recipes/make_mova_codecs.py runs/mova_codecs --only video --minutes 3 --video-dim 32 --precision bf16 \
+        --steps 100000 --workers 6 &
+    python recipes/make_mova_codecs.py runs/mova_codecs --only audio --minutes 3 --audio-dim 32 --batch 32 --lr 1e-3 \
+        --steps 100000 --workers 6 & wait
 
-In `runs/mova_codecs`: the codec, which `fathom.audiovideo.codecs.load_codec` reads, and coding.json: what coding
-changes in clips that it never saw. `--only video` or `--only audio` trains one of the two.
+In `runs/mova_codecs`: the codec, which `fathom.audiovideo.codecs.load_codec` reads, and for each half coding_….json:
+what coding changes in clips that it never saw. Without `--only` both are trained, one after the other; under
+`accelerate launch` on several GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from diffusers import AutoencoderKLWan
 
@@ -35,6 +39,10 @@ from fathom.audiovideo.metrics import coding_loss
 from fathom.writing import write_json
 
 HELD_OUT = 10_000_000  # the number of the first clip that is only measured
+MEASURED = {
+    "video": ("psnr_db", "psnr_db_worst", "events_moved_frames", "clips_with_other_events"),
+    "audio": ("spectral_distance_db", "onsets_moved_ms", "clips_with_other_onsets"),
+}
 
 
 def main() -> None:
@@ -50,13 +58,13 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=64, help="of crops of pictures; a multiple of 8")
     parser.add_argument("--frames", type=int, default=17, help="of crops of pictures; 1 more than a multiple of 4")
     parser.add_argument("--held-out", type=int, default=60, help="clips that are measured")
+    parser.add_argument("--resume", action="store_true", help="save the run, and go on where one was saved")
     for field in dataclasses.fields(Training):
         kind = {"minutes": float, "precision": str}.get(field.name, type(field.default))
         parser.add_argument(f"--{field.name}", type=kind, default=field.default)
     said = parser.parse_args()
     training = Training(**{field.name: getattr(said, field.name) for field in dataclasses.fields(Training)})
     generator = Generator(seed=training.seed, things=0)
-    many = HELD_OUT  # clips are made when they are asked for
 
     set_seed(training.seed)
     video = AutoencoderKLWan(
@@ -74,22 +82,32 @@ def main() -> None:
         sample_rate=generator.sample_rate,
     )
     start(audio)
+
+    def state(half: str) -> Path | None:
+        return said.folder / f"state_{half}" if said.resume else None
+
     losses = {}
     if said.only != "audio":
-        crops = Crops(generator, PictureCrop(said.frames, said.side), many)
-        losses["video"] = train(PictureLoss(video, training.kl), crops, training)
+        crops = Crops(generator, PictureCrop(said.frames, said.side), HELD_OUT)
+        losses["video"] = train(PictureLoss(video, training.kl), crops, training, state=state("video"))
         set_statistics(video, generator)
     if said.only != "video":
         sound = dataclasses.replace(training, precision="no")
-        losses["audio"] = train(SoundLoss(audio, training.kl), Crops(generator, SoundCrop(), many), sound)
+        crops = Crops(generator, SoundCrop(), HELD_OUT)
+        losses["audio"] = train(SoundLoss(audio, training.kl), crops, sound, state=state("audio"))
+    if not PartialState().is_main_process:
+        return
     codec = NeuralCodec(video, audio, generator.frame_rate)
     measured = coding_loss(codec, generator.clips(said.held_out, HELD_OUT))
-    sizes = {name: sum(w.numel() for w in model.parameters()) for name, model in (("video", video), ("audio", audio))}
+    sizes = {"video": video.num_parameters(), "audio": audio.num_parameters()}
+    halves = (said.only,) if said.only else ("video", "audio")
+    codec.save(said.folder, halves)
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(said).items()}
-    result = {"coding": measured, "parameters": sizes, "options": options, "torch": torch.__version__, "losses": losses}
-    codec.save(said.folder)
-    write_json(said.folder / "coding.json", result)
-    print({**measured, "parameters": sizes})
+    for half in halves:
+        kept = {name: measured[name] for name in ("clips", *MEASURED[half])}
+        print(half, sizes[half], "parameters,", kept)
+        facts = {"parameters": sizes[half], "steps": len(losses[half]), "torch": torch.__version__, "options": options}
+        write_json(said.folder / f"coding_{half}.json", {**kept, **facts, "losses": losses[half][::10]})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/audiovideo/guidance.py RECIPE MODEL [--clips 200] [--text 1 5] [--bridge 1 2 3 4 5] [-o FILE.json]
 
 Every pair of scales makes the same clips from the same noise. `spectrum` is the distance of the mean spectrum of a
-clip's sound from that of the held-out clip, which guidance should not make worse. `together` is the task's; `chance` is
-it between the pictures of a clip and the sound of the next. A model with directions v2a also
+clip's sound from that of the held-out clip, which guidance should not make worse. `chance` is
+`together` between the pictures of a clip and the sound of the next. A model with directions v2a also
 makes them as a cascade: the video first, then its sound.
 """
 
@@ -21,11 +21,11 @@ import torch
 
 from fathom.audiovideo import MovaPipeline
 from fathom.audiovideo.clips import Clip
-from fathom.audiovideo.metrics import score, spectral_distance, summary
-from fathom.tasks.audiovideo import BATCH, together
+from fathom.audiovideo.metrics import paired, score, spectral_distance, summary
+from fathom.tasks.audiovideo import BATCH
 from fathom.train import load_recipe
 
-NAMES = ("offset_ms", "within_frame", "missed", "extra", "av_align", "spectrum")
+NAMES = ("together", "offset_ms", "within_frame", "missed", "extra", "av_align", "spectrum")
 
 
 def judged(pair: tuple[Clip, np.ndarray]) -> dict[str, Any]:
@@ -35,6 +35,14 @@ def judged(pair: tuple[Clip, np.ndarray]) -> dict[str, Any]:
         **score(clip),
         "spectrum": spectral_distance(clip.audio[:length], right[:length], clip.sample_rate),
     }
+
+
+def together(row: dict[str, Any], frame_rate: float) -> float | None:
+    """As `metrics.score` has it, of what was seen and heard."""
+    pairs = paired(row["seen"], row["heard"]).pairs
+    near = sum(abs(heard - seen) <= 1 / frame_rate for seen, heard in pairs)
+    union = len(row["seen"]) + len(row["heard"]) - near
+    return near / union if union else None
 
 
 def main() -> None:
@@ -66,16 +74,12 @@ def main() -> None:
                         options = {"text_scale": text, "bridge_scale": bridge, "order": order}
                         clips += recipe.task.sample(pipeline, rows, some, **options)
                     said = list(pool.map(judged, zip(clips, sounds)))
-                    pairs, union = (
-                        sum(counts) for counts in zip(*(together(row, recipe.task.frame_rate) for row in said))
-                    )
+                    next_sound = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
+                    chance = [{"chance": together(row, recipe.task.frame_rate)} for row in next_sound]
                     entry = {"order": order, "text": text, "bridge": bridge, **summary(said, NAMES)}
-                    shuffled = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
-                    chance, of_all = (sum(n) for n in zip(*(together(row, recipe.task.frame_rate) for row in shuffled)))
-                    entry["chance"] = {"mean": chance / max(of_all, 1), "clips": count, "interval": None}
-                    entry["together"] = {"mean": pairs / max(union, 1), "clips": count, "interval": None}
+                    entry |= summary(chance, ["chance"])
                     found.append(entry)
-                    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "together", "chance"))
+                    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
                     print(f"{order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
                     given.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
 

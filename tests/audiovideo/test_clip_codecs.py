@@ -211,6 +211,23 @@ def test_weights_under_old_names_load_and_compute_what_the_layers_do():
         assert torch.allclose(fresh.decode(latents).double(), decoded, atol=1e-3)
 
 
+def test_a_release_is_read_and_written_one_for_one():
+    source = tiny_dac()
+    config, weights = source.released()
+    assert weights.keys() == old_names(source.state_dict()).keys() and len(weights) == len(source.state_dict())
+    released = {**config, "n_codebooks": 9, "continuous": True, "_class_name": "os.system"}
+    again = Dac.from_release(json.loads(json.dumps(released)), weights)
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in source.state_dict().items())
+    assert again.released()[0] == json.loads(json.dumps(config))
+    for name, fewer, said in (
+        ("latent_dim", weights, "'latent_dim' is missing"),
+        ("", {name: weight for name, weight in weights.items() if name != "quant_conv.bias"}, "quant_conv.bias"),
+        ("", {**weights, "quantizer.codes": weights["quant_conv.bias"]}, "quantizer.codes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Dac.from_release({key: value for key, value in config.items() if key != name}, fewer)
+
+
 def test_the_release_has_its_modules_and_hop():
     with torch.device("meta"):
         release = Dac()

@@ -107,6 +107,24 @@ def test_pictures_at_uneven_times_and_sound_that_starts_later_keep_their_clock(t
     assert clip.audio.argmax() / 8000 == pytest.approx(0.5, abs=2e-3)
 
 
+def test_sound_in_blocks_of_rounded_times_has_no_seams(tmp_path):
+    """Matroska rounds times to milliseconds: 1,024 samples at 48 kHz are 21.33 of them."""
+    tone = (10_000 * np.sin(2 * np.pi * 440 * np.arange(48_000) / 48_000)).astype(np.int16)
+    with av.open(str(tmp_path / "tone.mkv"), "w") as file:
+        pictures, sound = file.add_stream("libx264", rate=24), file.add_stream("pcm_s16le", rate=48_000, layout="mono")
+        pictures.width = pictures.height = 32
+        for picture in colours(24):
+            file.mux(pictures.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
+        file.mux(pictures.encode(None))
+        for start in range(0, 48_000, 1024):
+            frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1024], format="s16", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 48_000, start, Fraction(1, 48_000)
+            file.mux(sound.encode(frame))
+        file.mux(sound.encode(None))
+    recording = read_recording(tmp_path / "tone.mkv")
+    assert np.array_equal(np.rint(recording.audio * 32767), tone)
+
+
 def test_a_folder_gives_its_clips_and_drops_short_ones(tmp_path):
     generator = Generator(shifted=0.5, seed=5)
     made = [*generator.clips(2), dataclasses.replace(generator, frames=25).clip(2)]
@@ -134,6 +152,8 @@ def test_pictures_are_cut_about_their_centre(tmp_path):
     frames[:, :, 16:48] = 200  # the middle square
     write_clip(Clip(frames, 24.0, np.zeros(8000, np.float32), 8000), tmp_path / "wide.mp4")
     middle = read_clip(tmp_path / "wide.mp4", size=(16, 16)).frames
+    assert read_clip(tmp_path / "wide.mp4", shorter_side=24).frames.shape == (24, 24, 48, 3)
+    assert read_clip(tmp_path / "wide.mp4", shorter_side=100).frames.shape == frames.shape
     assert middle.shape == (24, 16, 16, 3) and np.abs(middle.astype(int) - 200).mean() < 4
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import av
 import pytest
@@ -70,6 +71,25 @@ def test_a_clip_that_browsers_do_not_play_is_coded_again(run, files, tmp_path):
     found = re.search(r"data:video/mp4;base64,([^\"]+)", (tmp_path / "page.html").read_text())
     with av.open(io.BytesIO(base64.b64decode(found[1]))) as file:
         assert file.streams.video[0].frames == 33 and file.streams.audio[0].rate == 8000
+
+
+def test_the_guide_works_as_written(run, files, tmp_path, monkeypatch):
+    text = Path(__file__).parents[2].joinpath("docs/clips.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(files[0], "dog.mp4")
+    command = re.search(r"^fathom video score (.*)$", text, re.M)[1]
+    assert run(*command.split())[0] == 0 and Path("scores.html").is_file()
+    names = {"clip": Generator().clip(0), "my_metric": Loudest()}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block.replace("clips(100)", "clips(2)"), names)
+    assert names["numbers"]["loudest"] == names["clip"].audio.max() and len(names["train"]) == 2
+
+
+class Loudest:
+    name, unit, better, meaning = "loudest", "", "higher", "largest sample"
+
+    def __call__(self, clip):
+        return float(clip.audio.max())
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome on PATH")

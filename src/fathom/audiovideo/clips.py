@@ -20,6 +20,7 @@ from scipy.signal import resample_poly
 
 from fathom.writing import new_folder, whole, write_text
 
+SEAM = 0.005  # seconds by which a block of sound may miss the end of the last one and yet follow it
 INDEX = "clips.jsonl"  # of a folder: one line a clip
 
 
@@ -178,8 +179,9 @@ class Recording:
         return math.floor(self.duration * frame_rate + 0.5)
 
 
-def read_recording(path: Path, size: tuple[int, int] | None = None) -> Recording:
-    """Decode a file. `size` (height, width): pictures are cut to these proportions about their centre and resized.
+def read_recording(path: Path, size: tuple[int, int] | None = None, shorter_side: int | None = None) -> Recording:
+    """Decode a file. `size` (height, width): pictures are cut to these proportions about their centre and resized. Else
+    `shorter_side` is how long that may be: larger pictures are made smaller.
 
     Raises FileNotFoundError; ValueError for a file that is no clip, is cut short, or has no picture or audio track.
     """
@@ -198,6 +200,9 @@ def read_recording(path: Path, size: tuple[int, int] | None = None) -> Recording
             frames, times, blocks, rate = [], [], [], sound.rate
             for frame in file.decode(pictures, sound):
                 if isinstance(frame, av.VideoFrame):
+                    if size is None and shorter_side is not None:
+                        share = min(1.0, shorter_side / min(frame.height, frame.width))
+                        size = (round(frame.height * share), round(frame.width * share))
                     frames.append(_picture(frame, size))
                     times.append(frame.time)
                 else:
@@ -250,9 +255,13 @@ def _mono(frame: Any) -> np.ndarray:
 
 
 def _joined(blocks: list[tuple[float, np.ndarray]], rate: int) -> tuple[float, np.ndarray]:
-    """(time of the first sample, samples): every block at its own time, gaps are silent."""
-    start = blocks[0][0]
-    places = [round((time - start) * rate) for time, _ in blocks]
+    """(time of the first sample, samples). A block whose time says that it follows the last one, does; Matroska's times
+    are whole milliseconds, and blocks placed by them would click. Gaps are silent."""
+    start, places, end = blocks[0][0], [], 0
+    for time, block in blocks:
+        told = round((time - start) * rate)
+        places.append(end if abs(told - end) < SEAM * rate else told)
+        end = places[-1] + len(block)
     audio = np.zeros(max(at + len(block) for at, (_, block) in zip(places, blocks)), np.float32)
     for at, (_, block) in zip(places, blocks):
         audio[max(0, at) : at + len(block)] = block[max(0, -at) :]
@@ -265,12 +274,14 @@ def read_clip(
     sample_rate: int | None = None,
     size: tuple[int, int] | None = None,
     frames: int | None = None,
+    shorter_side: int | None = None,
 ) -> Clip:
     """The clip in a file, resampled by timestamps to these rates (default: the file's own), from its first picture on.
 
-    Raises ValueError where the file has no time for that many `frames`, and as `read_recording`.
+    `size` and `shorter_side` are those of `read_recording`. Raises ValueError where the file has no time for that many
+    `frames`, and as `read_recording`.
     """
-    recording = read_recording(path, size)
+    recording = read_recording(path, size, shorter_side)
     there = recording.count(frame_rate or recording.frame_rate)
     if frames is not None and there < frames:
         raise ValueError(f"{path}: {recording.duration:.2f} s have {there} pictures at this rate, frames={frames}")

@@ -1,7 +1,7 @@
 """Training of the codecs on generated clips: `AutoencoderKLWan` on pictures, the DAC on sound.
 
     pictures   L = |x̂ − x| + 5 (x̂ − x)² + β KL
-    sound      L = 10 |x̂ − x| + Σ_w ( |Ŝ_w − S_w| / |S_w| + |log Ŝ_w − log S_w| ) + β KL,   S_w: spectra of windows w
+    sound      L = 4 |x̂ − x| / |x| + Σ_w ( |Ŝ_w − S_w| / |S_w| + ½ |log Ŝ_w − log S_w| ) + β KL,   S_w: spectra
     KL of N(μ, σ²) from N(0, 1), per latent; x̂ is decoded from a sample
 
 One loop for both, through accelerate: several GPUs and mixed precision as it launches them. Sound stays in float32.
@@ -10,25 +10,29 @@ One loop for both, through accelerate: several GPUs and mixed precision as it la
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, set_seed
+from accelerate.utils import broadcast
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from fathom.audiovideo.clips import Clip
 from fathom.audiovideo.generator import Generator
+from fathom.writing import write_text
 
 WINDOWS = (64, 256, 1024)  # samples of the spectra that are compared
 TRIED = 20  # steps by which a step's time is judged
+LOSSES = "losses.json"  # in the folder of a run's state
 PLACES = 4  # of a crop, of which the most eventful is taken
 
 
@@ -127,11 +131,12 @@ class SoundLoss(nn.Module):
         mean, log_variance = self.codec.moments(sound)
         latents = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
         decoded = self.codec.decode(latents)[..., : sound.shape[-1]]
-        loss = 10 * (decoded - sound).abs().mean() + self.kl * _divergence(mean, log_variance)
+        loss = 4 * (decoded - sound).abs().mean() / sound.abs().mean().clamp(min=1e-3)
+        loss = loss + self.kl * _divergence(mean, log_variance)
         for window in WINDOWS:
             made, true = _spectrum(decoded, window), _spectrum(sound, window)
             loss = loss + (made - true).abs().mean() / true.mean().clamp(min=1e-3)
-            loss = loss + (torch.log(made + 1e-2) - torch.log(true + 1e-2)).abs().mean()
+            loss = loss + 0.5 * (torch.log(made + 1e-2) - torch.log(true + 1e-2)).abs().mean()
         return loss
 
 
@@ -167,45 +172,71 @@ def _spectrum(sound: Float[Tensor, "B 1 n"], window: int) -> Float[Tensor, "B bi
 
 
 def train(
-    loss: PictureLoss | SoundLoss, crops: Crops, training: Training, say: Callable[[str], None] = print
+    loss: PictureLoss | SoundLoss,
+    crops: Crops,
+    training: Training,
+    say: Callable[[str], None] = print,
+    state: Path | None = None,
 ) -> list[float]:
     """Train the codec of `loss` in place; returns the loss of every step. Crops are taken in order, once each.
 
-    Raises ValueError where there are fewer crops than the steps need.
+    With `state`, a folder, the run is saved there twenty times, and goes on from there when it is called again. Raises
+    ValueError where there are fewer crops than the steps need, and for `state` beside `minutes`.
     """
     accelerator = Accelerator(mixed_precision=training.precision)
-    needed = training.steps * training.batch * accelerator.num_processes
-    if len(crops) < needed:
-        raise ValueError(f"crops: {len(crops)}, and {training.steps} steps need {needed}")
-    set_seed(training.seed + accelerator.process_index)
+    each = training.batch * accelerator.num_processes
+    if len(crops) < training.steps * each:
+        raise ValueError(f"crops: {len(crops)}, and {training.steps} steps need {training.steps * each}")
+    if state is not None and training.minutes is not None:
+        raise ValueError(
+            f"minutes={training.minutes}: a run that goes on later has a fixed number of steps; leave it out"
+        )
     optimizer = torch.optim.AdamW(loss.parameters(), lr=training.lr, betas=(0.9, 0.99), weight_decay=1e-4)
-    loader = DataLoader(crops, training.batch, num_workers=training.workers)
-    model, optimizer, loader = accelerator.prepare(loss, optimizer, loader)
+    model, optimizer = accelerator.prepare(loss, optimizer)
+    losses: list[float] = []
+    if state is not None and (state / LOSSES).is_file():
+        accelerator.load_state(str(state))
+        losses = json.loads((state / LOSSES).read_text(encoding="utf-8"))
+        say(f"goes on after step {len(losses)}")
+    left = Subset(crops, range(len(losses) * each, len(crops)))
+    loader = accelerator.prepare(DataLoader(left, training.batch, num_workers=training.workers))
     model.train()
-    steps, losses, began = training.steps, [], time.perf_counter()
-    for step, batch in enumerate(loader):
+    steps, done = training.steps, len(losses)
+    began = warmed_up = time.perf_counter()
+    for step, batch in enumerate(loader, start=done):
+        if step == TRIED // 2:
+            warmed_up = time.perf_counter()
         if step == TRIED and training.minutes is not None:
-            fits = torch.tensor(training.minutes * 60 / (time.perf_counter() - began) * TRIED, device=batch.device)
-            steps = min(steps, max(TRIED + 1, int(broadcast(fits))))
-            say(f"{steps} steps of {(time.perf_counter() - began) / TRIED:.3f} s")
-        if step == steps:
+            now = time.perf_counter()
+            long, rest = (now - warmed_up) / (step - TRIED // 2), training.minutes * 60 - (now - began)
+            fits = broadcast(torch.tensor(step + rest / long, device=batch.device))
+            steps = min(steps, max(TRIED + 1, int(fits)))
+            say(f"{steps} steps of {long:.3f} s")
+        if step >= steps:
             break
         warm = max(1, steps // 20)
         share = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
         for group in optimizer.param_groups:
             group["lr"] = training.lr * max(share, 0.01)
+        noise = np.random.SeedSequence([training.seed, accelerator.process_index, step])  # so that a run can go on
+        torch.manual_seed(int(noise.generate_state(1)[0]))
         with accelerator.autocast():
             value = model(batch)
         accelerator.backward(value)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(value.detach())
-        if step % max(1, steps // 20) == 0 or step == steps - 1:
-            say(f"step {step + 1} of {steps}: loss {losses[-1].item():.4f}, {time.perf_counter() - began:.0f} s")
+        losses.append(value.detach())  # type: ignore[arg-type]  # numbers at the end: asking for one waits for the GPU
+        if (step + 1) % warm == 0 or step == steps - 1:
+            losses = [float(value) for value in losses]
+            say(f"step {step + 1} of {steps}: loss {losses[-1]:.4f}, {time.perf_counter() - began:.0f} s")
+            if state is not None:
+                accelerator.save_state(str(state))
+                if accelerator.is_main_process:
+                    write_text(state / LOSSES, json.dumps(losses))
     accelerator.wait_for_everyone()
     model.eval()
-    return [value.item() for value in losses]
+    return losses
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from fathom.audiovideo.clips import Clip, fitted
+from fathom.writing import write_json
 
 CONFIG = "codec.json"
 
@@ -96,11 +97,9 @@ class ClipCodec(ABC):
     def save(self, folder: Path) -> None:
         """Write weights beside codec.json. `load_codec` reads them."""
 
-    def _write_config(self, folder: Path, more: dict[str, Any]) -> None:
-        from fathom.writing import write_json
-
+    def _write_config(self, folder: Path) -> None:
         rates = {"frame_rate": self.frame_rate, "sample_rate": self.sample_rate}
-        write_json(folder / CONFIG, {"kind": self.kind, **rates, **more})
+        write_json(folder / CONFIG, {"kind": self.kind, **rates})
 
 
 def check_frames(shape: tuple[int, ...], strides: tuple[int, int, int]) -> None:
@@ -176,10 +175,11 @@ class NeuralCodec(ClipCodec):
     def decode_audio(self, latents: Float[Tensor, "B C l"]) -> Float[Tensor, "B n"]:
         return self.audio.decode(latents.to(self.audio.device))[:, 0]
 
-    def save(self, folder: Path) -> None:
-        self.video.save_pretrained(folder / "video_vae")
-        self.audio.save_pretrained(folder / "audio_vae")
-        self._write_config(folder, {})
+    def save(self, folder: Path, halves: tuple[str, ...] = ("video", "audio")) -> None:
+        """Write weights beside codec.json; of `halves` alone where another run writes the other."""
+        for half in halves:
+            getattr(self, half).save_pretrained(folder / f"{half}_vae")
+        self._write_config(folder)
 
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any]) -> NeuralCodec:

@@ -15,7 +15,9 @@ keeps log α and has an extra β. Neither reads these weights.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,6 +40,20 @@ class Snake(nn.Module):
 
     def forward(self, x: Float[Tensor, "B C l"]) -> Float[Tensor, "B C l"]:
         return x + torch.sin(self.alpha * x).square() / (self.alpha + 1e-9)
+
+
+_RELEASED = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
+
+
+def from_release(name: str) -> str:
+    """Our name of a weight: `weight_g` and `weight_v` are the length and direction that weight norm keeps."""
+    stem, _, last = name.rpartition(".")
+    return f"{stem}.{_RELEASED[last]}" if last in _RELEASED else name
+
+
+def to_release(name: str) -> str:
+    """The release's name of a weight."""
+    return next((name.removesuffix(ours) + old for old, ours in _RELEASED.items() if name.endswith(f".{ours}")), name)
 
 
 def _initialized(conv: Any) -> Any:
@@ -143,6 +159,29 @@ class Dac(ModelMixin, ConfigMixin):  # type: ignore[misc]  # as diffusers' own m
         self.quant_conv = nn.Conv1d(latent_dim, 2 * latent_dim, 1)
         self.post_quant_conv = nn.Conv1d(latent_dim, latent_dim, 1)
         self.decoder = Decoder(latent_dim, decoder_dim, tuple(decoder_rates))
+
+    @classmethod
+    def from_release(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Dac:
+        """The autoencoder of a release's config and weights, under old names or today's.
+
+        Raises ValueError for a field that the config lacks and for weights that are missing, too many or of another
+        shape. What the config says beyond our options is about codebooks, which a continuous DAC has not.
+        """
+        fields = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        missing = [name for name in fields if name not in config]
+        if missing:
+            raise ValueError(f"config of the DAC: {missing[0]!r} is missing; it has {', '.join(config)}")
+        model = cls(**{name: config[name] for name in fields})
+        try:
+            model.load_state_dict({from_release(name): weight for name, weight in weights.items()})
+        except RuntimeError as error:
+            raise ValueError(f"weights of the DAC do not fit its config: {error}") from error
+        return model
+
+    def released(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(config, weights) as a release has them."""
+        config = {name: value for name, value in self.config.items() if not name.startswith("_")}
+        return config, {to_release(name): weight for name, weight in self.state_dict().items()}
 
     def moments(self, waveform: Float[Tensor, "B 1 n"]) -> tuple[Float[Tensor, "B C l"], Float[Tensor, "B C l"]]:
         """Mean and log variance of the latents of sound, which is filled with silence to a multiple of the hop."""

@@ -160,7 +160,9 @@ class Generator:
         height, width = self.size
         y = (np.arange(height) + 0.5) / height  # in picture heights, at the centres of pixels
         x = (np.arange(width) + 0.5) / height
-        ground = np.clip((y - FLOOR) * height + 0.5, 0, 1)
+        ground = np.arange(height) >= math.ceil(
+            FLOOR * height
+        )  # from the next whole row on: things cover the wall alone
         pictures = np.empty((self.frames, height, width, 3), np.float32)
         pictures[:] = (255 * (wall + (floor - wall) * ground))[:, None, None]
         for thing in things:

@@ -1,6 +1,6 @@
 """When something is heard, and when something is seen to happen.
 
-Sound: times at which the energy after is far above the energy before.
+Sound: times at which the energy afterwards is far above the energy before, where it rises the most.
 
 Picture, of things before a plain wall: a thing that falls changes its direction at a kink of its path, found between
 frames as the crossing of the two curves on either side; a flash is a rise of brightness, placed within its frame by the
@@ -17,6 +17,7 @@ AFTER, BEFORE = 0.008, 0.016  # seconds of sound that are compared
 RISE = 6.0  # dB from before to after that make an onset
 FLOOR = 45.0  # dB under the loudest moment: what is quieter is silence
 APART = 0.06  # seconds between onsets
+BACK, AHEAD = 0.005, 0.025  # seconds about a maximum of the ratio in which the steepest rise is sought
 SILENT = 1e-3  # a peak below this is no sound
 FOREGROUND = 18.0  # levels of 255 by which a thing differs from the wall
 BRIGHTER = 15.0  # levels by which a flash brightens the pixels of its thing
@@ -25,7 +26,9 @@ KINK = 0.7  # pixels per frame by which speed jumps at an impact, at least
 
 
 def sound_onsets(audio: Float[np.ndarray, " n"], sample_rate: int) -> Float[np.ndarray, " k"]:
-    """Seconds of the onsets: maxima of 10 log₁₀(E_after / E_before) above `RISE`, of the differentiated signal."""
+    """Seconds of the onsets: maxima of 10 log₁₀(E_after / E_before) above `RISE`, of the differentiated signal, each
+    moved to where E_after − E_before is largest near it: a codec lets a sound be heard faintly before it starts.
+    """
     audio = np.asarray(audio, np.float64)
     if len(audio) < 2 or np.abs(audio).max() < SILENT:
         return np.empty(0)
@@ -36,7 +39,10 @@ def sound_onsets(audio: Float[np.ndarray, " n"], sample_rate: int) -> Float[np.n
     later, earlier = (total[at + after] - total[at]) / after, (total[at] - total[at - before]) / before
     quiet = later.max() * 10 ** (-FLOOR / 10)
     rise = 10 * np.log10((np.maximum(later, 0) + quiet) / (np.maximum(earlier, 0) + quiet))
-    return _peaks(rise, RISE, round(APART * sample_rate)) / sample_rate
+    ahead, back = round(AHEAD * sample_rate), round(BACK * sample_rate)
+    starts = np.maximum(0, _peaks(rise, RISE, round(APART * sample_rate)) - back)
+    steepest = [start + int((later - earlier)[start : start + back + ahead].argmax()) for start in starts]
+    return np.array(steepest, dtype=np.float64) / sample_rate
 
 
 def _peaks(values: np.ndarray, least: float, apart: int) -> np.ndarray:
@@ -52,12 +58,13 @@ def _peaks(values: np.ndarray, least: float, apart: int) -> np.ndarray:
 
 def plain_scene(frames: UInt8[np.ndarray, "F H W 3"]) -> bool:
     """Whether things stand before a wall that is alike along every row: less than half of it is covered."""
-    return bool((_difference(frames) > FOREGROUND).mean() < 0.5)
+    return bool((_difference(luma(frames)) > FOREGROUND).mean() < 0.5)
 
 
 def picture_events(frames: UInt8[np.ndarray, "F H W 3"], frame_rate: float) -> Float[np.ndarray, " k"]:
     """Seconds of impacts and flashes of all things in a plain scene."""
-    difference = _difference(frames)
+    light = luma(frames)
+    difference = _difference(light)
     columns = (difference > FOREGROUND).any(axis=(0, 1))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], columns, [False]]).astype(np.int8)))
     times: list[float] = []
@@ -65,29 +72,29 @@ def picture_events(frames: UInt8[np.ndarray, "F H W 3"], frame_rate: float) -> F
         if right - left < 3:
             continue  # noise of a codec
         strip = slice(left, right)
-        times += _flashes(frames[:, :, strip], difference[:, :, strip], frame_rate)
+        times += _flashes(light[:, :, strip], difference[:, :, strip], frame_rate)
         times += _impacts(difference[:, :, strip], frame_rate)
     return np.sort(np.array(times))
 
 
-def _difference(frames: np.ndarray) -> np.ndarray:
+def _difference(light: np.ndarray) -> np.ndarray:
     """How much darker or lighter each pixel is than the wall: the median of its row over pictures and columns.
 
     In levels of luma, as video files hold colours at half the resolution, which would blur the path of a thing.
     """
-    light = luma(frames)
-    wall = np.median(light[:: max(1, len(frames) // 12)], axis=(0, 2), keepdims=True)
+    wall = np.median(light[:: max(1, len(light) // 12)], axis=(0, 2), keepdims=True)
     return np.abs(light - wall)
 
 
 def luma(frames: UInt8[np.ndarray, "F H W 3"]) -> Float[np.ndarray, "F H W"]:
     """Brightness of each pixel, 0 … 255 (BT.601's weights)."""
-    return frames.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    weights = np.array([0.299, 0.587, 0.114], np.float32)
+    return np.stack([frame.astype(np.float32) @ weights for frame in frames])  # one by one: films are long
 
 
-def _flashes(frames: np.ndarray, difference: np.ndarray, frame_rate: float) -> list[float]:
+def _flashes(light: np.ndarray, difference: np.ndarray, frame_rate: float) -> list[float]:
     region = (difference > FOREGROUND).any(axis=0)
-    light = luma(frames)[:, region].mean(axis=1)
+    light = light[:, region].mean(axis=1)
     dark = float(np.median(light))
     brightest = float(light.max() - dark)
     if brightest < BRIGHTER:
@@ -119,6 +126,8 @@ def _impacts(difference: np.ndarray, frame_rate: float) -> list[float]:
     jump[1:-1] = speed[:-2] - speed[2:] + 2 * gravity
     jump[1:-1][speed[:-2] < KINK / 2] = 0
     kinks = _peaks(jump, KINK + gravity, 2)
+    # an impact is the lowest place far and near; a fall that falters, as a codec may show it, is none
+    kinks = kinks[[path[k : k + 2].max() >= path[max(0, k - 3) : k + 5].max() - 0.25 for k in kinks]]
     times = []
     for n, k in enumerate(kinks):
         first = kinks[n - 1] + 1 if n else 0

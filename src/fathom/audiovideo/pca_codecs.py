@@ -125,7 +125,7 @@ class PcaCodec(ClipCodec):
         bases = {"first": self.first, "later": self.later, "audio": self.audio}
         tensors = {f"{name}.{part}": getattr(basis, part) for name, basis in bases.items() for part in basis.__dict__}
         save_file(tensors, folder / "components.safetensors")
-        self._write_config(folder, {})
+        self._write_config(folder)
 
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any]) -> PcaCodec:

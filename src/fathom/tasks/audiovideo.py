@@ -109,8 +109,8 @@ class AudioVideo(Task):
             "together",
             "of events and sounds",
             "higher",
-            "In clips that the model makes: the share of all events and sounds, taken together, that are seen and "
-            "heard within the time of one picture. Sounds without an event lower it.",
+            "In clips that the model makes: of all events and sounds, the share that are seen and heard within the "
+            "time of one picture. Sounds without an event lower it.",
         ),
     )
     held_out = "held-out clips"
@@ -363,17 +363,11 @@ class AudioVideo(Task):
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         errors = self.errors(model, data)
         made = [found for _, found in self._made(model, data, self.made)]
-        offsets = [found["offset_ms"] for found in made if found["offset_ms"] is not None]
-        within = [found["within_frame"] for found in made if found["within_frame"] is not None]
-        pairs, union = (sum(counts) for counts in zip(*(together(found, self.frame_rate) for found in made)))
-        return {
-            "velocity_error": sum(errors),
-            "video_error": errors[0],
-            "audio_error": errors[1],
-            "offset_ms": float(np.mean(offsets)) if offsets else FAR,
-            "within_frame": float(np.mean(within)) if within else 0.0,
-            "together": pairs / union if union else 0.0,
-        }
+        means = {}
+        for name, of_none in {"offset_ms": FAR, "within_frame": 0.0, "together": 0.0}.items():
+            found = [said[name] for said in made if said[name] is not None]
+            means[name] = float(np.mean(found)) if found else of_none
+        return {"velocity_error": sum(errors), "video_error": errors[0], "audio_error": errors[1], **means}
 
     @torch.no_grad()
     def errors(self, model: Any, data: PreparedData) -> tuple[float, float]:
@@ -547,16 +541,6 @@ def pipeline_of(model: Any, data: PreparedData) -> Any:
     made = MovaPipeline(scheduler=scheduler, tokenizer=data.tokenizer, **dict(model.named_children()))
     made.settings = model.config
     return made
-
-
-def together(found: Mapping[str, Any], frame_rate: float) -> tuple[int, int]:
-    """Pairs of an event and a sound within the time of a picture, and how many events and sounds there are, pairs
-    counted once; of what `metrics.score` says of a clip."""
-    from fathom.audiovideo.metrics import paired
-
-    seen, heard = found["seen"], found["heard"]
-    pairs = sum(abs(b - a) <= 1 / frame_rate for a, b in paired(seen, heard).pairs)
-    return pairs, len(seen) + len(heard) - pairs
 
 
 def mixed(seed: int, number: int) -> int:
