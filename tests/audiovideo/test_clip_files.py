@@ -152,6 +152,8 @@ def test_pictures_are_cut_about_their_centre(tmp_path):
     frames[:, :, 16:48] = 200  # the middle square
     write_clip(Clip(frames, 24.0, np.zeros(8000, np.float32), 8000), tmp_path / "wide.mp4")
     middle = read_clip(tmp_path / "wide.mp4", size=(16, 16)).frames
+    assert read_clip(tmp_path / "wide.mp4", shorter_side=24).frames.shape == (24, 24, 48, 3)
+    assert read_clip(tmp_path / "wide.mp4", shorter_side=100).frames.shape == frames.shape
     assert middle.shape == (24, 16, 16, 3) and np.abs(middle.astype(int) - 200).mean() < 4
 
 

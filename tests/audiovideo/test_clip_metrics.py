@@ -97,12 +97,13 @@ def test_score_of_true_pairs_and_of_wrong_ones(things):
         true = score(clip)
         assert true["offset_ms"] < 10 and true["within_frame"] == 1 and true["missed"] == true["extra"] == 0
         late = dataclasses.replace(clip, audio=np.pad(clip.audio, (480, 0))[: len(clip.audio)])
+        assert true["together"] == 1
         assert score(late)["signed_ms"] == pytest.approx(60, abs=8) and score(late)["within_frame"] == 0
         silent = score(dataclasses.replace(clip, audio=np.zeros_like(clip.audio)))
         assert silent["missed"] == len(clip.events) and silent["offset_ms"] is None and silent["within_frame"] == 0
         assert silent["av_align"] == 0 and silent["loudness"] is None
         frozen = score(dataclasses.replace(clip, frames=np.repeat(clip.frames[:1], 49, axis=0)))
-        assert frozen["extra"] == len(clip.events) and frozen["within_frame"] is None
+        assert frozen["extra"] == len(clip.events) and frozen["within_frame"] is None and frozen["together"] == 0
     assert set(true) == {column.name for column in COLUMNS} | {"scene", "seen", "heard"}
 
 
@@ -116,6 +117,19 @@ def test_a_scene_that_is_not_plain_is_scored_by_its_peaks_of_motion():
     assert found["scene"] == "any" and found["heard"] == pytest.approx([10 / 24, 30 / 24], abs=3e-3)
     assert found["seen"] == pytest.approx([10 / 24, 30 / 24], abs=1e-4) and found["av_align"] == 1
     assert found["within_frame"] == 1 and found["extra"] == found["missed"] == 0
+
+
+def test_stray_sounds_lower_what_falls_together():
+    clip = Generator(seed=4, actions=("flash",)).clip(0)
+    everywhere = np.arange(0.05, 2.0, 0.0625)
+    stray = sum(
+        np.where(t >= e, np.exp(-60 * (t - e)) * np.sin(9000 * (t - e)), 0)
+        for t in [np.arange(16333) / 8000]
+        for e in everywhere
+    )
+    found = score(dataclasses.replace(clip, audio=(0.4 * stray).astype(np.float32)))
+    assert found["within_frame"] == 1 and found["offset_ms"] < 40  # a sound is near any event
+    assert found["together"] == len(clip.events) / len(found["heard"]) < 0.2
 
 
 class Brightness:

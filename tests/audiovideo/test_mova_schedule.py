@@ -8,6 +8,7 @@ import mova_tiny as tiny
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from torch._dynamo.testing import CompileCounter
 
 from fathom.audiovideo import FlowMatchPairScheduler, Mova, MovaModel, branches
 from fathom.audiovideo.guidance import guided
@@ -211,6 +212,22 @@ def test_phases_change_shifts_and_dropout_at_their_share():
     assert Mova.from_section(method.to_section()) == method and dataclasses.asdict(
         Mova().at(0.3)
     ) == dataclasses.asdict(Mova())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_one_graph_a_kind_whatever_the_noise_and_the_expert():
+    model = tiny.model(bridge_dropout=0.5).train()
+    batches = [tiny.batch(model.config, seed=step) for step in range(3)]
+    right = []
+    for step, batch in enumerate(batches):
+        model.step = step
+        right.append(model(**batch).loss.detach())
+    counter = CompileCounter()
+    model.compile_blocks(backend=counter)
+    for step, batch in enumerate(batches):
+        model.step = step
+        torch.testing.assert_close(model(**batch).loss, right[step])
+    assert counter.frame_count == 4  # a video and an audio block, and the bridge in each direction
 
 
 def test_checkpointing_changes_nothing():

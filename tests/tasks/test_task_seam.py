@@ -226,7 +226,7 @@ def of_tables(recipe: Recipe, rows: list[dict[str, Any]], tokenizer: Any, model:
 def of_clips(recipe: Recipe, data: PreparedData, model: Any) -> dict[str, float]:
     """Velocities clip by clip, from the equations; and clips that the pipeline makes one at a time."""
     errors, golden = [], (math.sqrt(5) - 1) / 2
-    made = {"offset_ms": [], "within_frame": []}
+    made = {"offset_ms": [], "within_frame": [], "together": []}
     parts = dict(model.named_children())
     pipeline = MovaPipeline(scheduler=FlowMatchPairScheduler(), tokenizer=data.tokenizer, **parts)
     pipeline.settings, pipeline.codec = model.config, load_codec(data.codec)
@@ -255,7 +255,7 @@ def of_clips(recipe: Recipe, data: PreparedData, model: Any) -> dict[str, float]
                 values += [] if said[name] is None else [said[name]]
     video, audio = (sum(values) / len(values) for values in zip(*errors, strict=True))
     means = {
-        name: sum(values) / len(values) if values else {"offset_ms": 500.0, "within_frame": 0.0}[name]
+        name: sum(values) / len(values) if values else (500.0 if name == "offset_ms" else 0.0)
         for name, values in made.items()
     }
     return {"velocity_error": video + audio, "video_error": video, "audio_error": audio, **means}

@@ -21,6 +21,8 @@ from jaxtyping import Float, UInt8
 from scipy.ndimage import correlate1d, uniform_filter1d
 from scipy.signal import resample_poly
 
+from fathom.audiovideo.onsets import luma
+
 RATE, HOP, WINDOW, BANDS = 44_100, 512, 2048, 128  # of the onset detector
 LEAST_MOTION = 0.1  # mean pixels of flow that make a peak
 SCALE, LEVELS, SIDE, ITERATIONS, RADIUS, SIGMA = 0.5, 3, 15, 3, 5, 1.2  # of the flow
@@ -53,8 +55,7 @@ def motion(frames: UInt8[np.ndarray, "F H W 3"]) -> Float[np.ndarray, " F"]:
     """Mean length of the flow between each picture and the one before, in pixels; entry 0 repeats entry 1."""
     if len(frames) < 2:
         return np.zeros(len(frames))
-    grey = np.rint(frames.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32))
-    expanded = [_expansions(picture) for picture in grey]
+    expanded = (_expansions(picture) for picture in np.rint(luma(frames)))  # one by one: films are long
     lengths = [np.hypot(*_between(before, after)).mean() for before, after in itertools.pairwise(expanded)]
     return np.array([lengths[0], *lengths])
 

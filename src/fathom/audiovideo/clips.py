@@ -179,8 +179,9 @@ class Recording:
         return math.floor(self.duration * frame_rate + 0.5)
 
 
-def read_recording(path: Path, size: tuple[int, int] | None = None) -> Recording:
-    """Decode a file. `size` (height, width): pictures are cut to these proportions about their centre and resized.
+def read_recording(path: Path, size: tuple[int, int] | None = None, shorter_side: int | None = None) -> Recording:
+    """Decode a file. `size` (height, width): pictures are cut to these proportions about their centre and resized. Else
+    `shorter_side` is how long that may be: larger pictures are made smaller.
 
     Raises FileNotFoundError; ValueError for a file that is no clip, is cut short, or has no picture or audio track.
     """
@@ -199,6 +200,9 @@ def read_recording(path: Path, size: tuple[int, int] | None = None) -> Recording
             frames, times, blocks, rate = [], [], [], sound.rate
             for frame in file.decode(pictures, sound):
                 if isinstance(frame, av.VideoFrame):
+                    if size is None and shorter_side is not None:
+                        share = min(1.0, shorter_side / min(frame.height, frame.width))
+                        size = (round(frame.height * share), round(frame.width * share))
                     frames.append(_picture(frame, size))
                     times.append(frame.time)
                 else:
@@ -270,12 +274,14 @@ def read_clip(
     sample_rate: int | None = None,
     size: tuple[int, int] | None = None,
     frames: int | None = None,
+    shorter_side: int | None = None,
 ) -> Clip:
     """The clip in a file, resampled by timestamps to these rates (default: the file's own), from its first picture on.
 
-    Raises ValueError where the file has no time for that many `frames`, and as `read_recording`.
+    `size` and `shorter_side` are those of `read_recording`. Raises ValueError where the file has no time for that many
+    `frames`, and as `read_recording`.
     """
-    recording = read_recording(path, size)
+    recording = read_recording(path, size, shorter_side)
     there = recording.count(frame_rate or recording.frame_rate)
     if frames is not None and there < frames:
         raise ValueError(f"{path}: {recording.duration:.2f} s have {there} pictures at this rate, frames={frames}")

@@ -6,6 +6,7 @@ heard, one with one, so that the pairs' distances add up to the least; pairs far
     offset_ms        mean |heard − seen| of the pairs
     signed_ms        median of heard − seen: above 0, the sound comes late
     within_frame     share of events that are seen whose sound is within 1/fps of them
+    together         pairs within 1/fps over all events and sounds, pairs counted once: stray sounds lower it
     missed, extra    events that are seen without a sound, and heard without being seen
     av_align         matches / (A + V − matches) of peaks of motion and of sound (`av_align.py`)
     loudness         LUFS (ITU-R BS.1770)
@@ -60,6 +61,9 @@ COLUMNS = (
     Column("offset_ms", "ms", "lower", "mean distance of a sound from the event that it belongs to"),
     Column("signed_ms", "ms", "", "median of heard minus seen: above 0, the sound comes late"),
     Column("within_frame", "", "higher", "share of events that are seen and heard within the time of one picture"),
+    Column(
+        "together", "", "higher", "share of all events and sounds that fall together within the time of one picture"
+    ),
     Column("missed", "", "lower", "events that are seen and not heard"),
     Column("extra", "", "lower", "onsets that are heard without an event"),
     Column("av_align", "", "higher", "peaks of motion and of sound that fall together, over all (AV-Align)"),
@@ -97,6 +101,7 @@ def score(clip: Clip, more: Iterable[Metric] = ()) -> dict[str, Any]:
     matched = paired(seen, heard)
     late = np.array([there - here for here, there in matched.pairs])
     within = np.abs(late) <= 1 / clip.frame_rate
+    union = len(seen) + len(heard) - int(within.sum())
     result: dict[str, Any] = {
         "scene": "plain" if plain else "any",
         "seen": [round(float(time), 4) for time in seen],
@@ -104,6 +109,7 @@ def score(clip: Clip, more: Iterable[Metric] = ()) -> dict[str, Any]:
         "offset_ms": float(np.abs(late).mean() * 1000) if len(late) else None,
         "signed_ms": float(np.median(late) * 1000) if len(late) else None,
         "within_frame": float(within.sum() / len(seen)) if len(seen) else None,
+        "together": float(within.sum() / union) if union else None,
         "missed": len(matched.missed),
         "extra": len(matched.extra),
         "av_align": align.av_align(peaks, align.onset_peaks(clip.audio, clip.sample_rate), clip.frame_rate),

@@ -58,12 +58,13 @@ def _peaks(values: np.ndarray, least: float, apart: int) -> np.ndarray:
 
 def plain_scene(frames: UInt8[np.ndarray, "F H W 3"]) -> bool:
     """Whether things stand before a wall that is alike along every row: less than half of it is covered."""
-    return bool((_difference(frames) > FOREGROUND).mean() < 0.5)
+    return bool((_difference(luma(frames)) > FOREGROUND).mean() < 0.5)
 
 
 def picture_events(frames: UInt8[np.ndarray, "F H W 3"], frame_rate: float) -> Float[np.ndarray, " k"]:
     """Seconds of impacts and flashes of all things in a plain scene."""
-    difference = _difference(frames)
+    light = luma(frames)
+    difference = _difference(light)
     columns = (difference > FOREGROUND).any(axis=(0, 1))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], columns, [False]]).astype(np.int8)))
     times: list[float] = []
@@ -71,29 +72,29 @@ def picture_events(frames: UInt8[np.ndarray, "F H W 3"], frame_rate: float) -> F
         if right - left < 3:
             continue  # noise of a codec
         strip = slice(left, right)
-        times += _flashes(frames[:, :, strip], difference[:, :, strip], frame_rate)
+        times += _flashes(light[:, :, strip], difference[:, :, strip], frame_rate)
         times += _impacts(difference[:, :, strip], frame_rate)
     return np.sort(np.array(times))
 
 
-def _difference(frames: np.ndarray) -> np.ndarray:
+def _difference(light: np.ndarray) -> np.ndarray:
     """How much darker or lighter each pixel is than the wall: the median of its row over pictures and columns.
 
     In levels of luma, as video files hold colours at half the resolution, which would blur the path of a thing.
     """
-    light = luma(frames)
-    wall = np.median(light[:: max(1, len(frames) // 12)], axis=(0, 2), keepdims=True)
+    wall = np.median(light[:: max(1, len(light) // 12)], axis=(0, 2), keepdims=True)
     return np.abs(light - wall)
 
 
 def luma(frames: UInt8[np.ndarray, "F H W 3"]) -> Float[np.ndarray, "F H W"]:
     """Brightness of each pixel, 0 … 255 (BT.601's weights)."""
-    return frames.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    weights = np.array([0.299, 0.587, 0.114], np.float32)
+    return np.stack([frame.astype(np.float32) @ weights for frame in frames])  # one by one: films are long
 
 
-def _flashes(frames: np.ndarray, difference: np.ndarray, frame_rate: float) -> list[float]:
+def _flashes(light: np.ndarray, difference: np.ndarray, frame_rate: float) -> list[float]:
     region = (difference > FOREGROUND).any(axis=0)
-    light = luma(frames)[:, region].mean(axis=1)
+    light = light[:, region].mean(axis=1)
     dark = float(np.median(light))
     brightest = float(light.max() - dark)
     if brightest < BRIGHTER:

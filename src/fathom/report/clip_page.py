@@ -101,7 +101,7 @@ def said(value: float | int | None, unit: str) -> str:
     """A number as a reader wants it, with its unit."""
     if value is None:
         return "none"
-    text = str(value) if isinstance(value, int) else f"{value:.1f}" if unit else f"{value:.2f}"
+    text = str(value) if isinstance(value, int) else f"{value:z.1f}" if unit else f"{value:z.2f}"  # z: no −0.0
     return f"{text} {unit}".strip().replace("-", "−")
 
 

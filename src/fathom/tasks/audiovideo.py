@@ -105,6 +105,13 @@ class AudioVideo(Task):
             "In clips that the model makes: the share of the events that are seen and are heard within the time of one "
             "picture.",
         ),
+        Score(
+            "together",
+            "of events and sounds",
+            "higher",
+            "In clips that the model makes: of all events and sounds, the share that are seen and heard within the "
+            "time of one picture. Sounds without an event lower it.",
+        ),
     )
     held_out = "held-out clips"
     loss_unit = "squared error"
@@ -356,15 +363,11 @@ class AudioVideo(Task):
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         errors = self.errors(model, data)
         made = [found for _, found in self._made(model, data, self.made)]
-        offsets = [found["offset_ms"] for found in made if found["offset_ms"] is not None]
-        within = [found["within_frame"] for found in made if found["within_frame"] is not None]
-        return {
-            "velocity_error": sum(errors),
-            "video_error": errors[0],
-            "audio_error": errors[1],
-            "offset_ms": float(np.mean(offsets)) if offsets else FAR,
-            "within_frame": float(np.mean(within)) if within else 0.0,
-        }
+        means = {}
+        for name, of_none in {"offset_ms": FAR, "within_frame": 0.0, "together": 0.0}.items():
+            found = [said[name] for said in made if said[name] is not None]
+            means[name] = float(np.mean(found)) if found else of_none
+        return {"velocity_error": sum(errors), "video_error": errors[0], "audio_error": errors[1], **means}
 
     @torch.no_grad()
     def errors(self, model: Any, data: PreparedData) -> tuple[float, float]:
