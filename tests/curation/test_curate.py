@@ -153,6 +153,22 @@ def test_neither_processes_nor_a_stop_change_a_byte(made, raw, tmp_path):
     assert curate(raw, out, config(raw)) == account and (out / "report.html").stat().st_mtime_ns == before
 
 
+def test_a_worker_that_is_killed_ends_the_run(raw, tmp_path, monkeypatch):
+    parent = os.getpid()
+
+    def die(*arguments):
+        assert os.getpid() != parent
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fathom.curation.run._passes", die)
+        with pytest.raises(
+            ChildProcessError, match="a worker was killed, perhaps for want of memory; the same command goes on"
+        ):
+            curate(raw, tmp_path / "out", config(raw), workers=2)
+    assert curate(raw, tmp_path / "out", config(raw), workers=2)["documents"] == 46
+
+
 def test_a_large_file_is_cut_into_the_same_rows(raw):
     def read(size):
         found = [d for shard in shards(raw, size) for piece in shard for d in documents(raw, piece, Curation())]

@@ -80,7 +80,9 @@ def test_the_judge_reads_the_probabilities_of_the_scores(folder, tmp_path):
     scores = []
     for text in TEXTS:
         ids = tokenizer(QUESTION.format(text=text[:120]) + "Score:")["input_ids"]
-        shares = model(torch.tensor([ids])).logits[0, -1].double().exp()[[ids[0] for ids in digits]]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits
+        shares = logits[0, -1].double().exp()[[ids[0] for ids in digits]]
         scores.append(float((shares * torch.arange(1, 6)).sum() / shares.sum()))
     bound = round(sorted(scores)[3] + 1e-5, 5)
     made, kept = run(folder, tmp_path, judge_model=str(folder / "judge"), min_score=bound)

@@ -70,11 +70,11 @@ def test_ratios_of_a_domain_are_the_sheets():
     assert weights(domain=None, physics=None) == {"domain": 1, "physics": 1}
 
 
-def trained(base: Path, texts: Path, folder: Path, **data) -> tuple:
+def trained(base: Path, texts: Path, folder: Path, trains: str = "all", **data) -> tuple:
     fields = {"train": str(texts / "domain.txt"), "validation": None, "tokenizer": str(base), "block_size": 16}
     config = DataConfig(**fields | {"num_proc": 1} | data)
     recipe = Recipe("atoms", Training(tokens=64, sequences=2, lr=1e-9), {"checkpoint": str(base)}, data=config)
-    method = MethodConfig("vanilla", {"depth": {"name": "vanilla"}})
+    method = MethodConfig("vanilla", {"depth": {"name": "vanilla"}}, trains=trains)
     run = train_run(recipe, method, seed=0, folder=folder, data=prepare(config, folder / "cache"))
     return run, model_config(recipe, method)
 
@@ -113,6 +113,11 @@ def test_a_run_says_bytes_a_token_of_every_source(base, texts, tmp_path):
         parts.append(f"{name} {rates[0]:.3f}, without them {rates[1]:.3f}")
         assert (rates[0] > rates[1]) == (name == "domain")
     assert note == f"Atoms: 2 tokens were added. Bytes a token: {'; '.join(parts)}."
+
+
+def test_new_rows_are_refused_where_they_would_not_learn(base, texts, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.atoms: .* lacks 20 of them, .* would not learn with trains='lora'"):
+        trained(base, texts, tmp_path / "a", trains="lora", atoms="scientific")
 
 
 def test_runs_of_a_time_without_atoms_go_on(base, texts, tmp_path):

@@ -40,10 +40,10 @@ class Account:
         self.characters += len(text)
         self.lines += line_count(text)
 
-    def drop(self, step: str, reason: str, text: str, where: str, detail: str = "", lines: int | None = None) -> None:
-        """A document is dropped. `lines`: those it still has, if its text is not at hand whole."""
+    def drop(self, step: str, reason: str, text: str, where: str, detail: str = "") -> None:
+        """A document is dropped, with the lines that it still has."""
         self.dropped[step][reason] += 1
-        self.lines_of_dropped += line_count(text) if lines is None else lines
+        self.lines_of_dropped += line_count(text)
         self.dropped_lengths[length_bin(len(text))] += 1
         self.example(f"{step}: {reason}", text, where, detail)
 
@@ -87,11 +87,16 @@ class Account:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            field.name: {step: dict(reasons) for step, reasons in value.items()} if field.name == "dropped" else
-            {str(key): number for key, number in sorted(value.items())} if isinstance(value, Counter) else value
-            for field in dataclasses.fields(self) for value in [getattr(self, field.name)]
-        }  # fmt: skip
+        """For JSON; `from_dict` is the inverse."""
+        made: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dropped":
+                value = {step: dict(reasons) for step, reasons in value.items()}
+            elif isinstance(value, Counter):
+                value = {str(key): number for key, number in sorted(value.items())}
+            made[field.name] = value
+        return made
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Account:

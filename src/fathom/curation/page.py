@@ -109,10 +109,11 @@ def _lengths(account: Account) -> str:
     bins = sorted({*kept, *dropped})
     if not bins:
         return "<p>No documents.</p>"
-    span = range(bins[0], bins[-1] + 1)
+    first = next((b for b in bins if b), 0)  # what could not be read has no length
+    span = [b for b in range(bins[0], bins[-1] + 1) if b in bins or b > first]
     most = max(kept[b] + dropped[b] for b in bins)
     rows = "".join(
-        f"<tr><td>{bin_start(b):,.0f} to {bin_start(b + 1):,.0f}</td>{_bar(kept[b], dropped[b], most)}"
+        f"<tr><td>{bin_start(b) if b else 0:,.0f} to {bin_start(b + 1):,.0f}</td>{_bar(kept[b], dropped[b], most)}"
         f"<td>{kept[b]:,}</td><td>{dropped[b]:,}</td></tr>" for b in span
     )  # fmt: skip
     return f"<table><tr><th>characters</th><th></th><th>kept</th><th>dropped</th></tr>{rows}</table>"

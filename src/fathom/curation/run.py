@@ -25,6 +25,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,7 @@ def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int |
     Raises:
         ValueError: a source without text, a config that does not fit, or, with `malformed: stop`, what cannot be read.
         FileExistsError: the folder holds another run, or something else, or another process works there.
+        ChildProcessError: a worker was killed.
     """
     raw, folder = Path(raw), Path(folder)
     steps.check(config)
@@ -148,7 +151,26 @@ def _claim(folder: Path, raw: Path, config: Curation) -> None:
 
 
 class _Executor(LocalPipelineExecutor):
-    """datatrove's, whose log goes to its files alone: a worker's screen is the user's."""
+    """datatrove's, but that it notices a worker that is killed, and that its log goes to its files alone."""
+
+    def run(self) -> None:
+        left = self.get_incomplete_ranks()
+        if self.workers == 1 or len(left) < 2:
+            for rank in left:
+                self._run_for_rank(rank)
+            return
+        # a fork has the benchmarks and dictionaries at once
+        method = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        with ProcessPoolExecutor(min(self.workers, len(left)), method) as pool:
+            try:
+                for done in [pool.submit(self._run_for_rank, rank) for rank in left]:
+                    done.result()
+            except BrokenProcessPool:
+                raise ChildProcessError(
+                    "a worker was killed, perhaps for want of memory; the same command goes on, with fewer --workers"
+                ) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _run_for_rank(self, *arguments: Any, **options: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -156,11 +178,9 @@ class _Executor(LocalPipelineExecutor):
 
 
 def _execute(pipeline: list[Callable], tasks: int, workers: int, folder: Path) -> None:
-    method = "fork" if sys.platform == "linux" else "spawn"  # a fork has the benchmarks and dictionaries at once
-    executor = _Executor(pipeline, tasks, workers, str(folder), start_method=method)
     logger.disable("datatrove")
     try:
-        executor.run()
+        _Executor(pipeline, tasks, workers, str(folder)).run()
     finally:
         logger.enable("datatrove")
 

@@ -588,6 +588,12 @@ def _make_model(
     else:
         model = make.from_pretrained(checkpoint, dtype=torch.float32, **changes)
     if recipe.data.atoms and model.config.vocab_size < config.vocab_size:
+        if recipe.trains(method) != "all":
+            raise ValueError(
+                f"data.atoms: {checkpoint} lacks {config.vocab_size - model.config.vocab_size} of them, and their rows "
+                f"would not learn with trains={recipe.trains(method)!r}: train all of a model with them first, or "
+                "leave atoms out"
+            )
         model.resize_token_embeddings(config.vocab_size)  # new rows: the mean of the old ones, all but a trace
     return model
 
