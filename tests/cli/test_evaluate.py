@@ -169,3 +169,16 @@ def test_a_text_of_each_domain_has_its_own_score(run, folder, tmp_path):
     assert out.startswith(f"{sea}:\n") and f"\n{land}:\nperplexity" in out
     code, _, err = run(folder, "--text", sea, "--text", land, "--long", "passkey")
     assert code == 2 and "--long takes one --text" in err
+
+
+def test_calls_of_tools_are_scored(run, folder, tmp_path, monkeypatch):
+    from fathom.data.templates import TEMPLATES
+
+    monkeypatch.setitem(TEMPLATES, "react", "{{ messages[0]['content'] }}")  # short enough for the tiny model
+    tools, questions = tmp_path / "mine.py", tmp_path / "questions.jsonl"
+    tools.write_text("def one() -> int:\n    '''One.'''\n    return 1\n")
+    questions.write_text('{"question": "One?", "answer": "1"}\n' * 3)
+    found = json.loads(run(folder, "--questions", questions, "--tools", tools, "--limit", 2, "--json")[1])
+    assert found["answer"] == {"share": 0.0, "error": 0.0, "n": 2} and found["calls"]["share"] == 1  # none is right
+    out = run(folder, "--questions", questions, "--tools", tools)[1]
+    assert "answer without tools  0.0000 ± 0.0000  n 3\n" in out and "\n\nQuestion: One?\n" in out
