@@ -255,6 +255,8 @@ def test_what_cannot_be_watched_is_refused(deep, tmp_path):
         name = "cache" if getattr(cache, "cache", None) is not None else "past_key_values"
         with pytest.raises(ValueError, match="start with a new cache"):
             model(**{**inputs, "attention_mask": None, name: getattr(cache, name)})
+        with pytest.raises(ValueError, match="keeps a cache that grows"):
+            model.generate(**inputs, max_new_tokens=2, cache_implementation="static", disable_compile=True)
         right = inputs.attention_mask.clone()
         right[:, -1] = 0
         with pytest.raises(ValueError, match="pad on the left"):

@@ -125,8 +125,8 @@ class VQA(Task):
         method = from_dict(fields.get("vision_compress") or {"name": "all_tokens"})
         if isinstance(method, LanguageCompressor):
             raise ValueError(
-                f"vision_compress.name={method.name!r}: it chooses by a prompt's last tokens, and a row of task "
-                "'vqa' ends with its answer; train with another method, and put this one on the model with compress_vision"
+                f"vision_compress.name={method.name!r}: it chooses by a prompt's last tokens, and a row of task 'vqa' "
+                "ends with its answer; train with another method, and put this one on the model with compress_vision"
             )
         compress = method.to_dict()
         if fields.get("checkpoint") is not None:

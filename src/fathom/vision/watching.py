@@ -147,6 +147,8 @@ class ThinnedLayer:
         assert watch.image is not None
         if self.training and getattr(self, "gradient_checkpointing", False):  # type: ignore[attr-defined]
             raise ValueError(f"gradient_checkpointing: method {name!r} cannot run layers again; switch it off")
+        if getattr(cache, "is_compileable", False):
+            raise ValueError(f"cache_implementation='static': method {name!r} keeps a cache that grows; leave it out")
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
                 f"method {name!r} leaves out tokens of a prompt that is read at once: start with a new cache"

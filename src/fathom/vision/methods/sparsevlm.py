@@ -14,7 +14,7 @@ from fathom.vision.base import LanguageCompressor
 class SparseVLM(LanguageCompressor):
     """In each of `layers` the attention of the raters scores vision tokens, and fewer stay.
 
-    Raters are the text tokens after the pictures (without any: the last token) that the vision tokens are closest to: r with
+    Raters are the text tokens after the pictures, or the last token, that the vision tokens are closest to: r with
     mean_v softmax_t(x_v · x_t)[r] above its mean over text tokens, of the embeddings. Of the tokens that go, the best
     30 % by score are clustered (density peaks: the distance to a denser point times density) to one mean a cluster, a
     tenth as many, at the place of the cluster's centre. Kept and merged together are the count of a stage.
