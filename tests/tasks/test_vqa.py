@@ -105,8 +105,9 @@ def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
         folder = tmp_path / compress["name"]
         folder.mkdir()
         language = {**LANGUAGE, "tie_word_embeddings": False}
-        loaded, data = load(folder, model={"language": language, "vision_compress": compress})
+        loaded, data = load(folder, model={"language": language})
         config = model_config(loaded, MethodConfig("vanilla"), data.tokenizer)
+        config.vision_compress = compress
         model = loaded.task.new_model(config, loaded.model, None).eval()
         model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
         batch = loaded.task.collate([data.train[0]])
@@ -137,6 +138,7 @@ def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
         ({"model": {"tower": "no/such"}}, "model.tower='no/such': no config.json"),
         ({"model": {"tower": {"width": 3}}}, "model.tower.width=3: Dinov2Config has no such field"),
         ({"model": {"vision_compress": {"name": "fourier_vlm", "tokens": 5}}}, "no grid with the proportions"),
+        ({"model": {"vision_compress": {"name": "fastv", "tokens": 4}}}, "ends with its answer; train with another"),
         ({"model": {"hidden_size": 8}}, "unknown key model.hidden_size"),
     ],
 )

@@ -206,6 +206,17 @@ def test_steps_of_padded_rows_are_those_of_rows_alone(deep, name):
         assert beams[1, -5:].equal(model.generate(**batch("llava", processor, (2,)), num_beams=2, **settings)[0, -5:])
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_that_would_run_again_are_refused_and_a_picture_may_end_a_prompt(deep, name):
+    model, processor = copy.deepcopy(deep[0]), deep[1]
+    with compress_vision(model, processor, METHODS[name]):
+        inputs = processor(images=picture(48, 48), text="what is this <image>", return_tensors="pt")
+        assert model(**inputs).logits.isfinite().all()
+        model.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="cannot run layers again; switch it off"):
+            model.train()(**inputs, use_cache=False)
+
+
 def test_what_cannot_be_watched_is_refused(deep, tmp_path):
     model, processor = deep
     fastv, zipped = METHODS["fastv"], method_of("visionzip", 9)
@@ -244,6 +255,12 @@ def test_what_cannot_be_watched_is_refused(deep, tmp_path):
         name = "cache" if getattr(cache, "cache", None) is not None else "past_key_values"
         with pytest.raises(ValueError, match="start with a new cache"):
             model(**{**inputs, "attention_mask": None, name: getattr(cache, name)})
+        with pytest.raises(ValueError, match="keeps a cache that grows"):
+            model.generate(**inputs, max_new_tokens=2, cache_implementation="static", disable_compile=True)
+        right = inputs.attention_mask.clone()
+        right[:, -1] = 0
+        with pytest.raises(ValueError, match="pad on the left"):
+            model(**{**inputs, "attention_mask": right})
         embeddings = model.get_input_embeddings()(inputs.input_ids)
         with pytest.raises(ValueError, match="finds vision tokens by input_ids"):
             model(inputs_embeds=embeddings, pixel_values=inputs.pixel_values)

@@ -119,9 +119,16 @@ class VQA(Task):
         """LLaVA's config. `tower` and `language` are each a folder, or a mapping of the fields of Dinov2Config and
         LlamaConfig; `vision_feature_layer` is −2 as in LLaVA where the tower is a folder, else −1."""
         from fathom.vision import from_dict
+        from fathom.vision.base import LanguageCompressor
         from fathom.vision.configuration import FathomLlavaConfig
 
-        compress = from_dict(fields.get("vision_compress") or {"name": "all_tokens"}).to_dict()
+        method = from_dict(fields.get("vision_compress") or {"name": "all_tokens"})
+        if isinstance(method, LanguageCompressor):
+            raise ValueError(
+                f"vision_compress.name={method.name!r}: it chooses by a prompt's last tokens, and a row of task 'vqa' "
+                "ends with its answer; train with another method, and put this one on the model with compress_vision"
+            )
+        compress = method.to_dict()
         if fields.get("checkpoint") is not None:
             config = AutoConfig.from_pretrained(fields["checkpoint"])
             if not isinstance(config, FathomLlavaConfig):

@@ -58,6 +58,9 @@ class WatchedModel:
         if any(kwargs.get(given) is not None for given in ("pixel_values", "mm_encoder_outputs")):
             if input_ids is None:
                 raise ValueError(f"inputs_embeds: method {name!r} finds vision tokens by input_ids; give these")
+            mask = kwargs.get("attention_mask")
+            if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
+                raise ValueError(f"attention_mask: method {name!r} chooses by a prompt's last tokens; pad on the left")
             watch.image = input_ids == self.config.image_token_id  # type: ignore[attr-defined]
             watch.counts = watch.image.sum(-1).tolist()
         try:
@@ -142,6 +145,10 @@ class ThinnedLayer:
     def begin(self, embeddings: Tensor, cache: Any) -> None:
         watch, name = self.watch, self.compressor.name
         assert watch.image is not None
+        if self.training and getattr(self, "gradient_checkpointing", False):  # type: ignore[attr-defined]
+            raise ValueError(f"gradient_checkpointing: method {name!r} cannot run layers again; switch it off")
+        if getattr(cache, "is_compileable", False):
+            raise ValueError(f"cache_implementation='static': method {name!r} keeps a cache that grows; leave it out")
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
                 f"method {name!r} leaves out tokens of a prompt that is read at once: start with a new cache"

@@ -14,7 +14,7 @@ from fathom.vision.base import LanguageCompressor
 class SparseVLM(LanguageCompressor):
     """In each of `layers` the attention of the raters scores vision tokens, and fewer stay.
 
-    Raters are the text tokens after the pictures that the vision tokens are closest to: r with
+    Raters are the text tokens after the pictures, or the last token, that the vision tokens are closest to: r with
     mean_v softmax_t(x_v · x_t)[r] above its mean over text tokens, of the embeddings. Of the tokens that go, the best
     30 % by score are clustered (density peaks: the distance to a denser point times density) to one mean a cluster, a
     tenth as many, at the place of the cluster's centre. Kept and merged together are the count of a stage.
@@ -50,6 +50,8 @@ class SparseVLM(LanguageCompressor):
 
     def raters(self, embeddings, image):
         after = torch.arange(len(image), device=image.device) > image.nonzero().max()
+        if not after.any():
+            return super().raters(embeddings, image)
         relevance = (embeddings[image] @ embeddings[after].T).float().softmax(-1).mean(0)
         chosen = relevance > relevance.mean() if len(relevance) > 1 else torch.ones_like(relevance, dtype=torch.bool)
         return after.nonzero()[:, 0][chosen if chosen.any() else slice(None)]
