@@ -374,6 +374,7 @@ def test_a_prefix_is_read_before_the_source_and_can_be_all_that_trains(planner, 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_checkpointing_and_bf16_change_nothing_but_memory_and_digits(family, folders):
     kind, given = MODELS[family], inputs()
+    torch.manual_seed(0)  # the checkpoint has no adapter
     model = kind.from_pretrained(folders[family], table={"name": "akg", "reduction": 4, "trains": "all"})
     grads = []
     for checkpointing in (False, True):
