@@ -1,4 +1,4 @@
-"""`fathom table`: ask a database, score predicted queries, show what a model knows of a question."""
+"""`fathom table`: ask a database, score predicted queries, show what a model knows of a question, describe a table."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from fathom_cli.options import Device, Json
+from fathom_cli.table_describe import describe
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Questions over SQLite files to SQL.",
+    help="Questions over SQLite files to SQL; tables to text.",
 )
+app.command()(describe)
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder of a model that task text_to_sql has trained.")]
 File = Annotated[Path, typer.Option(help="An SQLite file. It is only read.")]
