@@ -85,9 +85,13 @@ def ask(
     made, inputs = encode(model, tokenizer, database, turns, spoken)
     name = database.schema.name
     processors = [picard.processor(tokenizer, {name: database.schema}, [name])] if picard else []
+    # Which database it is need not be guessed: the answer begins with its name.
+    begun = tokenizer(f"{name} |", add_special_tokens=False)["input_ids"]
+    start = torch.tensor([[model.config.decoder_start_token_id, *begun]], device=model.device)
     out = model.generate(
-        **inputs, num_beams=beams, max_new_tokens=new_tokens, do_sample=False, logits_processor=processors
-    )
+        **inputs, decoder_input_ids=start, num_beams=beams, max_new_tokens=new_tokens, do_sample=False,
+        logits_processor=processors,
+    )  # fmt: skip
     query = query_of(str(tokenizer.decode(out[0], skip_special_tokens=True)))
     try:
         return Reply(query, database.run(query), "", made.cut)
