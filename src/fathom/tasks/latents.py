@@ -103,7 +103,8 @@ class LatentTask(Task):
         if checkpoint is None:
             refuse_other_tokenizer(fields["encoder"], data.tokenizer)
             model = kind.from_encoder(fields["encoder"], config)
-            model.space.fit(batches(data, config))
+            place = "cuda" if torch.cuda.is_available() else "cpu"
+            model.space.to(place).fit(batches(data, config, place))
         else:
             refuse_other_tokenizer(checkpoint, data.tokenizer)
             model = kind.from_pretrained(checkpoint, dtype=torch.float32)
@@ -202,14 +203,14 @@ def padded_rows(source: Source, tokenizer: Any, data: DataConfig, most: int | No
     return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
 
 
-def batches(data: PreparedData, config: FathomLatentConfig) -> Any:
+def batches(data: PreparedData, config: FathomLatentConfig, place: str) -> Any:
     """(input_ids, mask) of the rows that the norm is fitted to."""
     size = len(data.train[0]["input_ids"])
     rows = itertools.islice(iter(data.train), max(1, FIT_TOKENS // size))
     while some := list(itertools.islice(rows, FIT_BATCH)):
         batch = collate(some)
         mask = batch["labels"] != IGNORED
-        yield batch["input_ids"], None if bool(mask.all()) else mask
+        yield batch["input_ids"].to(place), None if bool(mask.all()) else mask.to(place)
 
 
 def refuse_other_tokenizer(checkpoint: str, tokenizer: Any) -> None:
