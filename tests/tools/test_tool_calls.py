@@ -66,6 +66,7 @@ def test_a_call_is_checked_and_its_result_is_text():
         ),
         ("area", {"width": 2, "height": 1, "return": "x"}, "area: 'return' is unknown; it takes width, height, unit"),
         ("fails", {"text": "no"}, "fails: RuntimeError: no second line"),
+        ("area", {"width": 10**400, "height": 0.5}, "area: OverflowError: int too large to convert to float"),
     ],
 )
 def test_what_goes_wrong_is_one_line(name, arguments, message):
@@ -88,6 +89,20 @@ def test_a_long_result_is_cut_and_says_so():
 
     text = Tool.of(long).call({})
     assert text.endswith("characters are left out)") and len(text) < LONGEST + 50
+
+
+def test_what_returns_no_result_is_refused_and_names_of_files_are_text():
+    async def later() -> str:
+        """Later."""
+        return "x"
+
+    def named() -> str:
+        """A name that is no UTF-8."""
+        return "a \ud800 b"
+
+    with pytest.raises(ValueError, match="tool 'later': is async or yields"):
+        Tool.of(later)
+    assert Tool.of(named).call({}) == "a ? b"
 
 
 def test_results_that_are_no_text_and_what_is_printed(capsys):

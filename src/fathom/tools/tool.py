@@ -52,6 +52,11 @@ class Tool:
         name = getattr(function, "__name__", type(function).__name__)
         if not callable(function):
             raise ValueError(f"tool {function!r}: is no function")
+        if any(
+            kind(function)
+            for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        ):
+            raise ValueError(f"tool {name!r}: is async or yields, and a call needs a function that returns its result")
         try:
             schema = get_json_schema(function)
         except Exception as error:  # of transformers' own kinds, and of what type hints may raise
@@ -153,9 +158,9 @@ def call(tools: dict[str, Tool], name: str, arguments: Any, seconds: float = SEC
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.strip()
+    text = text.strip().encode("utf-8", "replace").decode()  # names of files may be no text
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} characters are left out)"
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:300].encode("utf-8", "replace").decode()
