@@ -249,6 +249,7 @@ def test_a_file_of_functions(tmp_path):
             "tool 'f': no schema can be made of it .* give its arg",
         ),
         ("def f(x: int): ...", "tool 'f': no schema can be made of it .*docstring"),
+        ("raise SystemExit(0)", r"cannot be run \(SystemExit: 0\)"),
         ("TOOLS = 3", "defines no function, and no list TOOLS of some"),
         ("TOOLS = [3]", "tool 3: is no function"),
         (FILE + "TOOLS = [root, root]", "tool 'root': there are two of this name"),

@@ -76,7 +76,8 @@ class Tool:
 
         Raises ToolError, in one line, for arguments that do not fit the schema, for a function that raises, and for one
         that takes longer than `seconds`. It runs in a thread: at the limit a loop in Python is ended, and a call that
-        waits elsewhere is left behind. What it prints goes to stderr.
+        waits elsewhere is left behind; C code that keeps Python's lock, as regular expressions do, is waited for.
+        What it prints goes to stderr.
         """
         if not isinstance(arguments, dict):
             raise ToolError(f"{self.name}: the arguments must be a JSON object, got {type(arguments).__name__}")
@@ -121,7 +122,7 @@ def load_tools(path: str | Path) -> dict[str, Tool]:
     sys.modules[name] = module  # where dataclasses and type hints of the file look themselves up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: cannot be run ({type(error).__name__}: {_line(error)})") from error
     functions = getattr(module, "TOOLS", None)
     if functions is None:
