@@ -64,6 +64,10 @@ def command(
         raise ValueError("--rounds and --json go with --tools FILE")
     if tools is not None and (steps, block_length, policy, block_cache) != (None,) * 4:
         raise ValueError("--steps, --block-length, --policy and --block-cache do not go with --tools")
+    if tools is not None and not temperature and (top_k, top_p) != (None, None):
+        raise ValueError(
+            "--top-k and --top-p: with --tools the likeliest token is taken; give a --temperature above 0 too"
+        )
     if temperature is None:
         temperature = 0.8 if tools is None else 0.0
 
@@ -98,7 +102,8 @@ def command(
         known = load_tools(tools)  # before the model, which takes longer
         model, tokenizer = load_checkpoint(checkpoint, device)
         torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+        sampling["top_p"] = 1.0 if top_p is None else top_p
         said = stream and not json_output
         if said:
             typer.echo(f"Question: {prompt}")

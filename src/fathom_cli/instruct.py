@@ -54,7 +54,7 @@ def command(
     if not split["train"]:
         raise ValueError(f"{corpus}: no row could be made of it; the guide says what documents and records must hold")
     output.mkdir(parents=True, exist_ok=True)
-    for name, rows in split.items():
+    for name, rows in sorted(split.items()):  # train.jsonl last: where it is, all is
         write_text(output / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     by_type: dict[str, dict[str, int]] = {}
     for (name, what), number in sorted(counts.items()):

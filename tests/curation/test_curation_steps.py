@@ -87,6 +87,13 @@ def test_pairs_are_those_that_datasketch_finds():
     assert found == expected and len(found) > 30
 
 
+def test_texts_without_a_word_are_no_near_duplicates():
+    config = Curation()
+    texts = ["☃ ☂ ☀", "★ ☆ ☯", "one two three", "☃  ☂ ☀"]
+    found = matches([digest(t) for t in texts], np.array([signature(identities(t), config) for t in texts]), config)
+    assert [(m.number, m.original, m.similarity) for m in found] == [(3, 0, None)]
+
+
 def test_a_planted_question_is_found(tmp_path):
     question = "Which of the following minerals forms the hard outer layer of the made-up moon called Ubbo?"
     short = "What drives the slow drift of plates?"

@@ -94,6 +94,8 @@ def test_embedded_corpus_is_split_by_book_and_author_and_small() -> None:
         ("nul.txt", b"one\ntwo\0", r"nul\.txt: NUL at byte 7 \(0x00, line 2\): remove it; if .* UTF-16, convert it"),
         ("nul.jsonl", b'{"text": "a"}\n{"text": "b\0"}\n', r"nul\.jsonl: NUL at byte 25 \(0x00, line 2\)"),
         ("esc.jsonl", b'{"text": "a\\u0000"}\n', r"line 1: field 'text' has a NUL character at offset 1"),
+        ("half.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: '\\ud800' at character 1 of a text is half of a pair"),
+        ("deep.jsonl", b'{"text": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"deep\.jsonl, line 1: not JSON \(maximum"),
         ("nul.jsonl.gz", gzip.compress(b'{"text": "\0"}', mtime=0), r"nul\.jsonl\.gz: NUL at byte 10"),
         ("utf16.txt", "one".encode("utf-16-le"), r"utf16\.txt: NUL at byte 1"),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', r"bad\.jsonl, line 2: not JSON"),
@@ -145,3 +147,13 @@ def test_parquet_without_the_field(tmp_path: Path) -> None:
 def test_the_embedded_corpus_may_be_one_of_several_sources():
     (file,) = Source("embedded", argument="data.train.general.text").files()
     assert file.is_file() and file.name == "train.jsonl.xz"
+
+
+def test_rows_hold_no_half_of_a_pair(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "\\ud83d\\ude00"}\n{"a": [{"b": "x\\udc00"}]}\n')
+    rows = Source(str(path), argument="CORPUS").rows()
+    assert next(rows)[0] == {"a": "😀"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: '\\udc00' at character 1 of a text is half of a pair"):
+        next(rows)
+    assert len(list(Source(str(path), argument="CORPUS").rows(halves=True))) == 2

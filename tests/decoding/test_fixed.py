@@ -6,6 +6,7 @@ to step, no waiting for values. The capture itself needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
 from fathom.caches import H2O, TOVA, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
@@ -20,7 +22,7 @@ from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
 from fathom.ops import kernels
-from tiny import assert_close, tiny_model, tokens
+from tiny import assert_close, perturb, tiny_model, tokens
 
 WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
@@ -61,9 +63,12 @@ class Double:
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
         with Recording() as recording:
-            function()
-        for now, before in recording.before.values():
-            now.copy_(before)
+            try:
+                function()
+            finally:  # a capture that fails has run nothing either
+                with torch.utils._python_dispatch._disable_current_modes():
+                    for now, before in recording.before.values():
+                        now.copy_(before)
         self.recordings += 1
 
         def replay() -> None:
@@ -196,6 +201,53 @@ def test_what_cannot_be_recorded_runs_kernel_by_kernel(
     model = tiny_model()
     same(generated(model, padded(), True), generated(model, padded(), False))
     assert [record.message for record in caplog.records if "3 GiB" in record.message]
+
+
+class Waits(torch.nn.Module):
+    """A layer that waits for the device, as experts do that look up which tokens are theirs."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.nonzero(x)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [None, TreeKV(budget=16, n_recent=6, n_sink=2, block=3), H2O(budget=16, n_sink=2), SnapKV(budget=16, n_recent=4)],
+    ids=str,
+)
+def test_a_recording_that_fails_midway_leaves_the_cache_as_it_was(
+    method: Any, double: Double, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(max_position_embeddings=128)
+    model.model.layers[1].mlp = Waits(model.model.layers[1].mlp)
+    batch = {"input_ids": tokens(2, 20)}
+    with compress(model, method) if method else contextlib.nullcontext():
+        ours, stock = (generated(model, batch, fast) for fast in (True, False))
+        same(ours, stock)
+        assert ours[CACHE_NAME].get_seq_length() == stock[CACHE_NAME].get_seq_length()
+    assert "waits for the device" in caplog.text and not double.recordings
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_layers_whose_cache_moves_beside_compressed_ones_are_not_replayed(double: Double) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            num_hidden_layers=3, num_key_value_heads=2, use_sliding_window=True, sliding_window=9, max_window_layers=2,
+            **sizes,
+        )
+    ).eval()  # fmt: skip
+    perturb(model)
+    with compress(model, StreamingLLM(budget=16, n_sink=2)):
+        batch = {"input_ids": tokens(2, 20)}
+        same(generated(model, batch, True), generated(model, batch, False))
+    assert not double.recordings
 
 
 def test_models_that_a_replay_would_miss_are_not_recorded(double: Double) -> None:

@@ -185,6 +185,21 @@ def test_the_rest_runs_in_transformers_loop_and_says_so_once(
         assert torch.equal(found, vanilla.generate(tokens(1, 6), max_new_tokens=4, do_sample=False, **options))
 
 
+def test_inputs_that_another_prepares_are_prepared_by_it_for_every_step() -> None:
+    """As prompt tuning of peft does, which puts its own method on the model."""
+    model = tiny_model()
+    own, seen = model.prepare_inputs_for_generation, []
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        inputs = own(*args, **kwargs)
+        return {**inputs, "input_ids": inputs["input_ids"] * 0 + 5}  # what is read is not what was written
+
+    model.prepare_inputs_for_generation = prepared
+    compare(model, {"input_ids": tokens(1, 6)}, expect_ours=False, max_new_tokens=4)
+    assert len(seen) == 8
+
+
 def test_a_conversation_goes_on_in_a_cache_of_the_users_own(vanilla: Any) -> None:
     found = []
     for loop in (stock_loop(), contextlib.nullcontext()):

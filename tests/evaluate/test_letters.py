@@ -207,17 +207,22 @@ def test_files_of_questions(tmp_path):
     npee = {
         "noun": {"question": ["n"], "answer": ["m"]},
         "choice": {
-            "question": ["S:\nChoose from:\n\nA. x\nB. y", "T:\nChoose from:\nA. x\nB. y"],
-            "answer": ["A", "D"],
+            "question": ["S:\nChoose from:\n\nA. x\nB. y", *["T:\nChoose from:\nA. x\nB. y"] * 3],
+            "answer": ["A", "D", "Basalt", "(b) y"],
         },
-        "tf": {"question": ["U"], "answer": ["False"]},
+        "tf": {"question": ["U", "V", "W"], "answer": ["False", "unknown", "T."]},
     }
     for name, data, expected in (
         ("ap.json", ap, [ChoiceQuestion("S", ("x", "y"), 1)]),
         (
             "npee.json",
             npee,
-            [ChoiceQuestion("S:", ("x", "y"), 0, "multiple choice"), ChoiceQuestion("U", (), 1, "true or false")],
+            [
+                ChoiceQuestion("S:", ("x", "y"), 0, "multiple choice"),
+                ChoiceQuestion("T:", ("x", "y"), 1, "multiple choice"),
+                ChoiceQuestion("U", (), 1, "true or false"),
+                ChoiceQuestion("W", (), 0, "true or false"),
+            ],
         ),
     ):
         (tmp_path / name).write_text(json.dumps(data))
@@ -230,6 +235,12 @@ def test_files_of_questions(tmp_path):
         ("a.jsonl", '{"question": "q"}', r"line 1: no question with choices \(found: question\)"),
         ("a.jsonl", '{"question": "q", "choices": ["a", "b"], "gold": 2}', "line 1: gold=2 is none of the 2 choices'"),
         ("a.jsonl", '{"question": "q", "choices": ["a", 2], "gold": 0}', "line 1: no question with choices"),
+        (
+            "a.jsonl",
+            '{"question": "q\\nChoices:\\nA. x\\nB. y\\nAnswer:", "choices": ["A", "B", "C"], "gold": 0}',
+            "line 1: no options can be read of the question's 3 choices",
+        ),
+        ("a.json", '[{"question": {"stem": "s", "choices": [{"text": "x"}]}}]', "a.json, question 1: no 'label'"),
         ("a.json", "[", "a.json: not JSON"),
         ("a.json", "[]", "a.json: holds no question with options"),
         (

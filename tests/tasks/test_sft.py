@@ -195,6 +195,7 @@ def test_questions_that_are_asked_together_fit_the_positions():
             "line 1: the answer is empty, so there is nothing to learn; leave the",
         ),
         ({"messages": "a"}, None, r"field 'messages' must be a list of {\"role\", \"content\"}"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, None, r"field 'messages' must be a list of {\"role\", "),
         ({"messages": DIALOGUE[:2]}, None, "no message by 'assistant', so there is no answer to learn"),
         ({"prompt": "a<|endoftext|>", "answer": "b"}, None, r"by 'user' holds the special token '<\|endoftext\|>'"),
         ({"messages": [{"role": "tool", "content": ""}, *DIALOGUE]}, None, "refuses these messages .*the role tool"),

@@ -66,6 +66,7 @@ def test_a_call_is_checked_and_its_result_is_text():
         ),
         ("area", {"width": 2, "height": 1, "return": "x"}, "area: 'return' is unknown; it takes width, height, unit"),
         ("fails", {"text": "no"}, "fails: RuntimeError: no second line"),
+        ("area", {"width": 10**400, "height": 0.5}, "area: OverflowError: int too large to convert to float"),
     ],
 )
 def test_what_goes_wrong_is_one_line(name, arguments, message):
@@ -88,6 +89,20 @@ def test_a_long_result_is_cut_and_says_so():
 
     text = Tool.of(long).call({})
     assert text.endswith("characters are left out)") and len(text) < LONGEST + 50
+
+
+def test_what_returns_no_result_is_refused_and_names_of_files_are_text():
+    async def later() -> str:
+        """Later."""
+        return "x"
+
+    def named() -> str:
+        """A name that is no UTF-8."""
+        return "a \ud800 b"
+
+    with pytest.raises(ValueError, match="tool 'later': is async or yields"):
+        Tool.of(later)
+    assert Tool.of(named).call({}) == "a ? b"
 
 
 def test_results_that_are_no_text_and_what_is_printed(capsys):
@@ -234,6 +249,7 @@ def test_a_file_of_functions(tmp_path):
             "tool 'f': no schema can be made of it .* give its arg",
         ),
         ("def f(x: int): ...", "tool 'f': no schema can be made of it .*docstring"),
+        ("raise SystemExit(0)", r"cannot be run \(SystemExit: 0\)"),
         ("TOOLS = 3", "defines no function, and no list TOOLS of some"),
         ("TOOLS = [3]", "tool 3: is no function"),
         (FILE + "TOOLS = [root, root]", "tool 'root': there are two of this name"),

@@ -51,6 +51,10 @@ def test_a_table_is_looked_up(tmp_path):
     file.write_text("mineral,hardness\nquartz\n")
     with pytest.raises(ValueError, match=r"minerals.csv, row 2: 1 cells, and the first has 2"):
         table(file)
+    for text in ("mineral,hardness\nquartz,7\nQuartz,8\n", "mineral,hardness,hardness\nquartz,7,8\n"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="two rows or two columns have one name"):
+            table(file)
     file.write_text("mineral\nquartz\n")
     with pytest.raises(ValueError, match="a table needs a line of names, a row and two columns"):
         table(file)
@@ -72,6 +76,9 @@ def test_passages_are_found(tmp_path):
         ("391", "391.0", True),
         ("white", " White. ", True),
         ("391", "392", False),
+        ("12345678", "12345679", False),
+        ("0.3333333", "0.33333334", True),
+        ("NaN", "nan", True),
         ("a", None, False),
         ("7", "7 m", False),
     ],

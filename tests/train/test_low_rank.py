@@ -74,6 +74,16 @@ def test_targets_that_are_not_there(recipe, data, folder):
         train_run(recipe(lora=LowRank(targets=("k_prj",))), LORA, seed=0, folder=folder, data=data)
 
 
+def test_a_head_that_shares_its_weights_with_the_input_is_refused():
+    with pytest.raises(ValueError, match="the weights of lm_head are those of the input embeddings"):
+        add_low_rank(tiny_model(tie_word_embeddings=True), LowRank(targets=("q_proj", "lm_head")))
+    model = tiny_model(tie_word_embeddings=False).double()
+    add_low_rank(model, LowRank(rank=2, targets=("lm_head",)))
+    torch.nn.init.normal_(model.lm_head.lora_B["default"].weight)
+    ids = tokens(2, 8)
+    assert torch.allclose(merge_low_rank(model.eval())(ids).logits, model(ids).logits, atol=1e-10)
+
+
 def test_a_method_reads_the_sources_by_its_own_weights(recipe, text, tmp_path):
     sources = {"domain": NamedSource(text["train"]), "general": NamedSource(text["validation"])}
     made = recipe(data={"train": sources, "validation": None, "max_tokens": None}, save_every=None)

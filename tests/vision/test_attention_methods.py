@@ -13,6 +13,7 @@ import transformers as hf
 from test_vision_families import batch
 from vision_cases import CLIP, TEXT, clip, method_of, pair, perturbed, picture, tokenizer
 
+from fathom.models.hf_versions import CACHE_NAME
 from fathom.vision import compress_vision, convert_vision, from_dict
 
 GRID = (6, 6)
@@ -204,6 +205,40 @@ def test_steps_of_padded_rows_are_those_of_rows_alone(deep, name):
             assert together[row, -5:].equal(alone[0, -5:])
         beams = model.generate(**batch("llava", processor, (0, 2)), num_beams=2, **settings)
         assert beams[1, -5:].equal(model.generate(**batch("llava", processor, (2,)), num_beams=2, **settings)[0, -5:])
+
+
+@torch.no_grad()
+def test_the_innermost_block_alone_counts(deep):
+    model, processor = deep
+    half = from_dict({"name": "average_pooling", "tokens": 9})
+
+    def logits():
+        return model(**batch("llava", processor)).logits
+
+    with compress_vision(model, processor, half):
+        expected = logits()
+    for name, method in METHODS.items():
+        with compress_vision(model, processor, method):
+            with compress_vision(model, processor, half):
+                assert logits().equal(expected), name  # before the outer one has seen a picture
+            outer = logits()
+            with compress_vision(model, processor, half):
+                assert logits().equal(expected), name
+            assert logits().equal(outer), name
+
+
+@torch.no_grad()
+def test_a_cache_that_was_cropped_into_the_prompt_is_refused(deep):
+    model, processor = deep
+    with compress_vision(model, processor, METHODS["fastv"]):
+        inputs = processor(images=picture(48, 48), text="a <image> what is", return_tensors="pt")
+        found = model(**inputs, use_cache=True)
+        cache = getattr(found, "cache", None) or found.past_key_values
+        model(input_ids=inputs.input_ids[:, -1:], **{CACHE_NAME: cache})
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, :2], layer.values[:, :, :2]
+        with pytest.raises(ValueError, match="cache: it was cropped into a prompt that method 'fastv' has thinned"):
+            model(input_ids=inputs.input_ids[:, -1:], **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -16,7 +16,7 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -699,6 +699,20 @@ class CompressedCache(Cache):
             layer.seen += tokens
             for state in layer.states:
                 state.seen += tokens
+
+    def undo(self) -> Callable[[], None]:
+        """What takes back a step that was recorded in part: attributes become what they are now. Nothing of it ran, so
+        that tensors hold what they held."""
+        held: list[Any] = [self, self.groups, *self.compressed_layers()]
+        held += [state for layer in self.compressed_layers() for state in layer.states]
+        before = [(one, dict(vars(one))) for one in held]
+
+        def take_back() -> None:
+            for one, attributes in before:
+                vars(one).clear()
+                vars(one).update(attributes)
+
+        return take_back
 
     def nbytes(self) -> int:
         """Bytes of all layers: compressed states (with statistics, indices, scales) and transformers' own layers."""

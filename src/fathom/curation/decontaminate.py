@@ -34,7 +34,7 @@ class Questions:
         self.unchecked: collections.Counter[str] = collections.Counter()
         found: dict[int, dict[int, str]] = collections.defaultdict(dict)  # words -> hash -> benchmark
         for name, file in (config.benchmarks or {}).items():
-            for row, _ in Source(file, argument=f"benchmarks.{name}").rows():
+            for row, _ in Source(file, argument=f"benchmarks.{name}").rows(halves=True):
                 self.rows[name] += 1
                 lengths = [self._add(text, name, found) for text in _texts(row)]
                 self.unchecked[name] += not any(lengths)

@@ -23,6 +23,7 @@ from fathom.curation.config import Curation
 from fathom.curation.words import ngrams
 
 _SCHEME = "affine32"
+_EMPTY = np.uint32(2**32 - 1)  # the least hash of no n-gram
 _CHUNK = 4096  # n-grams that are permuted at once: 2 MiB
 
 
@@ -72,6 +73,7 @@ def matches(digests: Sequence[bytes], signatures: np.ndarray | None, config: Cur
             found[number] = Match(number, original, None)
     if config.near_duplicates and signatures is not None:
         unique = np.fromiter(first.values(), dtype=np.int64, count=len(first))
+        unique = unique[(signatures[unique] != _EMPTY).any(axis=1)]  # texts without a word have nothing in common
         group: dict[int, int] = {}  # document -> one before it that it is grouped with
 
         def root(number: int) -> int:

@@ -130,7 +130,8 @@ def _whole(file: Path, piece: Piece) -> Iterator[tuple[Any, str, str]]:
     if file.name.lower().endswith(".jsonl"):
         yield from _ranged(file, Piece(piece.file, 0, file.stat().st_size))
         return
-    rows = Source(str(file), argument="RAW").rows()  # compressed or Parquet: what is damaged there stops the run
+    # compressed or Parquet: what is damaged there stops the run
+    rows = Source(str(file), argument="RAW").rows(halves=True)
     for number, (row, _) in enumerate(rows, start=1):
         yield row, f"{piece.file}, row {number}", ""
 

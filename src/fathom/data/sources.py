@@ -66,10 +66,11 @@ class Source:
         texts = (self._text(row, where) for row, where in self._all([self.text_field]))
         return islice((text for text in texts if text.strip()), self.max_documents)
 
-    def rows(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def rows(self, halves: bool = False) -> Iterator[tuple[dict[str, Any], str]]:
         """Every row with all its fields, and where it stands, for messages.
 
-        Raises ValueError for a plain text file, which has none, and for what is no row.
+        Raises ValueError for a plain text file, which has none, and for what is no row; and, unless `halves`, for texts
+        with half of a pair of UTF-16, which JSON can write and neither tokenizers nor files take.
         """
         plain = [file for file in self.files() if not is_table(file)]
         if plain:
@@ -77,6 +78,8 @@ class Source:
         for row, where in islice(self._all(None), self.max_documents):
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: a row must have named fields, got {type(row).__name__}")
+            if not halves:
+                _refuse_halves(row, where)
             yield row, where
 
     def content_hash(self) -> str:
@@ -116,7 +119,7 @@ class Source:
                 if line.strip():
                     try:
                         row = json.loads(decode(line, file, offset, number))
-                    except json.JSONDecodeError as error:
+                    except (json.JSONDecodeError, RecursionError) as error:
                         raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
                     yield row, f"{file}, line {number}"
                 offset += len(line)
@@ -164,11 +167,31 @@ class Source:
                 f"{where}: field {self.text_field!r} has a NUL character at offset {text.index(chr(0))}, which is no "
                 "text: remove it"
             )
+        _refuse_halves(text, where)
         return text
 
     def _no_field(self, where: str, found: list[str]) -> str:
         remedy = "set data.text_field" if self.argument.startswith("data.") else "name the one with the text so"
         return f"{where}: no field {self.text_field!r} (found: {', '.join(found) or 'none'}); {remedy}"
+
+
+def _refuse_halves(value: Any, where: str) -> None:
+    """Raises ValueError for a text, in a row or alone, that holds half of a pair of UTF-16."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            try:
+                one.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{where}: {one[error.start]!r} at character {error.start} of a text is half of a pair, and no "
+                    "text: remove it"
+                ) from None
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
 
 
 def _format(file: Path) -> str:

@@ -103,6 +103,8 @@ def _reason(model: Any, config: GenerationConfig, mode: Any, kwargs: dict[str, A
     if config.stop_strings is not None and model.generation_config.stop_strings is not None:
         return "stop_strings of the model's own generation_config"
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill"):
+        if name in vars(model):
+            return f"{family}.{name} is another than its class has, as prompt tuning of peft puts there"
         if getattr(type(model), name) is not getattr(GenerationMixin, name):
             return f"{family} has its own {name}"
     if not model._supports_default_dynamic_cache():

@@ -94,6 +94,8 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
             return f"attn_implementation={attention!r}: only sdpa reads a mask of one key a slot"
     elif not hasattr(cache, "addresses"):
         return f"a {type(cache).__name__} may move"
+    elif len(cache.compressed_layers()) < len(cache.layers):
+        return "layers beside the compressed ones have a cache that moves"
     elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
         return "rows or layers hold different numbers of tokens, so that a new one has no common place"
     if getattr(cache, "_is_user_defined", False):
@@ -209,9 +211,12 @@ class FixedStep:
 
     def record(self) -> Any:
         """The recorded step; None where it cannot be recorded: then it runs as it is, and no other try is made."""
+        undo = None if self.full else self.cache.undo()
         try:
             replay = self.recorder.record(self.run)
         except RuntimeError as error:  # out of memory, or an operation that waits for the device
+            if undo is not None:
+                undo()
             logger.warning("a decode step could not be recorded, and runs kernel by kernel: %s", error)
             self.given_up = True
             return None

@@ -108,7 +108,8 @@ def split_options(text: str) -> list[str]:
 def read_choices(path: str | Path) -> list[ChoiceQuestion]:
     """The questions of a file: JSON lines with "question", "query" or "ctx", "choices" and "gold", such as ARC, PIQA,
     HellaSwag and MMLU (whose subjects become lm_eval's four groups); BoolQ's "yes" and "no"; or GeoBench's JSON, AP and
-    NPEE, which must be on your disk. Of NPEE questions are left out whose key is none of their options.
+    NPEE, which must be on your disk. Of NPEE questions are left out whose key is none of their options, nor says true
+    or false.
 
     Raises OSError, or ValueError that names the file and the row.
     """
@@ -139,7 +140,7 @@ def _row(row: dict[str, Any], where: str) -> ChoiceQuestion:
     if listed and list(options) == list(LETTERS[: len(options)]):
         options = split_options(listed[1])
         asked = re.sub(r"^Question: ", "", question[: listed.start()])
-        if gold >= len(options) or len(options) < 2:
+        if len(options) != len(row["choices"]):
             raise ValueError(f"{where}: no options can be read of the question's {len(row['choices'])} choices")
     return ChoiceQuestion(asked, tuple(options), gold, GROUPS.get(subject, subject), subject)
 
@@ -161,24 +162,31 @@ def _geobench(path: Path) -> Iterator[ChoiceQuestion]:
         if isinstance(rows, dict) and {"question", "answer"} <= set(rows):
             entries = [{"question": q, "answer": a} for q, a in zip(rows["question"], rows["answer"])]
         for number, row in enumerate(entries, start=1):
-            question = row.get("question") if isinstance(row, dict) else None
-            if isinstance(question, dict) and "choices" in question:
-                labels = [choice["label"] for choice in question["choices"]]
-                if row.get("answerKey") not in labels or len(labels) < 2:
-                    raise ValueError(
-                        f"{path}, question {number}: answerKey={row.get('answerKey')!r} is none of {labels}"
-                    )
-                options = tuple(choice["text"] for choice in question["choices"])
-                yield ChoiceQuestion(question["stem"], options, labels.index(row["answerKey"]))
-            elif isinstance(question, str) and section == "choice":
-                stem, _, listed = question.partition("Choose from:")
-                options = tuple(split_options(listed or question))
-                answer = str(row["answer"]).strip()[:1].upper()
-                if len(options) > 1 and answer and answer in LETTERS[: len(options)]:  # others cannot be told apart
-                    yield ChoiceQuestion(stem.strip(), options, LETTERS.index(answer), "multiple choice")
-            elif isinstance(question, str) and section == "tf":
-                said = str(row["answer"]).strip().lower()
-                yield ChoiceQuestion(question, (), int(not said.startswith("t")), "true or false")
+            try:
+                question = row.get("question") if isinstance(row, dict) else None
+                if isinstance(question, dict) and "choices" in question:
+                    labels = [choice["label"] for choice in question["choices"]]
+                    if row.get("answerKey") not in labels or len(labels) < 2:
+                        raise ValueError(
+                            f"{path}, question {number}: answerKey={row.get('answerKey')!r} is none of {labels}"
+                        )
+                    options = tuple(choice["text"] for choice in question["choices"])
+                    yield ChoiceQuestion(question["stem"], options, labels.index(row["answerKey"]))
+                elif isinstance(question, str) and section == "choice":
+                    stem, _, listed = question.partition("Choose from:")
+                    options = tuple(split_options(listed or question))
+                    key = re.match(
+                        r"\(?([A-Za-z])(?:[).:,、]|\s*$)", str(row["answer"]).strip()
+                    )  # no word that begins so
+                    answer = key[1].upper() if key else ""
+                    if len(options) > 1 and answer and answer in LETTERS[: len(options)]:  # others cannot be told apart
+                        yield ChoiceQuestion(stem.strip(), options, LETTERS.index(answer), "multiple choice")
+                elif isinstance(question, str) and section == "tf":
+                    said = re.match(r"(?:t(?:rue)?|f(?:alse)?)\b", str(row["answer"]).strip().lower())
+                    if said:
+                        yield ChoiceQuestion(question, (), int(said[0][0] == "f"), "true or false")
+            except KeyError as error:
+                raise ValueError(f"{path}, question {number}: no {error}") from None
 
 
 def label_ids(tokenizer: Any, prompt: str, labels: Sequence[str]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,8 @@ def evaluate_tool_calls(
     ("calls"); whose answer is right with the tools ("answer"), and without any ("answer_without_tools"); of which a
     call failed ("failed_calls"). Greedy decoding. With them the first traces, for a reader.
 
-    An answer is right whose text is the right one, without case, spaces at its ends and a full stop, or whose number is
-    within 1e-6 of it.
+    An answer is right whose text is the right one, without case, spaces at its ends and a full stop; or whose number
+    is: the same of two whole ones, else within a millionth of it.
 
     Raises ValueError for no questions, and as `answer_with_tools` does.
     """
@@ -94,10 +95,14 @@ def is_right(expected: str, answer: str | None) -> bool:
     if answer is None:
         return False
     one, other = (text.strip().rstrip(".").strip().casefold() for text in (expected, answer))
+    if one == other:
+        return True
     try:
+        if re.fullmatch(r"[+-]?\d+", one) and re.fullmatch(r"[+-]?\d+", other):
+            return int(one) == int(other)  # whole numbers are counted, not measured
         return math.isclose(float(one), float(other), rel_tol=1e-6)
     except ValueError:
-        return one == other
+        return False
 
 
 def _called(question: ToolQuestion, trace: Trace) -> bool:

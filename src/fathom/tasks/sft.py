@@ -230,7 +230,9 @@ class SFT(Task):
             return RowText(trace=trace)
         if row.get(self.messages_field) is not None:
             messages = row[self.messages_field]
-            if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            if not isinstance(messages, list) or not all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+            ):
                 raise ValueError(f'{where}: field {self.messages_field!r} must be a list of {{"role", "content"}}')
         else:
             messages = self._pair(row, where)

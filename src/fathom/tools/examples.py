@@ -85,6 +85,8 @@ def table(path: str | Path, name: str = "look_up") -> Tool:
             raise ValueError(f"{path}, row {number}: {len(line)} cells, and the first has {len(lines[0])}")
     columns = lines[0][1:]
     cells = {line[0].strip().lower(): dict(zip(columns, line[1:])) for line in lines[1:]}
+    if len(set(columns)) < len(columns) or len(cells) < len(lines) - 1:
+        raise ValueError(f"{path}: two rows or two columns have one name, so that a look-up could mean either")
 
     def look_up(row: str, column: str) -> str:
         found = cells.get(row.strip().lower())

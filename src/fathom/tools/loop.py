@@ -20,7 +20,7 @@ from fathom.data.templates import TEMPLATES, takes_tools
 from fathom.evaluate.bound import is_diffusion
 from fathom.models.method import check_range
 from fathom.tools.tool import SECONDS, Tool, ToolError, as_tools, call
-from fathom.tools.trace import Call, Reply, called_in, read_reply
+from fathom.tools.trace import Call, Reply, called_in, checked, read_reply
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class _Writer:
             said = [one.get("function", one) for one in found.get("tool_calls") or ()]
         except Exception as error:  # what a model wrote may be anything
             return Reply("", (Call("", self.tokenizer.decode(written), f"the reply cannot be read ({error})"),), None)
-        calls = tuple(Call(str(one.get("name", "")), one.get("arguments", {})) for one in said)
+        calls = tuple(checked(str(one.get("name", "")), one.get("arguments", {})) for one in said)
         content = str(found.get("content") or "").strip()
         return Reply(content, calls, None) if calls else Reply("", (), content)
 

@@ -9,7 +9,7 @@ KINDS: dict[str, Any] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf,
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
     "null": lambda value: value is None,

@@ -52,6 +52,11 @@ class Tool:
         name = getattr(function, "__name__", type(function).__name__)
         if not callable(function):
             raise ValueError(f"tool {function!r}: is no function")
+        if any(
+            kind(function)
+            for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        ):
+            raise ValueError(f"tool {name!r}: is async or yields, and a call needs a function that returns its result")
         try:
             schema = get_json_schema(function)
         except Exception as error:  # of transformers' own kinds, and of what type hints may raise
@@ -71,7 +76,8 @@ class Tool:
 
         Raises ToolError, in one line, for arguments that do not fit the schema, for a function that raises, and for one
         that takes longer than `seconds`. It runs in a thread: at the limit a loop in Python is ended, and a call that
-        waits elsewhere is left behind. What it prints goes to stderr.
+        waits elsewhere is left behind; C code that keeps Python's lock, as regular expressions do, is waited for.
+        What it prints goes to stderr.
         """
         if not isinstance(arguments, dict):
             raise ToolError(f"{self.name}: the arguments must be a JSON object, got {type(arguments).__name__}")
@@ -116,7 +122,7 @@ def load_tools(path: str | Path) -> dict[str, Tool]:
     sys.modules[name] = module  # where dataclasses and type hints of the file look themselves up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: cannot be run ({type(error).__name__}: {_line(error)})") from error
     functions = getattr(module, "TOOLS", None)
     if functions is None:
@@ -153,9 +159,9 @@ def call(tools: dict[str, Tool], name: str, arguments: Any, seconds: float = SEC
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.strip()
+    text = text.strip().encode("utf-8", "replace").decode()  # names of files may be no text
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} characters are left out)"
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:300].encode("utf-8", "replace").decode()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _FIELD = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Answer):[ \t]*", re.M)
+_DEEPEST = 64  # lists and objects in one another, in arguments
+_HALVES = re.compile("[\ud800-\udfff]")  # of pairs: JSON can write them, and no tokenizer reads them
 _CALLED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.S)
 
 
@@ -89,9 +91,25 @@ def called_in(text: str) -> bool:
 
 def _call(name: str, arguments: str) -> Call:
     try:
-        return Call(name, json.loads(arguments, parse_constant=_refused))
+        return checked(name, json.loads(arguments, parse_constant=_refused))
     except (ValueError, RecursionError) as error:
         return Call(name, arguments, f"the arguments are not JSON ({error})")
+
+
+def checked(name: str, arguments: Any) -> Call:
+    """A call; its name and arguments may be what JSON can write and no template or tokenizer reads."""
+    level = [arguments]
+    for _ in range(_DEEPEST):
+        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one if _is_list(one) else ())]
+    if level:
+        return Call("", "", f"the arguments have more than {_DEEPEST} lists and objects in one another")
+    if _HALVES.search(name + json.dumps(arguments, ensure_ascii=False, default=str)):
+        return Call("", "", "the call holds half of a pair of UTF-16, which is no text")
+    return Call(name, arguments)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _tagged(text: str) -> list[Call]:
@@ -105,7 +123,7 @@ def _tagged(text: str) -> list[Call]:
             calls.append(Call("", one, 'a call must be a JSON object {"name", "arguments"}'))
         else:
             given = one.get("arguments", one.get("parameters", {}))
-            calls.append(_call(one["name"], given) if isinstance(given, str) else Call(one["name"], given))
+            calls.append(_call(one["name"], given) if isinstance(given, str) else checked(one["name"], given))
     return calls
 
 

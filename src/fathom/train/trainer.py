@@ -504,6 +504,14 @@ def add_low_rank(model: nn.Module, options: LowRank) -> None:
     missing = set(options.targets) - known
     if missing:
         raise ValueError(f"training.lora.targets={list(options.targets)!r}: the model's layers are {sorted(known)}")
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, module in model.named_modules():
+        end = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and end in options.targets and id(module.weight) in tables:
+            raise ValueError(
+                f"training.lora.targets={list(options.targets)!r}: the weights of {end} are those of the input "
+                f"embeddings, which merging would change too; leave {end} out, or untie them (tie_word_embeddings)"
+            )
     inject_adapter_in_model(
         LoraConfig(
             r=options.rank,

@@ -143,13 +143,19 @@ def compress_vision(model: Any, processor: Any, method: Compressor) -> Iterator[
                 "load both from one folder"
             )
         chosen.append((processor, family.processor, type(processor)))
+    asked = {id(part) for part, _ in parts}
+    outer = [(part, type(part)) for part in model.modules() if hasattr(type(part), "plain") and id(part) not in asked]
     names = ("compressor", "watch")
     before = [{name: instance.__dict__.get(name) for name in names} for instance, _, _ in chosen]
     try:
         for instance, added, _ in chosen:
             put(instance, added, method, watch)
+        for instance, _ in outer:  # what a block around this one, or a checkpoint, asks beside these
+            instance.__class__ = plain_class(instance)
         yield model
     finally:
+        for instance, cls in outer:
+            instance.__class__ = cls
         for (instance, _, cls), held in zip(chosen, before):
             instance.__class__ = cls
             for name, value in held.items():

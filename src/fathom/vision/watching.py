@@ -111,10 +111,18 @@ class ThinnedLayer:
         run: Callable[..., Tensor] = super().forward  # type: ignore[misc]
         if watch.image is None:  # a step after the prompt, or text alone
             noted = getattr(cache, "thinned", {}).get(number)
+            if noted is not None and not cache.get_seq_length(number):  # type: ignore[union-attr]
+                del cache.thinned[number]  # type: ignore[union-attr]  # the cache was reset
+                noted = None
             if noted is not None:
                 index, counts, prompt = noted
                 queries = hidden_states.shape[1]
                 since = cache.get_seq_length(number) - index.shape[1] + queries  # type: ignore[union-attr]
+                if since < queries:
+                    raise ValueError(
+                        f"cache: it was cropped into a prompt that method {self.compressor.name!r} has thinned; "
+                        "start with a new one"
+                    )
                 kwargs["attention_mask"] = _grown(kwargs.get("attention_mask"), index, counts, prompt, since, queries)
             return run(hidden_states, *arguments, **kwargs)
         if number == 0:
