@@ -276,9 +276,8 @@ class TextToSQL(EncoderTask):
             made = source.encode(tokenizer, question.turns, schema, database, question.spoken, parsed, whole=False)
             counts["schema"] += "schema" in made.cut
             counts["turns"] += "turns" in made.cut
-            ids = tokenizer(answer_text(question.query, schema.name), add_special_tokens=False, verbose=False)[
-                "input_ids"
-            ]
+            answer = answer_text(question.query, schema.name)
+            ids = tokenizer(answer, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
             counts["answer"] += len(ids) >= self.target_tokens
             labels = [*ids[: self.target_tokens - 1], tokenizer.eos_token_id]
             yield {

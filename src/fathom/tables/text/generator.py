@@ -129,7 +129,7 @@ class TableGenerator:
                 found = self.retriever.top(query(table), table.background, method.sentences)
                 chosen = self.linearizer.sentences(found, method.strip_stopwords, method.sentence_tokens)
             lines, most, read = self.linearizer, method.source_tokens, method.parts(training=False)
-            parts = source_parts(table, chosen, lines.ids, lines.prefix, most)
+            parts = source_parts(table, chosen, lines, most)
             return [token for part, ids in parts if part in read for token in ids][:most]
         assert isinstance(method, SlotMethod)
         slots = table.slots() if isinstance(table, Grid) else table

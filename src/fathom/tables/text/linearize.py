@@ -253,7 +253,7 @@ class TableLinearizer:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text of strangers, in which a marker is text like any other."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return plain_ids(self.tokenizer, text)
 
     def text(self, table: Table) -> str:
         """The table as a model reads it."""
@@ -289,6 +289,11 @@ class TableLinearizer:
     def source(self, table: Table, plan: Sequence[str] = (), prototypes: Iterable[str] = ()) -> list[int]:
         """table ⊕ plan ⊕ prototypes."""
         return [*self.table(table, plan), *self.plan(table, plan), *self.prototypes(prototypes)]
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of strangers, in which markers and special tokens are text like any other."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def with_markers(tokenizer: Any, markers: Sequence[str] = MARKERS) -> Any:
