@@ -106,9 +106,12 @@ def score(
     from fathom.tables.suites import suites_of
 
     questions = read_gold(gold)
-    said = read_predicted(predicted)
+    said = read_predicted(predicted, len(questions))
     if len(said) != len(questions):
-        raise ValueError(f"{predicted}: has {len(said)} queries, and {gold} has {len(questions)}; give one for each")
+        raise ValueError(
+            f"{predicted}: has {len(said)} queries, and {gold} has {len(questions)}; give one for each, in files with "
+            "dialogues a word such as `none` where there is no prediction"
+        )
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
         found = summary([verdict(*pair, databases, more) for pair in zip(said, questions, strict=True)], questions)

@@ -152,9 +152,10 @@ class TextToSQL(EncoderTask):
             "dropout_rate": 0.0,
         }
 
-    def _checkpoint_config(self, checkpoint: str, changes: dict[str, Any]) -> Any:
-        config = super()._checkpoint_config(checkpoint, changes)
-        config.source = config.source or dataclasses.asdict(Source(values=self.values, links=self.links))
+    def model_config(self, fields, data, tokenizer):
+        config = super().model_config(fields, data, tokenizer)
+        if fields.get("source") is None:  # a checkpoint's own may be of other rows than it learns from now
+            config.source = dataclasses.asdict(self._source(data.block_size))
         return config
 
     def sections(self, config):
