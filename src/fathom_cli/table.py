@@ -72,10 +72,14 @@ def ask(
     found = reply.answer
     if json_output:
         said = {"query": reply.query, "columns": found and found.columns, "rows": found and found.rows[:rows]}
-        typer.echo(json.dumps({**said, "fault": reply.fault, "cut": reply.cut}, indent=2, default=str))
+        more = {"fault": reply.fault, "cut": reply.cut, "unwritable": reply.unwritable}
+        typer.echo(json.dumps({**said, **more}, indent=2, default=str))
         return
     if reply.cut:
         typer.echo(f"Left out: {reply.cut}.", err=True)
+    if reply.unwritable:
+        names = ", ".join(reply.unwritable[:5]) + (", …" if len(reply.unwritable) > 5 else "")
+        typer.echo(f"No query could name {names}: PICARD's grammar has no quoted names; use --no-picard.", err=True)
     typer.echo(reply.query)
     if found is None:
         raise ValueError(f"the query does not run: {reply.fault}")

@@ -260,3 +260,18 @@ def test_rows_answer_about_their_own_database(database):
 def test_options_that_cannot_be_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         Picard(**options)
+
+
+def test_doubled_quotes_are_read_and_names_that_need_quotes_are_said(tmp_path):
+    script = 'CREATE TABLE "order items" ("a" INT); CREATE TABLE fine (size INT, "unit price" REAL, größe TEXT);'
+    with Database(small_databases.make(tmp_path, "odd", script)) as database:
+        acceptor = Acceptor({"odd": database.schema})
+    assert acceptor.unwritable("odd") == ["order items", "fine.unit price"]
+
+    def reads(text):
+        state = acceptor.advance(Acceptor.START, f"odd | select size from fine where größe = {text}")
+        return None if state is None else acceptor.complete(state)
+
+    assert all(map(reads, ("'O''Brien'", "''", '"say ""x"" "', "''''", "'a' and size = 1")))
+    assert reads("'O''Brien") is False and reads("'''") is False
+    assert reads("'a' 'b'") is None and reads("'a'\"b\"") is None

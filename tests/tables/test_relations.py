@@ -238,3 +238,7 @@ def test_queries_are_written_in_one_way():
     said = "select t1.name, count(*) from town as t1 where x = \"Upper  Brome\" and y = 'Ä, b'"
     assert normalised(query) == said and answer_text(query, "county") == f"county | {said}"
     assert query_of(f"county | {said}") == said == query_of(said)
+    query = "select a || ' , B' , c from t"
+    assert normalised(query) == "select a || ' , B', c from t"  # a text stays as it is
+    for name in ("county", "a | b", "a|b"):
+        assert query_of(answer_text(query, name), name) == normalised(query) == query_of(normalised(query), name)

@@ -56,6 +56,16 @@ def test_ask_prints_the_query_and_its_rows(run, checkpoint, tmp_path):
     assert code == 2 and "ask it more briefly" in error
 
 
+def test_ask_says_which_names_picard_cannot_write(run, checkpoint, tmp_path):
+    script = small_databases.SCRIPT + 'ALTER TABLE town ADD COLUMN "down hill" TEXT;'
+    path = small_databases.make(tmp_path, "county", script)
+    said = ["ask", checkpoint, "What is the name of every town?", "--db", path]
+    code, out, error = run(*said)
+    assert code == 0 and "Upper Brome" in out
+    assert "No query could name town.down hill: PICARD's grammar has no quoted names; use --no-picard." in error
+    assert "No query" not in run(*said, "--no-picard")[2]
+
+
 def test_show_draws_relations_and_attention(run, checkpoint, tmp_path):
     path = small_databases.make(tmp_path)
     code, out, _ = run(

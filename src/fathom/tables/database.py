@@ -57,13 +57,16 @@ class Database:
             raise FileNotFoundError(f"{path}: no such database file")
         if self.path.stat().st_size == 0:
             raise ValueError(f"{path}: an empty file; name a database with tables")
-        self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro")
+        alone = "&immutable=1" if _at_rest(self.path.resolve()) else ""
+        self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro{alone}")
         try:
             count = self.connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
         except sqlite3.Error as error:
             self.connection.close()
             locked = "locked" in str(error)
             remedy = "another program holds it; close that, or copy the file" if locked else "name an SQLite file"
+            if self.path.with_name(self.path.name + "-wal").exists():
+                remedy = "its write-ahead log is open; copy both to a folder that can be written, or end what writes it"
             raise ValueError(f"{path}: {error}; {remedy}") from error
         if not count:
             self.connection.close()
@@ -96,6 +99,12 @@ class Database:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _at_rest(path: Path) -> bool:
+    """Whether the file has a write-ahead log that nobody has open: SQLite would make files beside it to read it."""
+    with path.open("rb") as file:
+        return file.read(20)[18:] == b"\2\2" and not path.with_name(path.name + "-wal").exists()
 
 
 def connect(uri: str) -> sqlite3.Connection:
@@ -176,22 +185,29 @@ def quoted(name: str) -> str:
 
 def read_schema(connection: sqlite3.Connection, name: str) -> Schema:
     """The schema of an open file, before it is guarded."""
-    listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    listed = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+    )
     tables = [row[0] for row in listed.fetchall()]
     columns, primary, links = [Column(-1, "*", "*")], [], []
+    keys: dict[str, dict[int, str]] = {}  # table → place in its primary key → column
     for table, title in enumerate(tables):
-        for _, column, declared, _, _, key in connection.execute(f"PRAGMA table_info({quoted(title)})").fetchall():
+        found = connection.execute(f"PRAGMA table_xinfo({quoted(title)})").fetchall()  # with generated columns
+        for _, column, declared, _, _, key, hidden in found:
+            if hidden == 1:
+                continue
             if key:
                 primary.append(len(columns))
+                keys.setdefault(title.lower(), {})[key - 1] = column
             columns.append(Column(table, column, in_words(column), kind_of(declared or "")))
         for row in connection.execute(f"PRAGMA foreign_key_list({quoted(title)})").fetchall():
-            links.append((title, row[3], row[2], row[4]))
+            links.append((title, row[3], row[2], row[4], row[1]))
     schema = Schema(name, tuple(tables), tuple(in_words(t) for t in tables), tuple(columns), frozenset(primary))
     foreign = []
-    for table, column, other, target in links:
+    for table, column, other, target, place in links:
         there = schema.by_name.get(other.lower(), {})
         if target is None:  # the other table's primary key
-            target = next((schema.columns[n].name for n in there.values() if n in schema.primary), None)
+            target = keys.get(other.lower(), {}).get(place)
         here = schema.by_name[table.lower()].get(column.lower())
         if here is not None and target is not None and target.lower() in there:
             foreign.append((here, there[target.lower()]))

@@ -231,10 +231,15 @@ def normalised(query: str) -> str:
     """A query in lower case outside quotes, with single spaces and none before a comma."""
     query = query.strip().rstrip(";").strip()
     parts = _QUOTED.split(query)
-    parts = [part if i % 2 else re.sub(r"\s+", " ", part.lower()) for i, part in enumerate(parts)]
-    return "".join(parts).replace(" , ", ", ").strip()
+    parts = [p if i % 2 else re.sub(r"\s+", " ", p.lower()).replace(" , ", ", ") for i, p in enumerate(parts)]
+    return "".join(parts).strip()
 
 
-def query_of(answer: str) -> str:
-    """The query in what a model wrote."""
+def query_of(answer: str, schema_name: str = "") -> str:
+    """The query in what a model wrote about a database. Both its name and the query may have bars of their own."""
+    answer = answer.strip()
+    if schema_name and answer.startswith(f"{schema_name} |"):
+        return answer.removeprefix(f"{schema_name} |").strip()
+    if re.match(r"(select|with)\b", answer, re.IGNORECASE):  # without a name
+        return answer
     return answer.split("|", 1)[-1].strip()

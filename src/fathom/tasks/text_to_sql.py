@@ -299,7 +299,8 @@ class TextToSQL(EncoderTask):
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         asked = data.asked[: self.answers]
         with self._databases() as databases:
-            said = [query_of(sample.text) for sample in self._answers(model, data, len(asked), databases)]
+            answers = zip(self._answers(model, data, len(asked), databases), asked, strict=True)
+            said = [query_of(sample.text, databases.schema(question.database).name) for sample, question in answers]
             more = suites_of(asked, databases, self.suites) if self.suites else None
             found = summary([verdict(*pair, databases, more) for pair in zip(said, asked, strict=True)], asked)
         kept = {
