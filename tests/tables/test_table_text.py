@@ -447,3 +447,15 @@ def test_a_key_that_comes_again_never_takes_anothers_name(tmp_path):
     (tmp_path / "latin.csv").write_bytes(b"a,b\n\xe9,1\n")
     with pytest.raises(ValueError, match=r"latin\.csv: is no UTF-8 .*; save it as UTF-8"):
         read_csv(tmp_path / "latin.csv")
+
+
+def test_a_source_longer_than_barts_places_is_refused(tmp_path):
+    host("bart", max_position_embeddings=40).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    long = Table(tuple((f"key{i}", "Thai food") for i in range(30)))
+    generator = TableGenerator.from_pretrained(str(tmp_path), AKG(prototypes=0))
+    with pytest.raises(
+        ValueError, match=r"source of \d+ tokens: the model has max_position_embeddings=40; give .*'akg'"
+    ):
+        generator.describe(long)
+    assert generator.describe(Table((("a", "b"),)), max_new_tokens=99)  # ends where there are no more places
