@@ -5,6 +5,7 @@ Values and DISTINCT do not count, and columns that foreign keys bind are one. Th
 script (`evaluation.py` of the test suites), with its rules: one aliasing holds for the whole query, an inner query is
 compared as it is written, and what the script cannot read (outer joins, IS NULL, conditions in brackets) matches
 nothing.
+Other dialects' names in backticks or brackets are read as names, which the script cannot do.
 """
 
 from __future__ import annotations
