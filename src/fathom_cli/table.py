@@ -72,10 +72,14 @@ def ask(
     found = reply.answer
     if json_output:
         said = {"query": reply.query, "columns": found and found.columns, "rows": found and found.rows[:rows]}
-        typer.echo(json.dumps({**said, "fault": reply.fault, "cut": reply.cut}, indent=2, default=str))
+        more = {"fault": reply.fault, "cut": reply.cut, "unwritable": reply.unwritable}
+        typer.echo(json.dumps({**said, **more}, indent=2, default=str))
         return
     if reply.cut:
         typer.echo(f"Left out: {reply.cut}.", err=True)
+    if reply.unwritable:
+        names = ", ".join(reply.unwritable[:5]) + (", …" if len(reply.unwritable) > 5 else "")
+        typer.echo(f"No query could name {names}: PICARD's grammar has no quoted names; use --no-picard.", err=True)
     typer.echo(reply.query)
     if found is None:
         raise ValueError(f"the query does not run: {reply.fault}")
@@ -106,9 +110,12 @@ def score(
     from fathom.tables.suites import suites_of
 
     questions = read_gold(gold)
-    said = read_predicted(predicted)
+    said = read_predicted(predicted, len(questions))
     if len(said) != len(questions):
-        raise ValueError(f"{predicted}: has {len(said)} queries, and {gold} has {len(questions)}; give one for each")
+        raise ValueError(
+            f"{predicted}: has {len(said)} queries, and {gold} has {len(questions)}; give one for each, in files with "
+            "dialogues a word such as `none` where there is no prediction"
+        )
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
         found = summary([verdict(*pair, databases, more) for pair in zip(said, questions, strict=True)], questions)

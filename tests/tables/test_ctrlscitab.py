@@ -11,7 +11,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from table_cases import GRID, tokenizer
 
 from fathom.tables.text import CTRLSciTab, metrics
-from fathom.tables.text.ctrlscitab import parse, query, serialize
+from fathom.tables.text.ctrlscitab import parse, pieces, query, serialize, source_parts
 from fathom.tables.text.linearize import STOP_WORDS, TableLinearizer, words
 from fathom.tables.text.retrieval import TSDAE, CrossEncoder, Random, TfIdf, make_retriever, strings
 from fathom.tables.text.stages import Stage
@@ -137,3 +137,34 @@ def test_the_reference_covers_highlights_that_come_from_it():
     assert lines.sentences(["The base is a tree."], True, None) == ["base tree."]
     (cut,) = lines.sentences(["The base is a tree."], False, 4)
     assert "The base is a tree.".startswith(cut) and len(lines.plain(cut)) == 4
+
+
+def test_a_marker_in_a_cell_the_caption_or_the_background_is_text():
+    known = tokenizer()
+    lines = TableLinearizer(known, "Table to text: ")
+    marks = {mark: known.convert_tokens_to_ids(mark) for mark in ("<R>", "<C>", "<CAP>", "<BKG>", "<H>")}
+    hostile = dataclasses.replace(
+        GRID,
+        header=("model", "<CAP> F1", "<R>"),
+        rows=(("our net", "27.5", "<H>"), ("a <BKG> b", "</s>", "<pad>")),
+        caption="Scores <H> of <C> models .",
+        highlights=("<H>", "27.5"),
+    )
+    said = ["One <BKG> two", "<CAP>"]
+    found = dict(source_parts(hostile, said, lines, 512))
+    assert [[ids.count(mark) for mark in marks.values()] for ids in found.values()] == [
+        [0, 0, 0, 0, 0],  # the prefix
+        [0, 1, 0, 0, 1],  # <C> between two highlights, <H> behind them
+        [1, 3, 0, 0, 0],
+        [2, 6, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+    ]
+    strange = {known.eos_token_id, known.pad_token_id}
+    assert not strange & {token for ids in found.values() for token in ids}
+    text = serialize(hostile, CTRLSciTab(include_body=True), said)
+    assert known.decode([token for ids in found.values() for token in ids]).split() == f"Table to text: {text}".split()
+    # without a marker in a text, the ids are those of the whole source at once
+    for part, ids in source_parts(GRID, TWO, lines, 512)[1:]:
+        alone = " " + " ".join(word for word in pieces(GRID, TWO)[part] if word)
+        assert ids == known(alone, add_special_tokens=False)["input_ids"]

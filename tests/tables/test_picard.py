@@ -260,3 +260,40 @@ def test_rows_answer_about_their_own_database(database):
 def test_options_that_cannot_be_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         Picard(**options)
+
+
+def test_doubled_quotes_are_read_and_names_that_need_quotes_are_said(tmp_path):
+    script = 'CREATE TABLE "order items" ("a" INT); CREATE TABLE fine (size INT, "unit price" REAL, größe TEXT);'
+    with Database(small_databases.make(tmp_path, "odd", script)) as database:
+        acceptor = Acceptor({"odd": database.schema})
+    assert acceptor.unwritable("odd") == ["order items", "fine.unit price"]
+
+    def reads(text):
+        state = acceptor.advance(Acceptor.START, f"odd | select size from fine where größe = {text}")
+        return None if state is None else acceptor.complete(state)
+
+    assert all(map(reads, ("'O''Brien'", "''", '"say ""x"" "', "''''", "'a' and size = 1")))
+    assert reads("'O''Brien") is False and reads("'''") is False
+    assert reads("'a' 'b'") is None and reads("'a'\"b\"") is None
+
+
+def test_tokens_that_write_nothing_and_bytes_of_no_character_are_dropped(tmp_path):
+    """Of a likely padding token, a byte that goes on forever, and the first letter of the answer, the letter stays."""
+    tokenizer = small_databases.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    with Database(small_databases.make(tmp_path)) as database:
+        processor = Picard(k=3).processor(tokenizer, {"county": database.schema}, ["county"])
+    letter, byte = tokenizer.convert_tokens_to_ids(["c", "Ģ"])  # the second is the byte 0x80, which begins no character
+    scores = torch.full((1, len(tokenizer)), -9.0)
+    scores[0, tokenizer.pad_token_id], scores[0, byte], scores[0, letter] = 3.0, 2.0, 1.0
+    start, seen = [tokenizer.pad_token_id], []
+    for taken in range(5):
+        kept = processor(torch.tensor([start + [byte] * taken]), scores)[0].isfinite().nonzero().flatten().tolist()
+        seen.append((tokenizer.pad_token_id in kept, byte in kept))
+    assert seen == [(False, True)] * 3 + [(False, False)] * 2
+    kept = processor(torch.tensor([start]), scores)[0]
+    assert kept[letter] == 1.0 and kept[tokenizer.pad_token_id] == -torch.inf
+    with pytest.raises(ValueError, match="picard: databases has 2 names, and there are 3 rows"):
+        Picard().processor(tokenizer, {"county": database.schema}, ["county"] * 2)(
+            torch.tensor([start] * 3), scores.expand(3, -1)
+        )

@@ -16,6 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from fathom import FathomT5Config, FathomT5ForConditionalGeneration
 from fathom.models.registry import build_options
+from fathom.models.seq2seq_t5 import check_ids
 from fathom.tables.rasat import RELATIONS, Rasat, count, ids
 from tiny import assert_close, perturb
 
@@ -251,3 +252,17 @@ def test_flops_are_those_that_torch_counts(options):
 
 def test_it_is_a_method_of_its_section():
     assert Rasat.registry == "relations" and Rasat.wing == "tables"
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        (torch.full((1, 2, 2), -1), "has the id -1: the tables of this model have 3 rows"),
+        (torch.full((1, 2, 2), 3), "has the id 3: "),
+        (torch.zeros(1, 2, 2), "of torch.float32: ids are whole numbers"),
+        (torch.zeros(1, 2, 2, dtype=torch.bool), "of torch.bool: ids are whole numbers"),
+    ],
+)
+def test_ids_that_are_none_are_refused(ids, match):
+    with pytest.raises(ValueError, match=match):
+        check_ids(ids, (1, 2), 3)

@@ -153,6 +153,16 @@ def test_tokens_have_the_relations_of_their_words(database):
         assert relation_ids[i, j] == (0 if none else table[rows[owners[i]], rows[owners[j]]])
 
 
+def test_a_special_token_in_a_question_is_text(database):
+    tokenizer = small_databases.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "eos_token": "</s>"})
+    asked = "head of </s> <pad> ?"
+    made = Source().encode(tokenizer, [asked], database.schema, database)
+    assert made.input_ids.count(tokenizer.eos_token_id) == 1 and made.input_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id not in made.input_ids
+    assert tokenizer.decode(made.input_ids[:-1]) == made.text.text and asked in made.text.text
+
+
 def test_a_token_of_two_items_goes_to_the_larger_part(database):
     text = write(["ab cde"], database.schema, {})
     assert token_items(text, [(0, 2), (1, 6), (2, 3), (6, 8)]).tolist() == [0, 1, -1, -1]
@@ -228,3 +238,7 @@ def test_queries_are_written_in_one_way():
     said = "select t1.name, count(*) from town as t1 where x = \"Upper  Brome\" and y = 'Ä, b'"
     assert normalised(query) == said and answer_text(query, "county") == f"county | {said}"
     assert query_of(f"county | {said}") == said == query_of(said)
+    query = "select a || ' , B' , c from t"
+    assert normalised(query) == "select a || ' , B', c from t"  # a text stays as it is
+    for name in ("county", "a | b", "a|b"):
+        assert query_of(answer_text(query, name), name) == normalised(query) == query_of(normalised(query), name)

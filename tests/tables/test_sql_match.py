@@ -56,6 +56,21 @@ def test_what_the_script_cannot_read_matches_nothing(query):
     assert not exact_match(query, "SELECT name FROM town", SCHEMA)
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT name FROM other.town",
+        "SELECT main.town.name FROM town",
+        "SELECT name FROM town WHERE " + " OR ".join(["id = 1"] * 3000),
+        " UNION ".join(["SELECT name FROM town"] * 900),
+        "SELECT name FROM town WHERE id IN " + "(SELECT id FROM town WHERE id IN " * 300 + "(1)" + ")" * 300,
+    ],
+    ids=lambda query: query[:40],
+)
+def test_names_of_databases_and_endless_queries_match_nothing(query):
+    assert not exact_match(query, "SELECT name FROM town", SCHEMA)
+
+
 def test_quotes_of_both_kinds_are_texts():
     assert plain_quotes("""a = "O'Brien" AND b = 'say "hi"' AND c = 'it''s'""") == (
         """a = 'O''Brien' AND b = 'say "hi"' AND c = 'it''s'"""

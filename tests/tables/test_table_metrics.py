@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import time
 from collections import Counter
 
 import pytest
@@ -16,7 +19,7 @@ from transformers import BertConfig, BertModel
 
 from fathom.tables.text import Table, metrics
 from fathom.tables.text.metrics.entailed import tokens
-from fathom.tables.text.metrics.mentions import numbers
+from fathom.tables.text.metrics.mentions import mentioned, number_precision, numbers
 
 TABLE = Table((("name", "Alan Bo"), ("food", "Thai food"), ("near", "the river")))
 RIGHT = "Alan Bo serves Thai food near the river ."
@@ -186,3 +189,31 @@ def test_bert_score_of_a_model_by_path(tmp_path):
     similar = states[0] @ states[1].T
     p, r = similar.max(1).values.mean(), similar.max(0).values.mean()
     assert found == pytest.approx(float((2 * p * r / (p + r) + 1) / 2), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("cell", "text", "named"),
+    [
+        ("3–1", "they won 3", False), ("3–1", "they won 3–1", True), ("3-1", "by 3 - 1", True),
+        ("2020-01-03", "in 2020", False), ("2020-01-03", "on 2020-01-03", True),
+        ("27.5 ± 0.3", "it has 27.5", True), ("27.5 (2)", "it has 27.5", True), ("27.5 ± 0.3", "it has 0.3", False),
+    ],
+)  # fmt: skip
+def test_a_cell_of_several_numbers_is_named_by_all_of_them(cell, text, named):
+    assert mentioned(cell, text) is named
+
+
+def test_numbers_of_a_large_table_are_looked_up_and_not_tried_in_pairs():
+    """Against all pairs where there are few; and ten thousand cells, of which pairs make nothing."""
+    draw = random.Random(0)
+    for _ in range(200):
+        held = {draw.choice((-1, 1)) * draw.randint(0, 240) / 8 for _ in range(draw.randint(0, 5))}
+        said = draw.randint(-90, 90) / draw.choice((1, 10, 100))
+        digits, pairs = len(f"{said}".partition(".")[2]), list(itertools.permutations(held, 2))
+        made = [*held, *(a + b for a, b in pairs), *(a - b for a, b in pairs)]
+        made += [scale * a / b for a, b in pairs if b for scale in (1, 100)]
+        right = any(abs(value - said) <= 0.5 * 10.0**-digits + 1e-12 for value in made)
+        assert number_precision(f"{said}", [f"{value}" for value in held]) == right, (said, held)
+    began = time.perf_counter()
+    assert number_precision("123456.7 of 99999999", [f"{i * 1.37}" for i in range(10_000)]) == 0
+    assert time.perf_counter() - began < 5

@@ -13,6 +13,7 @@ from fathom.tables.text import PromptMize, Table, TableGenerator
 from fathom.tables.text.crf import CRFPlanner, beam_labels, log_partition, path_score, viterbi
 from fathom.tables.text.generator import MODELS, load_planner, make_planner, save_planner
 from fathom.tables.text.plan import PointerPlanner, gold_plan, place
+from fathom.tables.text.prototypes import PrototypeSelector
 from fathom.tables.text.stages import Stage
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -44,6 +45,28 @@ def test_slots_that_change_places_change_the_pointers_scores_alike():
     torch.testing.assert_close(other[:4], logits[order], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(other[4], logits[4], rtol=1e-5, atol=1e-6)
     assert sorted(planner.predict([turned])[0]) == sorted(planner.predict([table])[0])
+
+
+@pytest.mark.parametrize("kind", ["pointer", "crf", "selector"])
+def test_a_marker_in_a_value_is_text_to_planners_and_selectors(kind):
+    table = Table((("name", f"Al{tokenizer().eos_token} <eos> <sep>"), ("food", "<pad> Thai")))
+    read: list[int] = []
+    if kind == "selector":
+        ((ids, _),) = PrototypeSelector(None, tokenizer(), **TINY).rows(table, ["<sep> has Thai food"])
+        read = ids[1:-1]
+    else:
+        planner = (PointerPlanner if kind == "pointer" else lambda *a, **o: CRFPlanner(["name"], *a, **o))(
+            tokenizer(), **TINY
+        )
+        planner.encoder.embeddings.word_embeddings.register_forward_pre_hook(
+            lambda _, args: read.extend(args[0].flatten().tolist())
+        )
+        (planner.slots if kind == "pointer" else planner.emissions)(table)
+        while read[-1] == tokenizer().pad_token_id:
+            read.pop()
+    found = [read.count(tokenizer().convert_tokens_to_ids(mark)) for mark in ("<sep>", "<eos>")]
+    assert found == ([2, 2] if kind == "selector" else [0, 0])  # its own, one behind each key and each value
+    assert "<pad> Thai" in tokenizer().decode(read) and tokenizer().pad_token_id not in read
 
 
 @pytest.mark.parametrize("beams", [1, 3])

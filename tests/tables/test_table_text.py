@@ -96,6 +96,9 @@ def test_a_stranger_cannot_write_markers():
 def test_tables_that_cannot_be_are_refused(tmp_path):
     for rows, said in (
         ("a,b\n1\n", "row 1 has 1 cells, the header 2: a ragged table"),
+        ("a;b\n1;2\n", "every line is one cell with semicolons in it; part its cells with commas"),
+        ("a\tb\n1\t2\n", "every line is one cell with tabs in it"),
+        ("a,b\n" + "x" * 140_000 + ",1\n", "is no CSV"),
         ("a,b\n", "the table is empty"),
         ("", "is empty"),
     ):  # fmt: skip
@@ -435,3 +438,24 @@ def test_auto_means_pointer_for_few_pairs_and_crf_for_many():
     assert (planner_for("auto", 499), planner_for("auto", 500), planner_for("crf", 5)) == ("pointer", "crf", "crf")
     assert re.fullmatch(r"\w+", FOODS[0]) and NAMES  # the cases are words
     assert isinstance(GRID, Grid)
+
+
+def test_a_key_that_comes_again_never_takes_anothers_name(tmp_path):
+    assert Table((("a", "1"), ("a", "2"), ("a_2", "3"), ("a", "4"))).slots == (
+        ("a", "1"), ("a_3", "2"), ("a_2", "3"), ("a_4", "4"),
+    )  # fmt: skip
+    (tmp_path / "latin.csv").write_bytes(b"a,b\n\xe9,1\n")
+    with pytest.raises(ValueError, match=r"latin\.csv: is no UTF-8 .*; save it as UTF-8"):
+        read_csv(tmp_path / "latin.csv")
+
+
+def test_a_source_longer_than_barts_places_is_refused(tmp_path):
+    host("bart", max_position_embeddings=40).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    long = Table(tuple((f"key{i}", "Thai food") for i in range(30)))
+    generator = TableGenerator.from_pretrained(str(tmp_path), AKG(prototypes=0))
+    with pytest.raises(
+        ValueError, match=r"source of \d+ tokens: the model has max_position_embeddings=40; give .*'akg'"
+    ):
+        generator.describe(long)
+    assert generator.describe(Table((("a", "b"),)), max_new_tokens=99)  # ends where there are no more places

@@ -9,7 +9,9 @@ import small_databases
 import torch
 
 from fathom import FathomT5Config, FathomT5ForConditionalGeneration
+from fathom.data import DataConfig
 from fathom.tables.source import answer_text
+from fathom.tasks.text_to_sql import TextToSQL
 from tiny_checkpoint import run_cli
 
 QUERIES = ["SELECT name FROM town", "SELECT count(*) FROM person", "SELECT fullName FROM person WHERE age > 31"]
@@ -52,6 +54,16 @@ def test_ask_prints_the_query_and_its_rows(run, checkpoint, tmp_path):
     assert code == 2 and "none.sqlite: no such database file" in error
     code, _, error = run("ask", checkpoint, "name " * 300, "--db", path)
     assert code == 2 and "ask it more briefly" in error
+
+
+def test_ask_says_which_names_picard_cannot_write(run, checkpoint, tmp_path):
+    script = small_databases.SCRIPT + 'ALTER TABLE town ADD COLUMN "down hill" TEXT;'
+    path = small_databases.make(tmp_path, "county", script)
+    said = ["ask", checkpoint, "What is the name of every town?", "--db", path]
+    code, out, error = run(*said)
+    assert code == 0 and "Upper Brome" in out
+    assert "No query could name town.down hill: PICARD's grammar has no quoted names; use --no-picard." in error
+    assert "No query" not in run(*said, "--no-picard")[2]
 
 
 def test_show_draws_relations_and_attention(run, checkpoint, tmp_path):
@@ -112,3 +124,51 @@ def test_gold_against_itself_is_right_and_the_last_dialogue_counts(run, tmp_path
     (tmp_path / "said.jsonl").write_text("".join(json.dumps({"query": query}) + "\n" for query in wrong))
     again = json.loads(run("score", tmp_path / "gold.jsonl", tmp_path / "said.jsonl", "--db", tmp_path, "--json")[1])
     assert again == found
+
+
+def test_predictions_stay_beside_their_questions(run, tmp_path):
+    """An empty prediction, a BOM, Windows line ends, and line ends of Unicode within a text."""
+    small_databases.make(tmp_path)
+    gold, said = tmp_path / "gold.sql", tmp_path / "said.txt"
+    queries = [QUERIES[0], "SELECT name FROM town WHERE name != 'a\u2028b'", QUERIES[1]]
+    gold.write_text("".join(f"{query}\tcounty\n" for query in queries), encoding="utf-8-sig", newline="\r\n")
+    said.write_text("\n".join([queries[0], "", queries[2]]), encoding="utf-8-sig")
+    found = json.loads(run("score", gold, said, "--db", tmp_path, "--json")[1])
+    assert found["exact"] == found["execution"] == found["runs"] == pytest.approx(2 / 3)
+    said.write_text("\n".join(queries), encoding="utf-8")
+    assert json.loads(run("score", gold, said, "--db", tmp_path, "--json")[1])["execution"] == 1
+    rows = [json.dumps({"query": query, "db_id": "county"}, ensure_ascii=False) for query in queries]
+    (tmp_path / "gold.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    found = json.loads(run("score", tmp_path / "gold.jsonl", tmp_path / "gold.jsonl", "--db", tmp_path, "--json")[1])
+    assert found["exact"] == found["execution"] == 1 and found["questions"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("a.jsonl", '{"query": "x"}\n{"queri": "x"}', "line 2: no text in field 'query' (found: queri)"),
+        ("a.jsonl", '{"query": null}', "line 1: no text in field 'query'"),
+        ("a.jsonl", "\n[1]", "line 2: must be an object"),
+        ("a.jsonl", "{", "line 1: is no JSON"),
+        ("a.txt", "select 1\n", "has 1 queries, and"),
+        ("a.txt", b"select \xff", "is no UTF-8"),
+    ],
+)
+def test_files_of_predictions_that_say_nothing_are_refused(run, tmp_path, name, text, match):
+    small_databases.make(tmp_path)
+    (tmp_path / "gold.sql").write_text("".join(f"{query}\tcounty\n" for query in QUERIES))
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    code, _, error = run("score", tmp_path / "gold.sql", tmp_path / name, "--db", tmp_path)
+    assert code == 2 and match in error and len(error.splitlines()) == 1
+    (tmp_path / "gold.jsonl").write_text('{"db_id": "county", "interaction": ["a"]}')
+    error = run("score", tmp_path / "gold.jsonl", tmp_path / name, "--db", tmp_path)[2]
+    assert "'interaction' must be a list of turns" in error
+
+
+def test_a_model_that_learns_on_says_what_its_sources_are_now(checkpoint):
+    """So that it is asked in the form that it has learned last."""
+    task = TextToSQL(databases="x", values=False)
+    config = task.model_config(
+        {"checkpoint": str(checkpoint)}, DataConfig(train="x.jsonl", block_size=96, tokenizer=str(checkpoint)), None
+    )
+    assert config.source == {"tokens": 96, "values": False, "links": True}

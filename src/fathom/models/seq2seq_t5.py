@@ -150,12 +150,15 @@ def check_ids(relations: Tensor, shape: tuple[int, int], rows: int) -> None:
             f"relation_ids of shape {tuple(relations.shape)}: {shape[1]} tokens need {expected}; make them with the "
             "same tokenizer and serialisation as the tokens"
         )
+    if relations.is_floating_point() or relations.dtype == torch.bool:
+        raise ValueError(f"relation_ids of {relations.dtype}: ids are whole numbers; give uint8 or int64")
     if torch.compiler.is_compiling() or relations.device.type != "cpu":  # where looking would wait for the device
         return
-    if relations.numel() and int(relations.max()) >= rows:
+    lowest, highest = (int(x) for x in relations.aminmax()) if relations.numel() else (0, 0)
+    if lowest < 0 or highest >= rows:
         raise ValueError(
-            f"relation_ids has the id {int(relations.max())}: the tables of this model have {rows} rows; make the ids "
-            "with the options of the model's config"
+            f"relation_ids has the id {lowest if lowest < 0 else highest}: the tables of this model have {rows} rows; "
+            "make the ids with the options of the model's config"
         )
 
 

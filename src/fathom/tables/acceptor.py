@@ -151,7 +151,7 @@ class Grammar:
 
     def _read(self, readings: Iterable[tuple[int, str]], c: str) -> Iterator[tuple[int, str]]:
         for place, word in readings:
-            quoted = word[:1] in ("'", '"') and not (len(word) > 1 and word[-1] == word[0])
+            quoted = word[:1] in ("'", '"') and word.count(word[0]) % 2 == 1  # a doubled quote is one in the text
             space = c.isspace()
             if not word:
                 if space:
@@ -163,6 +163,8 @@ class Grammar:
                 if len(word) <= self.characters or c == word[0]:
                     yield place, word + c
                 continue
+            if c == word[0] and c in "'\"" and len(word) <= self.characters:
+                yield place, word + c
             longer = word + c.lower()
             if word[0] not in "'\"" and not space and self._can_begin(place, longer):
                 yield place, longer
@@ -208,7 +210,7 @@ class Grammar:
             elif terminal == "<NUMBER>":
                 fits = _NUMBER.fullmatch(word) is not None
             elif terminal == "<TEXT>":
-                fits = len(word) > 1 and word[0] in "'\"" and word[-1] == word[0]
+                fits = word[0] in "'\"" and word[-1] == word[0] and word.count(word[0]) % 2 == 0
             elif terminal == "<ALIAS>":
                 fits = _ALIAS.fullmatch(word) is not None
                 if fits and self.guards:
@@ -476,6 +478,20 @@ class Acceptor:
             if number < 0:
                 return None
         return name, number, ""
+
+    def unwritable(self, name: str) -> list[str]:
+        """Tables and columns of a database that no query of this grammar can name: those that SQL would quote."""
+        schema = self.schemas[name]
+        found = []
+        for table, title in enumerate(schema.tables):
+            names = [schema.columns[number].name for number in schema.of_table(table)]
+            bare = [column for column in names if not self._whole(name, f"select {column} from {title}")]
+            found += [title] if not self._whole(name, f"select * from {title}") else [f"{title}.{c}" for c in bare]
+        return found
+
+    def _whole(self, name: str, query: str) -> bool:
+        state = self.advance(self.START, f"{name} | {query.lower()}", [name])
+        return state is not None and self.complete(state)
 
     def complete(self, state: Any) -> bool:
         """Whether the text is a whole answer."""

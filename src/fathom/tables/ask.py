@@ -20,12 +20,13 @@ from fathom.tables.source import Encoded, Source, query_of
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """query: what the model wrote; answer: its rows, None where it does not run; fault: why not; cut: what of the
-    question was left out."""
+    question was left out; unwritable: names that PICARD's grammar lacks, so that the query cannot have them."""
 
     query: str
     answer: Answer | None
     fault: str
     cut: str
+    unwritable: tuple[str, ...] = ()
 
 
 def source_of(config: Any) -> Source:
@@ -92,11 +93,12 @@ def ask(
         **inputs, decoder_input_ids=start, num_beams=beams, max_new_tokens=new_tokens, do_sample=False,
         logits_processor=processors,
     )  # fmt: skip
-    query = query_of(str(tokenizer.decode(out[0], skip_special_tokens=True)))
+    query = query_of(str(tokenizer.decode(out[0], skip_special_tokens=True)), name)
+    unwritable = tuple(lost for one in processors for lost in one.acceptor.unwritable(name))
     try:
-        return Reply(query, database.run(query), "", made.cut)
+        return Reply(query, database.run(query), "", made.cut, unwritable)
     except QueryError as error:
-        return Reply(query, None, str(error), made.cut)
+        return Reply(query, None, str(error), made.cut, unwritable)
 
 
 @torch.no_grad()

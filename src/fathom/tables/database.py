@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ STEPS = 20_000_000  # of the virtual machine, about a second
 ROWS = 100_000
 SECONDS = 30.0
 _BYTES = 100_000  # of one value
+_ANSWER_BYTES = 50_000_000  # of all rows, eight for each value and what texts and blobs are long
+_EXPLAIN = re.compile(r"(?:\s|--[^\n]*\n|/\*.*?\*/)*explain\b", re.IGNORECASE | re.DOTALL)
 _STRIDE = 100  # steps between two looks at the count
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 # What leaves the file, and what writes billions of characters within one step.
@@ -54,13 +57,16 @@ class Database:
             raise FileNotFoundError(f"{path}: no such database file")
         if self.path.stat().st_size == 0:
             raise ValueError(f"{path}: an empty file; name a database with tables")
-        self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro")
+        alone = "&immutable=1" if _at_rest(self.path.resolve()) else ""
+        self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro{alone}")
         try:
             count = self.connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
         except sqlite3.Error as error:
             self.connection.close()
             locked = "locked" in str(error)
             remedy = "another program holds it; close that, or copy the file" if locked else "name an SQLite file"
+            if self.path.with_name(self.path.name + "-wal").exists():
+                remedy = "its write-ahead log is open; copy both to a folder that can be written, or end what writes it"
             raise ValueError(f"{path}: {error}; {remedy}") from error
         if not count:
             self.connection.close()
@@ -95,6 +101,12 @@ class Database:
         self.close()
 
 
+def _at_rest(path: Path) -> bool:
+    """Whether the file has a write-ahead log that nobody has open: SQLite would make files beside it to read it."""
+    with path.open("rb") as file:
+        return file.read(20)[18:] == b"\2\2" and not path.with_name(path.name + "-wal").exists()
+
+
 def connect(uri: str) -> sqlite3.Connection:
     """A connection that decodes what is no UTF-8 without it, as Spider's databases need."""
     connection = sqlite3.connect(uri, timeout=0.5, uri=True, isolation_level=None)
@@ -123,9 +135,18 @@ def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int 
     """What a query returns on a guarded connection, within the limits."""
     with _limited(connection, steps) as over:
         try:
+            if _EXPLAIN.match(sql):  # the authorizer is not asked, and its rows are SQLite's own
+                raise ValueError("not authorized: EXPLAIN")
             cursor = connection.execute(sql)
-            found = cursor.fetchmany(rows + 1)
             names = tuple(column[0] for column in cursor.description or ())
+            found, size = [], 0
+            for row in cursor:
+                size += 8 * len(row) + sum(len(value) for value in row if isinstance(value, str | bytes))
+                if size > _ANSWER_BYTES:
+                    raise ValueError(f"more than {_ANSWER_BYTES:,} bytes of rows")
+                found.append(row)
+                if len(found) > rows:
+                    break
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
             said = over[0] if over else str(error) or type(error).__name__
@@ -164,22 +185,29 @@ def quoted(name: str) -> str:
 
 def read_schema(connection: sqlite3.Connection, name: str) -> Schema:
     """The schema of an open file, before it is guarded."""
-    listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    listed = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+    )
     tables = [row[0] for row in listed.fetchall()]
     columns, primary, links = [Column(-1, "*", "*")], [], []
+    keys: dict[str, dict[int, str]] = {}  # table → place in its primary key → column
     for table, title in enumerate(tables):
-        for _, column, declared, _, _, key in connection.execute(f"PRAGMA table_info({quoted(title)})").fetchall():
+        found = connection.execute(f"PRAGMA table_xinfo({quoted(title)})").fetchall()  # with generated columns
+        for _, column, declared, _, _, key, hidden in found:
+            if hidden == 1:
+                continue
             if key:
                 primary.append(len(columns))
+                keys.setdefault(title.lower(), {})[key - 1] = column
             columns.append(Column(table, column, in_words(column), kind_of(declared or "")))
         for row in connection.execute(f"PRAGMA foreign_key_list({quoted(title)})").fetchall():
-            links.append((title, row[3], row[2], row[4]))
+            links.append((title, row[3], row[2], row[4], row[1]))
     schema = Schema(name, tuple(tables), tuple(in_words(t) for t in tables), tuple(columns), frozenset(primary))
     foreign = []
-    for table, column, other, target in links:
+    for table, column, other, target, place in links:
         there = schema.by_name.get(other.lower(), {})
         if target is None:  # the other table's primary key
-            target = next((schema.columns[n].name for n in there.values() if n in schema.primary), None)
+            target = keys.get(other.lower(), {}).get(place)
         here = schema.by_name[table.lower()].get(column.lower())
         if here is not None and target is not None and target.lower() in there:
             foreign.append((here, there[target.lower()]))

@@ -44,13 +44,16 @@ def same_rows(gold: Sequence[tuple[Any, ...]], said: Sequence[tuple[Any, ...]], 
     if len(said[0]) != width:
         return False
     bag: Any = list if ordered else Counter
+    seen: dict[tuple[Any, ...], int] = {}
+    first = [seen.setdefault(column, i) for i, column in enumerate(zip(*said, strict=True))]
 
     def extends(taken: tuple[int, ...]) -> bool:
         """Whether the first columns of gold are these of the others, and the rest of them can be found, too."""
         count = len(taken)
         if bag(row[:count] for row in gold) != bag(tuple(row[i] for i in taken) for row in said):
             return False
-        return count == width or any(extends((*taken, i)) for i in range(width) if i not in taken)
+        left = {first[i]: i for i in range(width) if i not in taken}  # of equal columns one is enough
+        return count == width or any(extends((*taken, i)) for i in left.values())
 
     return extends(())
 

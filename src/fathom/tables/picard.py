@@ -22,7 +22,7 @@ from fathom.tables.acceptor import MODES, Acceptor
 from fathom.tables.base import TableMethod
 from fathom.tables.schema import Schema
 
-_UNFINISHED = "�"  # what a decoder gives for the first bytes of a character
+_UNFINISHED = "�"  # what a decoder gives for the first bytes of a character, which are three at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ class PicardProcessor(LogitsProcessor):
         self.method, self.tokenizer, self.databases = method, tokenizer, databases
         self.acceptor = Acceptor(schemas, method.mode, method.steps, method.characters)
         self.end = tokenizer.eos_token_id
+        self.silent = set(tokenizer.all_special_ids) - {self.end}  # they write nothing
         self.checked = self.rejected = self.dead_ends = 0
         # (database or "", tokens) → their text, and the acceptor's state
         self._read: dict[tuple[str, tuple[int, ...]], tuple[str, Any]] = {}
@@ -91,6 +92,11 @@ class PicardProcessor(LogitsProcessor):
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows V"]) -> Float[Tensor, "rows V"]:
         likeliest = scores.topk(min(self.method.k, scores.shape[-1]), dim=-1).indices.tolist()
         kept = torch.full_like(scores, -torch.inf) if self.method.schedule == "incremental" else scores.clone()
+        if self.databases and len(scores) % len(self.databases):
+            raise ValueError(
+                f"picard: databases has {len(self.databases)} names, and there are {len(scores)} rows; name one for "
+                "each question of the batch"
+            )
         beams = len(scores) // len(self.databases) if self.databases else 1
         for row, tokens in enumerate(likeliest):
             name = self.databases[row // beams] if self.databases else ""
@@ -119,7 +125,8 @@ class PicardProcessor(LogitsProcessor):
         if token == self.end:
             fine = state is not None and self.acceptor.complete(state)
         else:
-            fine = state is not None and self._state((*prefix, token), name) is not None
+            fine = state is not None and token not in self.silent
+            fine = fine and self._state((*prefix, token), name) is not None
         self.rejected += not fine
         return fine
 
@@ -137,9 +144,10 @@ class PicardProcessor(LogitsProcessor):
             text = str(
                 self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
             )
-            text = text.rstrip(_UNFINISHED)
+            written = text.rstrip(_UNFINISHED)
+            unfinished, text = len(text) - len(written), written
             if state is not None:
-                more = text[len(before) :] if text.startswith(before) else None
+                more = text[len(before) :] if text.startswith(before) and unfinished <= 3 else None
                 state = None if more is None else self.acceptor.advance(state, more, [name] if name else None)
             self._read[key] = (text, state)
         return self._read[key]

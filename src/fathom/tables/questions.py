@@ -185,10 +185,15 @@ def questions_of(
     """
     asked, right, database = fields
     dialogue = row.get("interaction") or [{"utterance": row.get(asked), "query": row.get(right)}]
+    final = row.get("final", {"utterance": "", "query": ""})
+    if not isinstance(dialogue, list) or not all(isinstance(turn, Mapping) for turn in (*dialogue, final)):
+        raise ValueError(f"{where}: 'interaction' must be a list of turns, and 'final' one, each with its fields")
     named = {asked: [turn.get("utterance") for turn in dialogue], right: [turn.get("query") for turn in dialogue]}
     for field, texts in {**named, database: [row.get(database)]}.items():
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: no text in field {field!r} (found: {', '.join(row) or 'none'})")
+    if not all(isinstance(final.get(field), str) for field in ("utterance", "query")):
+        raise ValueError(f"{where}: no text in fields 'utterance' and 'query' of 'final'")
     turns, queries = tuple(named[asked]), named[right]
     spoken = None
     if coreference is not None or parses is not None:
@@ -197,7 +202,6 @@ def questions_of(
         said = None if spoken is None else spoken[:last]
         yield Question(turns[:last], queries[last - 1], row[database], number, spoken=said)
     if goals and "final" in row:
-        final = row["final"]
         yield Question((final["utterance"],), final["query"], row[database], number, goal=True)
 
 
@@ -205,18 +209,15 @@ def read_gold(path: str | Path) -> list[Question]:
     """Right queries of a file: lines `query<TAB>database` with empty lines between dialogues, or JSONL rows with
     "query" and "db_id", or with "interaction". Raises OSError, or ValueError that names the line."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines()
     if ".jsonl" in path.name:
-        rows = [(number, json.loads(line)) for number, line in enumerate(lines) if line.strip()]
-        rows = [(number, {"question": "", **row}) for number, row in rows]
         found = [
             question
-            for number, row in rows
-            for question in questions_of(row, f"{path}, line {number + 1}", number, ("question", "query", "db_id"))
+            for number, (row, where) in enumerate(_json_rows(path))
+            for question in questions_of({"question": "", **row}, where, number, ("question", "query", "db_id"))
         ]
     else:
         found, dialogue = [], 0
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(path), start=1):
             if not line.strip():
                 dialogue += 1
                 continue
@@ -231,10 +232,46 @@ def read_gold(path: str | Path) -> list[Question]:
     return found
 
 
-def read_predicted(path: str | Path) -> list[str]:
-    """Predicted queries of a file: one a line (what follows a tab is left out), or JSONL with "query"."""
+def read_predicted(path: str | Path, questions: int | None = None) -> list[str]:
+    """Predicted queries of a file: one a line (what follows a tab is left out), or JSONL with "query".
+
+    Empty lines end dialogues. Where there are as many lines as `questions`, with them, they are predictions of nothing.
+    Raises OSError, or ValueError that names the line.
+    """
     path = Path(path)
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if ".jsonl" in path.name:
-        return [str(json.loads(line)["query"]) for line in lines]
-    return [line.split("\t")[0].strip() for line in lines]
+        found = []
+        for row, where in _json_rows(path):
+            if not isinstance(row.get("query"), str):
+                raise ValueError(f"{where}: no text in field 'query' (found: {', '.join(row) or 'none'})")
+            found.append(row["query"])
+        return found
+    lines = _lines(path)
+    said = [line for line in lines if line.strip()]
+    if len(said) != questions and len(lines) == questions:
+        said = lines
+    return [line.split("\t")[0].strip() for line in said]
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, which "\\n" alone ends: others of Unicode's line ends may stand in a query."""
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
+    return lines if lines[-1] else lines[:-1]
+
+
+def _json_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a JSONL file, and where they stand."""
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: is no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f'{where}: must be an object with fields, as {{"query": …}}')
+        yield row, where

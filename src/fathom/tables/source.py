@@ -115,7 +115,13 @@ class Source:
         count, cut = len(turns), ""
         for first in range(count):
             text = self.write(turns[first:], schema, database)
-            found = tokenizer(text.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            found = tokenizer(  # a special token in a question or a name is text like any other
+                text.text,
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
             ids = [*found["input_ids"], tokenizer.eos_token_id]
             offsets = [*found["offset_mapping"], (0, 0)]
             if len(ids) <= self.tokens:
@@ -135,7 +141,10 @@ class Source:
         return Encoded(ids, table, np.where(owner >= 0, places[owner], -1), places, text, cut)
 
     def _too_long(self, tokenizer: Any, question: str, schema: Schema, database: Any, tokens: int) -> str:
-        alone = len(tokenizer(write([""], schema, {}).text, add_special_tokens=False, verbose=False)["input_ids"]) + 1
+        bare = write([""], schema, {}).text
+        alone = (
+            len(tokenizer(bare, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]) + 1
+        )
         if alone > self.tokens:
             return (
                 f"database {schema.name!r}: its schema alone has {alone} tokens, and a source has room for "
@@ -222,10 +231,15 @@ def normalised(query: str) -> str:
     """A query in lower case outside quotes, with single spaces and none before a comma."""
     query = query.strip().rstrip(";").strip()
     parts = _QUOTED.split(query)
-    parts = [part if i % 2 else re.sub(r"\s+", " ", part.lower()) for i, part in enumerate(parts)]
-    return "".join(parts).replace(" , ", ", ").strip()
+    parts = [p if i % 2 else re.sub(r"\s+", " ", p.lower()).replace(" , ", ", ") for i, p in enumerate(parts)]
+    return "".join(parts).strip()
 
 
-def query_of(answer: str) -> str:
-    """The query in what a model wrote."""
+def query_of(answer: str, schema_name: str = "") -> str:
+    """The query in what a model wrote about a database. Both its name and the query may have bars of their own."""
+    answer = answer.strip()
+    if schema_name and answer.startswith(f"{schema_name} |"):
+        return answer.removeprefix(f"{schema_name} |").strip()
+    if re.match(r"(select|with)\b", answer, re.IGNORECASE):  # without a name
+        return answer
     return answer.split("|", 1)[-1].strip()

@@ -5,6 +5,7 @@ Values and DISTINCT do not count, and columns that foreign keys bind are one. Th
 script (`evaluation.py` of the test suites), with its rules: one aliasing holds for the whole query, an inner query is
 compared as it is written, and what the script cannot read (outer joins, IS NULL, conditions in brackets) matches
 nothing.
+Other dialects' names in backticks or brackets are read as names, which the script cannot do.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def parse(sql: str, schema: Schema) -> Query:
 
     try:
         tree = sqlglot.parse_one(plain_quotes(sql), dialect="sqlite")
+        return _Reader(tree, schema).query(tree)
     except (errors.SqlglotError, RecursionError) as error:
         raise Unreadable(f"no SQL ({type(error).__name__}): {sql}") from error
-    return _Reader(tree, schema).query(tree)
 
 
 def plain_quotes(sql: str) -> str:
@@ -210,6 +211,8 @@ class _Reader:
                 tables.append(self.query(source.this))
             else:
                 name = source.name.lower()
+                if source.args.get("db"):
+                    raise Unreadable(f"a database's name before {name}")
                 if name not in self.schema.by_name:
                     raise Unreadable(f"no table {name}")
                 tables.append(name)
@@ -256,6 +259,8 @@ class _Reader:
             return ColumnUnit(aggregate, "*", distinct)
         if not isinstance(node, self.exp.Column) or isinstance(node.this, self.exp.Star):
             raise Unreadable(f"{node.sql() if node is not None else 'nothing'} where a column should be")
+        if node.args.get("db"):
+            raise Unreadable(f"a database's name before {node.name}")
         name, table = node.name.lower(), node.table.lower()
         if table:
             table = self.aliases.get(table, "")
@@ -440,10 +445,10 @@ def exact_match(predicted: str, gold: str, schema: Schema) -> bool:
     right = parse(gold, schema)
     try:
         said = parse(predicted, schema)
-    except Unreadable:
+        said, right = (with_key_columns(without_values(query), schema) for query in (said, right))
+        return same(said, right)
+    except (Unreadable, RecursionError):  # a query of thousands of parts is not the gold one
         return False
-    said, right = (with_key_columns(without_values(query), schema) for query in (said, right))
-    return same(said, right)
 
 
 def hardness(query: Query) -> str:

@@ -575,7 +575,7 @@ class Prompts:
             asked = query(grid, text if oracle else None)
             found = self.retriever.top(asked, grid.background, task.sentences)
             chosen = self.linearizer.sentences(found, task.strip_stopwords, task.sentence_tokens)
-        return source_parts(grid, chosen, self.linearizer.ids, task.prefix, task.source_tokens)
+        return source_parts(grid, chosen, self.linearizer, task.source_tokens)
 
 
 def _background(row: Row) -> Sequence[str]:

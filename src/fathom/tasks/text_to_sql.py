@@ -152,9 +152,10 @@ class TextToSQL(EncoderTask):
             "dropout_rate": 0.0,
         }
 
-    def _checkpoint_config(self, checkpoint: str, changes: dict[str, Any]) -> Any:
-        config = super()._checkpoint_config(checkpoint, changes)
-        config.source = config.source or dataclasses.asdict(Source(values=self.values, links=self.links))
+    def model_config(self, fields, data, tokenizer):
+        config = super().model_config(fields, data, tokenizer)
+        if fields.get("source") is None:  # a checkpoint's own may be of other rows than it learns from now
+            config.source = dataclasses.asdict(self._source(data.block_size))
         return config
 
     def sections(self, config):
@@ -276,9 +277,8 @@ class TextToSQL(EncoderTask):
             made = source.encode(tokenizer, question.turns, schema, database, question.spoken, parsed, whole=False)
             counts["schema"] += "schema" in made.cut
             counts["turns"] += "turns" in made.cut
-            ids = tokenizer(answer_text(question.query, schema.name), add_special_tokens=False, verbose=False)[
-                "input_ids"
-            ]
+            answer = answer_text(question.query, schema.name)
+            ids = tokenizer(answer, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
             counts["answer"] += len(ids) >= self.target_tokens
             labels = [*ids[: self.target_tokens - 1], tokenizer.eos_token_id]
             yield {
@@ -299,7 +299,8 @@ class TextToSQL(EncoderTask):
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         asked = data.asked[: self.answers]
         with self._databases() as databases:
-            said = [query_of(sample.text) for sample in self._answers(model, data, len(asked), databases)]
+            answers = zip(self._answers(model, data, len(asked), databases), asked, strict=True)
+            said = [query_of(sample.text, databases.schema(question.database).name) for sample, question in answers]
             more = suites_of(asked, databases, self.suites) if self.suites else None
             found = summary([verdict(*pair, databases, more) for pair in zip(said, asked, strict=True)], asked)
         kept = {

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fathom.tables.text.encoder import batch, load_encoder, special
-from fathom.tables.text.linearize import Table, slot_text
+from fathom.tables.text.linearize import Table, plain_ids, slot_text
 from fathom.tables.text.plan import ContentPlanner, Plan
 
 PAD, END, UNKNOWN = 0, 1, 2
@@ -97,7 +97,7 @@ class CRFPlanner(ContentPlanner):
 
     def emissions(self, table: Table) -> Float[Tensor, "L V"]:
         text = " ".join(slot_text(*slot) for slot in table.slots)
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: self.table_tokens]
+        ids = plain_ids(self.tokenizer, text)[: self.table_tokens]
         given = {
             name: value.to(self.left.device) for name, value in batch([ids], special(self.tokenizer, "pad")).items()
         }

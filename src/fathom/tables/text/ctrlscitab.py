@@ -13,11 +13,11 @@ references: here queries are plain and the retriever sees training texts alone (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fathom.tables.text.base import TableMethod
-from fathom.tables.text.linearize import BACKGROUND, BODY, CAPTION, HEADER, HIGHLIGHTS, PREFIX, Grid
+from fathom.tables.text.linearize import BACKGROUND, BODY, CAPTION, HEADER, HIGHLIGHTS, PREFIX, Grid, TableLinearizer
 
 ROW, CELL, CAPTION_MARK, BACKGROUND_MARK, HIGHLIGHT_END = "<R>", "<C>", "<CAP>", "<BKG>", "<H>"
 GRID_MARKERS = (ROW, CELL, CAPTION_MARK, BACKGROUND_MARK, HIGHLIGHT_END)
@@ -68,29 +68,39 @@ class CTRLSciTab(TableMethod):
         return (PREFIX, *table, CAPTION, *((BACKGROUND,) if self.background else ()))
 
 
-def pieces(grid: Grid, background: Sequence[str] = ()) -> dict[int, str]:
-    """The text of every part of a source; a source is some of them, in this order, with one space between."""
+def pieces(grid: Grid, background: Sequence[str] = ()) -> dict[int, list[str]]:
+    """Every part of a source: text, marker, text, marker, …, of which texts may be empty. A source is some of the
+    parts, in this order, with one space between."""
     return {
-        HIGHLIGHTS: " ".join([f" {CELL} ".join(grid.highlights), HIGHLIGHT_END]).strip(),
-        HEADER: _row(grid.header),
-        BODY: " ".join(map(_row, grid.rows)),
-        CAPTION: f"{CAPTION_MARK} {grid.caption}".strip(),
-        BACKGROUND: " ".join([BACKGROUND_MARK, *background]) if background else "",
+        HIGHLIGHTS: [*_between(grid.highlights, CELL), HIGHLIGHT_END, ""],
+        HEADER: _rows([grid.header]),
+        BODY: _rows(grid.rows),
+        CAPTION: ["", CAPTION_MARK, grid.caption.rstrip()],
+        BACKGROUND: ["", BACKGROUND_MARK, " ".join(background)] if background else [],
     }
 
 
 def source_parts(
-    grid: Grid, background: Sequence[str], ids: Callable[[str], list[int]], prefix: str, most: int
+    grid: Grid, background: Sequence[str], lines: TableLinearizer, most: int
 ) -> list[tuple[int, list[int]]]:
-    """The parts of a source as token ids, each at most so many, in their order; `ids` makes them of a text."""
-    parts = [(part, ids(" " + said)[:most]) for part, said in pieces(grid, background).items() if said]
-    return [(PREFIX, ids(prefix)), *parts] if prefix else parts
+    """The parts of a source as token ids, each at most so many, in their order. A marker in a cell, the caption or the
+    background is text like any other."""
+
+    def ids(said: list[str]) -> list[int]:
+        found: list[int] = []
+        for place in range(0, len(said), 2):
+            text, marker = said[place] and f" {said[place]}", said[place + 1 : place + 2]
+            found += lines.plain(f"{text} " if marker else text) + [i for m in marker for i in lines.ids(m)]
+        return found
+
+    parts = [(part, ids(said)[:most]) for part, said in pieces(grid, background).items() if said]
+    return [(PREFIX, lines.ids(lines.prefix)), *parts] if lines.prefix else parts
 
 
 def serialize(grid: Grid, method: CTRLSciTab, background: Sequence[str] = ()) -> str:
     """A source as text."""
     found = pieces(grid, background)
-    return " ".join(found[part] for part in method.parts(training=False) if found.get(part))
+    return _text([word for part in method.parts(training=False) for word in found.get(part, ())])
 
 
 def parse(source: str) -> dict[str, Any]:
@@ -112,9 +122,23 @@ def parse(source: str) -> dict[str, Any]:
 def query(grid: Grid, reference: str | None = None) -> str:
     """What background is searched for by: highlights, header and caption; with the reference, as released."""
     found = pieces(grid)
-    plain = " ".join(found[part] for part in (HIGHLIGHTS, HEADER, CAPTION))
+    plain = _text([word for part in (HIGHLIGHTS, HEADER, CAPTION) for word in found[part]])
     return plain if reference is None else f"{plain} {BACKGROUND_MARK} {reference}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return " ".join([ROW, *(f"{CELL} {cell}".strip() for cell in cells)])
+def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """["", <R>, "", <C>, cell, <C>, cell, …, <R>, …]."""
+    found = [""]
+    for cells in rows:
+        found += [ROW, ""]
+        for cell in cells:
+            found += [CELL, cell.rstrip()]
+    return found
+
+
+def _between(texts: Sequence[str], marker: str) -> list[str]:
+    return [word for text in texts for word in (marker, text)][1:] or [""]
+
+
+def _text(words: Sequence[str]) -> str:
+    return " ".join(word for word in words if word)

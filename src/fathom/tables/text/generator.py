@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,8 @@ class TableGenerator:
                 found = self.retriever.top(query(table), table.background, method.sentences)
                 chosen = self.linearizer.sentences(found, method.strip_stopwords, method.sentence_tokens)
             lines, most, read = self.linearizer, method.source_tokens, method.parts(training=False)
-            parts = source_parts(table, chosen, lines.ids, lines.prefix, most)
-            return [token for part, ids in parts if part in read for token in ids][:most]
+            parts = source_parts(table, chosen, lines, most)
+            return self._within([token for part, ids in parts if part in read for token in ids][:most])
         assert isinstance(method, SlotMethod)
         slots = table.slots() if isinstance(table, Grid) else table
         if plan is None and method.plans:
@@ -141,7 +142,22 @@ class TableGenerator:
             (plan,) = self.planner.predict([slots])
         elif not method.plans and plan:
             raise ValueError(f"plan={plan!r}: method {method.name!r} reads none (planner={method.planner!r})")
-        return self.linearizer.source(slots, plan or (), self.prototypes(slots, without))
+        return self._within(self.linearizer.source(slots, plan or (), self.prototypes(slots, without)))
+
+    @property
+    def _positions(self) -> float:
+        """How long a text may be: BART has a vector for each place, T5 none."""
+        config = self.model.config
+        return config.max_position_embeddings if "bart" in config.model_type else math.inf
+
+    def _within(self, ids: list[int]) -> list[int]:
+        if len(ids) > self._positions:
+            limits = "source_tokens" if isinstance(self.method, CTRLSciTab) else "table_tokens or prototype_tokens"
+            raise ValueError(
+                f"source of {len(ids)} tokens: the model has max_position_embeddings={self._positions}; give method "
+                f"{self.method.name!r} fewer {limits}"
+            )
+        return ids
 
     def prototypes(self, table: Table, without: Sequence[str] = ()) -> list[str]:
         method = self.method
@@ -160,13 +176,14 @@ class TableGenerator:
         max_new_tokens: int = TARGET_TOKENS, batch_size: int = 8,
     ) -> list[str]:  # fmt: skip
         """A description of every table, by beam search. plans: of every table, instead of the planner's."""
+        most = int(min(max_new_tokens, self._positions - 1))  # what BART has places for
         some = [tables] if isinstance(tables, Table | Grid) else list(tables)
         sources = [self.source(table, None if plans is None else plans[i]) for i, table in enumerate(some)]
         found: list[str] = []
         for start in range(0, len(sources), batch_size):
             given = batch(sources[start : start + batch_size], special(self.tokenizer, "pad"))
             given = {name: value.to(self.model.device) for name, value in given.items()}
-            out = self.model.generate(**given, num_beams=beams, do_sample=False, max_new_tokens=max_new_tokens)
+            out = self.model.generate(**given, num_beams=beams, do_sample=False, max_new_tokens=most)
             found += [text.strip() for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
         return found
 

@@ -60,11 +60,14 @@ class Table:
         if not self.slots:
             raise ValueError("table=(): a table needs at least one slot, (key, value)")
         seen: Counter[str] = Counter()
+        given = {key for key, _ in self.slots}
         found = []
         for key, value in self.slots:
             if not key.strip():
                 raise ValueError(f"table: the slot of value {value!r} has no key; name it")
             seen[key] += 1
+            while seen[key] > 1 and f"{key}_{seen[key]}" in given:  # a key of the table's own
+                seen[key] += 1
             found.append((key if seen[key] == 1 else f"{key}_{seen[key]}", value))
         object.__setattr__(self, "slots", tuple(found))
 
@@ -168,9 +171,20 @@ def read_csv(
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(path.read_text("utf-8-sig"))) if row]
+    try:
+        text = path.read_text("utf-8-sig")
+        rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(text)) if row]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}: is no CSV ({error}); a cell has at most {csv.field_size_limit():,} characters"
+        ) from None
     if len(rows) < 2:
         raise ValueError(f"{path}: the table is empty; give a header and at least one row")
+    for mark, name in ((";", "semicolons"), ("\t", "tabs")):
+        if all(len(row) == 1 and mark in row[0] for row in rows):
+            raise ValueError(f"{path}: every line is one cell with {name} in it; part its cells with commas")
     try:
         return Grid(rows[0], tuple(rows[1:]), caption, tuple(highlights), tuple(background))
     except ValueError as error:
@@ -253,7 +267,7 @@ class TableLinearizer:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text of strangers, in which a marker is text like any other."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return plain_ids(self.tokenizer, text)
 
     def text(self, table: Table) -> str:
         """The table as a model reads it."""
@@ -289,6 +303,11 @@ class TableLinearizer:
     def source(self, table: Table, plan: Sequence[str] = (), prototypes: Iterable[str] = ()) -> list[int]:
         """table ⊕ plan ⊕ prototypes."""
         return [*self.table(table, plan), *self.plan(table, plan), *self.prototypes(prototypes)]
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of strangers, in which markers and special tokens are text like any other."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def with_markers(tokenizer: Any, markers: Sequence[str] = MARKERS) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fathom.tables.text.encoder import batch, load_encoder, special
-from fathom.tables.text.linearize import Table, content_words, slot_text, words
+from fathom.tables.text.linearize import Table, content_words, plain_ids, slot_text, words
 from fathom.tables.text.stages import Stage, train
 
 ALIGNED = 0.6  # share of a value's content words that a reference must have
@@ -87,10 +87,7 @@ class PointerPlanner(ContentPlanner):
         self.start, self.stop, self.state = (nn.Parameter(torch.randn(width) * 0.02) for _ in range(3))
 
     def slots(self, table: Table) -> Float[Tensor, "m d"]:
-        rows = [
-            self.tokenizer(slot_text(*slot), add_special_tokens=False, verbose=False)["input_ids"][:128]
-            for slot in table.slots
-        ]
+        rows = [plain_ids(self.tokenizer, slot_text(*slot))[:128] for slot in table.slots]
         given = batch(rows, special(self.tokenizer, "pad"))
         given = {name: value.to(self.stop.device) for name, value in given.items()}
         states = self.encoder(**given).last_hidden_state
@@ -156,7 +153,7 @@ class Seq2SeqPlanner(ContentPlanner):
         self.model, self.tokenizer, self.most = model, tokenizer, most
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return plain_ids(self.tokenizer, text)
 
     def _source(self, table: Table) -> dict[str, Tensor]:
         ids = self._ids(" ".join(slot_text(*slot) for slot in table.slots))

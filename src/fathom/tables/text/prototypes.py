@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.tables.text.encoder import batch, load_encoder, special
-from fathom.tables.text.linearize import END, SEPARATOR, Table, words
+from fathom.tables.text.linearize import END, SEPARATOR, Table, plain_ids, words
 from fathom.tables.text.stages import Stage, train
 
 # Keys that say nothing about a sentence of the domain, in the released code.
@@ -83,13 +83,17 @@ class PrototypeSelector(nn.Module):
         slots = [slot for slot in table.slots if slot[0] not in self.dropped]
         start, end = special(self.tokenizer, "cls", "bos"), special(self.tokenizer, "sep")
 
-        def ids(text: str) -> list[int]:
-            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-        first = [start, *ids(" ".join(f"{k} {SEPARATOR} {v} {END}" for k, v in slots))[: self.table_tokens], end]
+        said = []
+        for number, (key, value) in enumerate(slots):  # a marker in a key or value is text like any other
+            for text, marker in ((f" {key} " if number else f"{key} ", SEPARATOR), (f" {value} ", END)):
+                said += [
+                    *plain_ids(self.tokenizer, text),
+                    *self.tokenizer(marker, add_special_tokens=False)["input_ids"],
+                ]
+        first = [start, *said[: self.table_tokens], end]
         found = []
         for text in texts:
-            second = [*ids(text)[: self.sentence_tokens], end]
+            second = [*plain_ids(self.tokenizer, text)[: self.sentence_tokens], end]
             found.append(([*first, *second], [0] * len(first) + [1] * len(second)))
         return found
 

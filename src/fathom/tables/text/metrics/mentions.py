@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from fathom.tables.text.linearize import Grid, Table, content_words, words
 
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)|(?<![\w.])[-+−]?\.\d+")
+
+_SPREAD = re.compile(r"(?<=\d)\s*(?:±|\+/-|\().*", re.DOTALL)
 
 
 def numbers(text: str) -> list[tuple[float, int]]:
@@ -20,11 +24,15 @@ def numbers(text: str) -> list[tuple[float, int]]:
 
 
 def mentioned(cell: str, text: str) -> bool:
-    """Whether a text names a cell: its number, or its words one after the other."""
-    own = numbers(cell)
+    """Whether a text names a cell: its numbers, or its words, one after the other. A spread behind a number, "27.5 ±
+    0.3" or "27.5 (0.3)", may be left out."""
+    own = [value for value, _ in numbers(_SPREAD.sub("", cell))] or [value for value, _ in numbers(cell)]
     if own and not content_words(re.sub(_NUMBER, " ", cell)):
-        return any(value == own[0][0] for value, _ in numbers(text))
-    wanted, said = words(cell), words(text)
+        return _run(own, [value for value, _ in numbers(text)])
+    return _run(words(cell), words(text))
+
+
+def _run(wanted: Sequence[Any], said: Sequence[Any]) -> bool:
     return bool(wanted) and any(said[i : i + len(wanted)] == wanted for i in range(len(said) - len(wanted) + 1))
 
 
@@ -61,13 +69,21 @@ def _derivable(value: float, digits: int, held: list[float]) -> bool:
     def near(other: float) -> bool:
         return abs(other - value) <= half
 
-    if any(near(a) for a in held):
-        return True
-    return any(
-        near(a + b) or near(a - b) or near(b - a) or (b != 0 and (near(a / b) or near(100 * a / b)))
-        for i, a in enumerate(held)
+    def some(ends: tuple[float, float], b: float, other: int, made: Callable[[float, float], float]) -> bool:
+        """Whether a number between the ends, not the one at place `other`, makes the value with b."""
+        low, high = min(ends), max(ends)
+        slack = 1e-9 * (1 + abs(low) + abs(high))
+        places = range(bisect.bisect_left(held, low - slack), bisect.bisect_right(held, high + slack))
+        return any(i != other and near(made(held[i], b)) for i in places)
+
+    low, high = value - half, value + half
+    return some((low, high), 0.0, -1, lambda a, b: a) or any(
+        some((low - b, high - b), b, j, lambda a, b: a + b)
+        or some((low + b, high + b), b, j, lambda a, b: a - b)
+        or some((b - low, b - high), b, j, lambda a, b: b - a)
+        or (b != 0 and some((low * b, high * b), b, j, lambda a, b: a / b))
+        or (b != 0 and some((low * b / 100, high * b / 100), b, j, lambda a, b: 100 * a / b))
         for j, b in enumerate(held)
-        if i != j
     )
 
 
