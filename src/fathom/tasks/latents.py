@@ -113,6 +113,9 @@ class LatentTask(Task):
                 for part in ("space", "denoiser", "denoiser_mean"):
                     if hasattr(model, part):
                         getattr(model, part).load_state_dict(getattr(earlier, part).state_dict())
+        if self.stage == "latent_diffusion" and config.options.source == "learned":
+            # the embeddings move away from those that a decoder was trained on
+            model.config.trained = [stage for stage in model.config.trained if stage == self.stage]
         self.check_stages(model)
         model.config.trained = sorted({*model.config.trained, self.stage})
         model.train_stage(self.stage)
