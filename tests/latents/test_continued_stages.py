@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from latent_models import model
+
 from fathom.tasks import latents as tasks_latents
 from fathom.tasks import lookup
-from latent_models import model
 
 
 def test_embeddings_that_train_again_leave_the_decoder_behind(tmp_path, monkeypatch):

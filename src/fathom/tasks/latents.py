@@ -44,6 +44,7 @@ class LatentTask(Task):
     unwrapped: bool
     held_out = "held-out text"
     reference_name = "unigram"
+    shards = False  # vectors are made, and held-out estimates judged, by parts of the model
     numbered = True  # a row's time follows from the seed and its number
     checkpoint_fields = ("decoder", "codar")
 
