@@ -150,6 +150,17 @@ def test_latents_are_made_anew_when_what_they_are_made_of_changes(tmp_path):
         assert prepared(folder, cache, **options).codec != second.codec
 
 
+def test_a_clip_that_is_trained_on_is_not_held_out(path, tmp_path):
+    for name, file in (("a", "../clip.mp4"), ("b", str(tmp_path / "clip.mp4"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "clips.jsonl").write_text(json.dumps({"file": file}))
+    (tmp_path / "clip.mp4").write_bytes(path.read_bytes())
+    for held_out in ("a", "a/", "b"):
+        data = DataConfig(train=str(tmp_path / "a"), validation=f"{tmp_path}/{held_out}", tokenizer={"bpe": 258})
+        with pytest.raises(ValueError, match=r"clip.mp4 is trained on; hold other clips out"):
+            task().check(data)
+
+
 @pytest.mark.parametrize("changed", ["generator", "dac", "pca_codecs"])
 def test_latents_are_made_anew_by_other_code(changed, tmp_path, monkeypatch):
     first = prepared("generated", tmp_path)

@@ -389,7 +389,7 @@ class ClipFolder:
     last: dict[int, Recording] = dataclasses.field(init=False, repr=False, compare=False)  # line of the index: decoded
 
     def __post_init__(self) -> None:
-        rows, kept, dropped = list(_rows(self.folder / INDEX)), [], []
+        rows, kept, dropped = list(index_rows(self.folder / INDEX)), [], []
         for line, row in enumerate(rows):
             seconds, has_sound = duration(self.folder / row["file"])
             if not has_sound:
@@ -427,7 +427,7 @@ class ClipFolder:
         return (self[index] for index in range(len(self)))
 
 
-def _rows(index: Path) -> Iterator[dict[str, Any]]:
+def index_rows(index: Path) -> Iterator[dict[str, Any]]:
     if not index.is_file():
         raise FileNotFoundError(f"{index}: no such file; it names the folder's clips, one JSON object a line")
     for number, line in enumerate(index.read_text(encoding="utf-8").splitlines(), start=1):

@@ -164,8 +164,11 @@ class AudioVideo(Task):
                     f"data.{name}={value!r}: give {GENERATED!r}, or a folder of clips with clips.jsonl"
                     + (", or null" if name == "validation" else "")
                 )
-        if data.validation == data.train != GENERATED:
-            raise ValueError(f"data.validation={data.validation!r}: is trained on; hold other clips out, or give null")
+        shared = clip_files(data.train) & clip_files(data.validation)
+        if shared:
+            raise ValueError(
+                f"data.validation={data.validation!r}: {min(shared)} is trained on; hold other clips out, or give null"
+            )
 
     def model_config(self, fields: dict[str, Any], data: DataConfig, tokenizer: Any) -> MovaConfig:
         fields = dict(fields)
@@ -501,6 +504,15 @@ class LatentClips(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
         return [self[index] for index in indices]
+
+
+def clip_files(source: Any) -> set[Path]:
+    """The files that a folder's index names, wherever it lies."""
+    from fathom.audiovideo.clips import INDEX, index_rows
+
+    if source in (GENERATED, None):
+        return set()
+    return {(Path(source) / row["file"]).resolve() for row in index_rows(Path(source) / INDEX)}
 
 
 def sources(*names: str) -> str:
