@@ -44,12 +44,11 @@ def run(
     from fathom.train.stages import load_stages, run_stages
 
     stages = load_stages(recipe, SECTIONS)
+    check(recipe, stages)
     for seed in stages.seeds:
         found = run_stages(stages, output, seed, typer.echo)
         folder = output / stages.name / f"seed-{seed}"
         last, result = found[next(reversed(stages.stages))]
-        if not hasattr(last.task, "stage"):
-            raise ValueError(f"{recipe}: the last stage is a {last.task.name!r}; a latent diffusion model is studied")
         model, tokenizer = load(result.model, device)
         data = last.task.prepare(last.data, output / ".data")
         train, held_out = rows(data.train), rows(data.validation)
@@ -61,6 +60,24 @@ def run(
         typer.echo(f"Model: {result.model}")
         for text in tokenizer.batch_decode(model.generate(rows=2, temperature=0.7), skip_special_tokens=True):
             typer.echo(f"> {text}")
+
+
+def check(recipe: Path, stages: Any) -> None:
+    """Raise ValueError, before anything is trained, for what the study after it could not work with."""
+    from fathom.latents.recovery import RecoveryConfig
+    from fathom.latents.writers import WritersConfig
+    from fathom.tasks.base import DEFAULT, Task
+    from fathom.train.loading import build
+
+    name = next(reversed(stages.stages))
+    task = Task.from_yaml(stages.stages[name].get("task", DEFAULT), f"stages.{name}.task")
+    if getattr(task, "stage", None) != "contextual_decoder":
+        raise ValueError(f"{recipe}: the last stage is a {task.name!r}; end with a 'contextual_decoder', which writes")
+    for section, kind in (("recovery", RecoveryConfig), ("writers", WritersConfig)):
+        if section in stages.more:
+            build(kind, stages.more[section], section)
+            if stages.stages[name]["data"].get("validation", "") is None:
+                raise ValueError(f"{recipe}: {section} asks for held-out text; set data.validation of stage {name!r}")
 
 
 @app.command()

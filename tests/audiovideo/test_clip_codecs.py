@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from safetensors.torch import save_file
 from torch.nn import functional
 
+from fathom.audiovideo.checkpoints import read_codec
 from fathom.audiovideo.codecs import NeuralCodec, check_frames, load_codec
 from fathom.audiovideo.dac import Dac
 from fathom.audiovideo.generator import Generator
@@ -234,3 +236,19 @@ def test_the_release_has_its_modules_and_hop():
     assert release.hop == 960 and release.config.sample_rate == 48_000
     assert old_names(release.state_dict())["encoder.block.5.block.4.weight_v"].shape == (4096, 2048, 16)
     assert old_names(release.state_dict())["decoder.model.1.block.1.weight_v"].shape == (2048, 1024, 16)
+
+
+def test_the_codec_of_a_release_is_read_from_its_folders(neural, tmp_path):
+    neural.video.save_pretrained(tmp_path / "video_vae")
+    folder = tmp_path / "audio_vae"
+    folder.mkdir()
+    config, weights = neural.audio.released()
+    (folder / "config.json").write_text(json.dumps({"_class_name": "DAC", "n_codebooks": 9, **config}))
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+    clip = SHORT.clip(100)
+    read = read_codec(tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(read.encode(clip), neural.encode(clip)))
+    del config["sample_rate"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="audio_vae: config of the DAC: 'sample_rate' is missing"):
+        read_codec(tmp_path)

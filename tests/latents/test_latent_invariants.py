@@ -392,6 +392,43 @@ def test_known_tokens_stay_and_holes_are_filled():
         assert torch.equal(out[holes != MASK], text[holes != MASK]) and out.shape == text.shape
 
 
+def test_what_is_known_outlives_an_eos_that_is_written_before_it(monkeypatch):
+    """Every hole becomes EOS (2): known text after it stays, and the row ends after its last known token."""
+    tested, text = shared(), ids(2)
+    text[0, 1] = 2  # known, it ends nothing
+    holes = text.clone()
+    holes[0, 3:5] = holes[0, 9:] = holes[1, 6:] = MASK
+    plain = tested.decoder.forward
+
+    def only_eos(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        out.logits[:] = torch.nn.functional.one_hot(torch.tensor(2), out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(tested.decoder, "forward", only_eos)
+    out = tested.generate(holes, infill=True, steps=3, temperature=0, stop_at_eos=True)
+    assert out[0].tolist() == [*text[0, :3].tolist(), 2, 2, *text[0, 5:9].tolist(), 2, 0, 0]
+    assert out[1].tolist() == [*text[1, :6].tolist(), 2, *[0] * 5]
+    out = tested.generate(rows=2, temperature=0, steps=3, stop_at_eos=True)
+    assert out.tolist() == [[2, *[0] * 11]] * 2
+
+
+@pytest.mark.parametrize("solver", ["ddim", "ancestral", "ode", "sde"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "cosine"}, {"process": "rectified"}])
+def test_a_denoiser_of_noise_that_errs_a_little_samples_near_the_data(options, solver, monkeypatch):
+    """All vectors are c: ε = (x − α c)/σ. An error of 0.01 must not be divided by α = 0 at t = 1."""
+    tested = model(prediction="eps", **options)
+    c = randn(1, 1, tested.config.latent_dim)
+
+    def noise(x, t, previous=None, mask=None):
+        alpha, sigma = (part[:, None, None] for part in tested.process.alpha_sigma(t))
+        return (x - alpha * c) / sigma + 0.01
+
+    monkeypatch.setattr(tested.denoiser_mean, "forward", noise)
+    found = tested.generate(rows=2, steps=50, solver=solver, temperature=0, return_dict_in_generate=True).latents.values
+    assert float((found - c).abs().max()) < 0.05
+
+
 # ---------------------------------------------------------------- saved and loaded; what is refused
 
 
@@ -432,6 +469,7 @@ def test_the_running_mean_follows_the_weights():
     (lambda m: m.decode(Latents(randn(1, 4, 16), None, m.space.fingerprint())), "width 16"),
     (lambda m: m.generate(ids(1, 6), max_new_tokens=7), "max_new_tokens=7: .* 13; the model was trained .* length=12"),
     (lambda m: m.generate(ids(1, 12)), "max_new_tokens=None"),
+    (lambda m: m.generate(restandardise=True, max_new_tokens=1), "restandardise=True: one token has no variance"),
     (lambda m: m.generate(solver="heun"), "solver='heun': must be one of ddim, ancestral, ode, sde"),
     (lambda m: m.generate(step=3), r"step=3: no option of LatentGenerationConfig \(did you mean 'steps'\?\)"),
     (lambda m: m.generate(ids(), infill=True), "infill=True: no row holds the mask token 96"),

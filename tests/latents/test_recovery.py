@@ -187,6 +187,15 @@ def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monk
         assert code == 2 and said.split(":")[0] in err
     code, _, err = run_cli(monkeypatch, capsys, "generate", folder / "denoiser" / "model", "--prompt", "the")
     assert code == 2 and "stage 'contextual_decoder' has not been trained yet" in err
+    for section, changes, said in (
+        ("writers", {"writers": ["codr"]}, "writers='codr'"),
+        ("recovery", {"step": 2}, "recovery.step"),
+        ("data", {**raw["data"], "validation": None}, "asks for held-out text; set data.validation of stage 'decoder'"),
+        ("stages", {"denoiser": raw["stages"]["denoiser"]}, "the last stage is a 'latent_diffusion'"),
+    ):  # before anything is trained
+        path.write_text(yaml.safe_dump({**raw, "name": "wrong", section: changes}, sort_keys=False))
+        code, _, err = run_cli(monkeypatch, capsys, *arguments)
+        assert code == 2 and said in err and not (tmp_path / "runs" / "wrong").exists()
     raw["stages"]["decoder"]["model"]["checkpoint"] = "stage:denoisr"
     raw = {key: raw[key] for key in ("name", "data", "stages")}
     path.write_text(yaml.safe_dump(raw, sort_keys=False))

@@ -26,6 +26,7 @@ _PLACES = {
     "MovaPipeline": "pipeline",
     "branches": "guidance",
     "lora_config": "lora",
+    "read_codec": "checkpoints",
     "read_release": "checkpoints",
     "write_release": "checkpoints",
 }

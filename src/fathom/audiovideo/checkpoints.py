@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fathom.audiovideo.bridge import Bridge
+from fathom.audiovideo.codecs import NeuralCodec
+from fathom.audiovideo.dac import Dac
 from fathom.audiovideo.mova import Mova
 from fathom.audiovideo.towers import AudioTower, VideoTower
 from fathom.writing import new_folder, write_json
@@ -176,6 +178,20 @@ def read_release(folder: str | Path, dtype: torch.dtype | None = None) -> dict[s
             raise FileNotFoundError(f"{folder / part / 'config.json'}: no such file; a release has {', '.join(TOWERS)}")
         found[part] = read_part(folder / part, dtype)
     return found
+
+
+def read_codec(folder: str | Path, frame_rate: float = 24.0) -> NeuralCodec:
+    """The codec of a release, for `MovaPipeline.codec`: diffusers' autoencoder in `video_vae`, the DAC in `audio_vae`.
+    Raises OSError or ValueError."""
+    from diffusers import AutoencoderKLWan
+
+    folder = Path(folder) / "audio_vae"
+    released = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        audio = Dac.from_release(released, read_weights(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return NeuralCodec(AutoencoderKLWan.from_pretrained(folder.with_name("video_vae")), audio, frame_rate)
 
 
 def write_release(parts: dict[str, Any], folder: str | Path, shard: int = 2**33) -> None:

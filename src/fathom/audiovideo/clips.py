@@ -164,15 +164,20 @@ class Recording:
         slack = 1e-3  # a timestamp in ticks may come after the moment that it stands for
         at = begin + np.arange(frames) / frame_rate
         shown = np.clip(np.searchsorted(self.times, at + slack, side="right") - 1, 0, len(self.times) - 1)
-        audio = self.audio
-        if sample_rate != self.sample_rate:
-            common = math.gcd(sample_rate, self.sample_rate)
-            audio = resample_poly(audio, sample_rate // common, self.sample_rate // common).astype(np.float32)
+        audio = self.resampled(sample_rate).audio
         skip = round((begin - self.start) * sample_rate)
         audio = audio[skip:] if skip >= 0 else np.pad(audio, (-skip, 0))
         return Clip(
             self.frames[shown], frame_rate, fitted(audio, samples_of(frames, frame_rate, sample_rate)), sample_rate
         )
+
+    def resampled(self, sample_rate: int) -> Recording:
+        """The recording with its sound at another rate."""
+        if sample_rate == self.sample_rate:
+            return self
+        common = math.gcd(sample_rate, self.sample_rate)
+        audio = resample_poly(self.audio, sample_rate // common, self.sample_rate // common).astype(np.float32)
+        return dataclasses.replace(self, audio=audio, sample_rate=sample_rate)
 
     def count(self, frame_rate: float) -> int:
         """Pictures at that rate that the file has time for."""
@@ -197,24 +202,34 @@ def read_recording(path: Path, size: tuple[int, int] | None = None, shorter_side
             pictures.thread_type = "AUTO"
             promised, seconds = pictures.frames, pictures.duration and float(pictures.duration * pictures.time_base)
             guessed = pictures.average_rate or pictures.guessed_rate or Fraction(24)
-            frames, times, blocks, rate = [], [], [], sound.rate
+            # Matroska counts no pictures, and its header has the length of the whole file alone
+            whole_file = file.duration / av.time_base if "matroska" in file.format.name and file.duration else 0.0
+            frames, times, ends, blocks, rate = [], [], [], [], sound.rate
             for frame in file.decode(pictures, sound):
                 if isinstance(frame, av.VideoFrame):
                     if size is None and shorter_side is not None:
                         share = min(1.0, shorter_side / min(frame.height, frame.width))
-                        size = (round(frame.height * share), round(frame.width * share))
+                        sides = frame.height, frame.width
+                        size = tuple(round(side * share) for side in (sides[::-1] if _turns(frame) % 2 else sides))
                     frames.append(_picture(frame, size))
                     times.append(frame.time)
+                    ends.append(frame.time + float((frame.duration or 0) * frame.time_base))
                 else:
                     blocks.append((frame.time, _mono(frame)))
     except (av.error.FFmpegError, EOFError) as error:
         raise ValueError(f"{path}: not a readable clip, or cut short ({_said(error)})") from error
-    if len(frames) < max(1, promised) or not blocks:
-        missing = f"{len(frames)} of {promised} pictures" if blocks else "no sound"
-        raise ValueError(f"{path}: cut short: {missing} could be read")
+    if not frames or not blocks:
+        raise ValueError(f"{path}: cut short: no {'sound' if frames else 'pictures'} could be read")
+    # A file that was trimmed without coding it anew holds more pictures than it shows: its length decides.
+    shown, frame = max(ends) - min(times), 1 / float(guessed)
+    if len(frames) < promised and shown < (seconds or math.inf) - frame:
+        raise ValueError(f"{path}: cut short: {len(frames)} of {promised} pictures could be read")
+    last = max(*ends, blocks[-1][0] + len(blocks[-1][1]) / rate)
+    if last < whole_file - max(0.5, 2 * frame):
+        raise ValueError(f"{path}: cut short: {last:.2f} of {whole_file:.2f} s could be read")
     order = np.argsort(times, kind="stable")
     at = np.array(times)[order]
-    first, last_shown = at[0], 1 / float(guessed)
+    first = at[0]
     start, audio = _joined(blocks, rate)
     return Recording(
         frames=np.stack([frames[i] for i in order]),
@@ -223,7 +238,7 @@ def read_recording(path: Path, size: tuple[int, int] | None = None, shorter_side
         audio=audio,
         start=start - first,
         sample_rate=rate,
-        duration=max(float(seconds or 0), at[-1] - first + last_shown),
+        duration=max(float(seconds or 0), at[-1] - first + frame),
     )
 
 
@@ -231,7 +246,19 @@ def _said(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def _turns(frame: Any) -> int:
+    """Quarters by which a picture is to be turned to the left before it is shown: phones store pictures lying down."""
+    return round(frame.rotation / 90) % 4
+
+
 def _picture(frame: Any, size: tuple[int, int] | None) -> np.ndarray:
+    turns = _turns(frame)
+    if turns % 2 and size is not None:
+        size = size[::-1]
+    return np.rot90(_stored_picture(frame, size), turns)
+
+
+def _stored_picture(frame: Any, size: tuple[int, int] | None) -> np.ndarray:
     standard = {"src_colorspace": "ITU709"} if frame.colorspace == 1 else {}  # BT.601 is what is assumed otherwise
     if size is None:
         return frame.to_ndarray(format="rgb24", **standard)
@@ -359,9 +386,10 @@ class ClipFolder:
     rows: list[dict[str, Any]] = dataclasses.field(init=False, repr=False)
     kept: list[tuple[int, float]] = dataclasses.field(init=False, repr=False)
     dropped: list[str] = dataclasses.field(init=False, repr=False)
+    last: dict[int, Recording] = dataclasses.field(init=False, repr=False, compare=False)  # line of the index: decoded
 
     def __post_init__(self) -> None:
-        rows, kept, dropped = list(_rows(self.folder / INDEX)), [], []
+        rows, kept, dropped = list(index_rows(self.folder / INDEX)), [], []
         for line, row in enumerate(rows):
             seconds, has_sound = duration(self.folder / row["file"])
             if not has_sound:
@@ -373,7 +401,7 @@ class ClipFolder:
         if not kept:
             need = self.frames / self.frame_rate
             raise ValueError(f"{self.folder}: none of {len(rows)} files lasts {need:.2f} s ({self.frames} pictures)")
-        for name, value in (("rows", rows), ("kept", kept), ("dropped", dropped)):
+        for name, value in (("rows", rows), ("kept", kept), ("dropped", dropped), ("last", {})):
             object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
@@ -382,17 +410,24 @@ class ClipFolder:
     def __getitem__(self, index: int) -> Clip:
         line, begin = self.kept[index]
         row = self.rows[line]
-        recording = read_recording(self.folder / row["file"], self.size)
+        if line not in self.last:  # the windows of a file follow one another: it is decoded once for all of them
+            self.last.clear()
+            self.last[line] = read_recording(self.folder / row["file"], self.size).resampled(self.sample_rate)
+        recording = self.last[line]
         clip = recording.clip(self.frame_rate, self.sample_rate, self.frames, begin)
         events = tuple(time - begin for time in row.get("events", ()) if 0 <= time - begin < clip.duration)
-        clip = dataclasses.replace(clip, caption=row.get("caption", ""), events=events, offset=row.get("offset", 0.0))
+        clip = dataclasses.replace(clip, caption=self.caption(index), events=events, offset=row.get("offset", 0.0))
         return clip if self.loudness is None else normalized(clip, self.loudness)
+
+    def caption(self, index: int) -> str:
+        """What is said of a clip, without decoding it."""
+        return self.rows[self.kept[index][0]].get("caption", "")
 
     def __iter__(self) -> Iterator[Clip]:
         return (self[index] for index in range(len(self)))
 
 
-def _rows(index: Path) -> Iterator[dict[str, Any]]:
+def index_rows(index: Path) -> Iterator[dict[str, Any]]:
     if not index.is_file():
         raise FileNotFoundError(f"{index}: no such file; it names the folder's clips, one JSON object a line")
     for number, line in enumerate(index.read_text(encoding="utf-8").splitlines(), start=1):
@@ -404,7 +439,15 @@ def _rows(index: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{index}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get("file"), str):
             raise ValueError(f'{index}, line {number}: give an object with "file", such as {{"file": "dog.mp4"}}')
+        if not isinstance(row.get("caption", ""), str):
+            raise ValueError(f"{index}, line {number}: caption={row['caption']!r}: give text, or leave it out")
+        if not _times(row.get("events", [])):
+            raise ValueError(f"{index}, line {number}: events={row['events']!r}: give seconds, such as [0.5, 1.25]")
         yield row
+
+
+def _times(events: Any) -> bool:
+    return isinstance(events, list) and all(isinstance(t, int | float) and not isinstance(t, bool) for t in events)
 
 
 def duration(path: Path) -> tuple[float, bool]:

@@ -301,8 +301,13 @@ def fitted_picture(image: Any, height: int, width: int) -> UInt8[np.ndarray, "H 
     """A picture cropped around its centre to the proportions, and resized."""
     from PIL import Image, ImageOps
 
-    picture = image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image, dtype=np.uint8))
-    return np.array(ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS))
+    if not isinstance(image, Image.Image):
+        image = np.asarray(image)
+        if image.dtype != np.uint8:
+            raise ValueError(f"image of {image.dtype}: give RGB as uint8, 0 … 255, or a PIL image")
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    upright = ImageOps.exif_transpose(picture)
+    return np.array(ImageOps.fit(upright.convert("RGB"), (width, height), Image.Resampling.LANCZOS))
 
 
 def settings_of(video: VideoTower, audio: AudioTower, bridge: Bridge | None, second: VideoTower | None) -> MovaConfig:

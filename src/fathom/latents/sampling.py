@@ -1,4 +1,4 @@
-"""From noise to a text: N steps of a solver from t = 1 to `t_end`, then the decoder.
+"""From noise to a text: N steps of a solver from t = 1 (0.95 where ε is predicted) to `t_end`, then the decoder.
 
     x ~ N(0, I);   for t → s:   x̂₀ = D(x, t, x̂₀ of the step before)
       ddim        x ← α_s x̂₀ + σ_s ε̂
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fathom.diffusion.sampling import seeds
 from fathom.latents.encoder import Latents
-from fathom.latents.process import Process
+from fathom.latents.process import LATEST, Process
 from fathom.models.registry import nearest
 
 SOLVERS = ("ddim", "ancestral", "ode", "sde")
@@ -47,9 +47,11 @@ class LatentGenerationConfig:
         temperature: τ of the decoder; 0 takes the likeliest token.
         top_p: the decoder samples among the likeliest tokens of this mass.
         restandardise: the memory's dimensions get mean 0 and variance 1 again, as estimates vary less than vectors do.
+            Mean and variance are those of all rows together: a text then depends on the others of its batch.
         infill: fill the mask tokens within the inputs instead.
         rows: texts, where there are no inputs.
-        stop_at_eos: a row ends with its first EOS: padding follows it, and decoding stops once all rows have ended.
+        stop_at_eos: a row ends with the first EOS that it writes: padding follows it, and decoding stops once all rows
+            have ended. A text that is filled in does not end before what is known of it.
         seed: of the noise, a list gives each row its own; the decoder's draws follow from the first.
         return_dict_in_generate: a `LatentGenerationOutput` instead of the ids alone.
 
@@ -203,7 +205,9 @@ def denoised(
         held = noise()
     x = noise()
     mask = None if bool(real.all()) else real
-    times = torch.linspace(1, config.t_end, config.steps + 1, dtype=dtype).to(canvas.device)
+    # at t = 1 the noise says nothing of x₀: an estimate of ε would be divided by α = 0
+    first = max(LATEST, config.t_end) if process.prediction == "eps" else 1.0
+    times = torch.linspace(first, config.t_end, config.steps + 1, dtype=dtype).to(canvas.device)
     previous = None
     for t, s in itertools.pairwise(times):
         at = t.expand(len(x))
@@ -217,6 +221,8 @@ def denoised(
         previous = torch.where(known[..., None], x0_known, previous)
     if config.restandardise:
         kept = previous[real]
+        if len(kept) < 2:
+            raise ValueError("restandardise=True: one token has no variance; leave it out")
         previous = (previous - kept.mean(0)) / kept.std(0).clamp(min=1e-6)
     return previous * real[..., None], config.steps
 
@@ -268,6 +274,17 @@ class Known(LogitsProcessor):
         return scores.masked_fill(other & self.known[:, column, None], -torch.inf)
 
 
+class Ended(StoppingCriteria):
+    """Rows that wrote EOS. One that is known, or that comes before what is known, ends nothing."""
+
+    def __init__(self, eos: int, known: Tensor):
+        self.eos_token_id = eos  # by this name transformers knows that rows which end are padded
+        self.more = known.flip(1).cummax(1).values.flip(1)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] == self.eos_token_id) & ~self.more[:, input_ids.shape[1] - 2]
+
+
 @torch.no_grad()
 def decode(
     model: Any, latents: Latents, *, temperature: float = 0.0, top_p: float | None = None, stop_at_eos: bool = False,
@@ -300,7 +317,7 @@ def decode(
     if stop_at_eos:
         if model.config.eos_token_id is None:
             raise ValueError("stop_at_eos=True: the tokenizer has no EOS token")
-        options["eos_token_id"] = model.config.eos_token_id
+        options["stopping_criteria"] = StoppingCriteriaList([Ended(model.config.eos_token_id, known)])
     forced = [Known(canvas, known)] if bool(known[:, prefix:].any()) else []
     memory = model.read(latents)
     with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []), decoder.reading(memory):

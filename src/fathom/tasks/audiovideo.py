@@ -9,6 +9,8 @@ captions and first pictures sound when something happens in them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -51,6 +53,7 @@ class AudioVideo(Task):
     codec: "pca", fitted to the training clips, or the folder of a codec.
     video_channels, audio_channels: of the codec "pca".
     loudness: LUFS to which the sound of files is brought; None: as it is.
+    text_length: tokens of a caption, and of a prompt; longer ones are cut.
     train_clips, held_out_clips: how many are generated; of a folder all are taken, up to `data.max_documents`.
     actions: of generated clips, "bounce" and "flash".
     things: in a generated clip, 1, 2, or 0 for either.
@@ -69,6 +72,7 @@ class AudioVideo(Task):
     video_channels: int = 16
     audio_channels: int = 32
     loudness: float | None = None
+    text_length: int = 32
     train_clips: int = 2000
     held_out_clips: int = 200
     actions: tuple[str, ...] = ("bounce", "flash")
@@ -129,7 +133,7 @@ class AudioVideo(Task):
         where = "task audiovideo"
         for name in ("frames", "height", "width", "sample_rate", "video_channels", "audio_channels", "train_clips"):
             check_range(where, name, getattr(self, name), 1)
-        for name in ("held_out_clips", "made", "steps"):
+        for name in ("held_out_clips", "made", "steps", "text_length"):
             check_range(where, name, getattr(self, name), 1)
         check_number(where, "frame_rate", self.frame_rate, 1)
         object.__setattr__(self, "actions", tuple(self.actions))
@@ -160,8 +164,11 @@ class AudioVideo(Task):
                     f"data.{name}={value!r}: give {GENERATED!r}, or a folder of clips with clips.jsonl"
                     + (", or null" if name == "validation" else "")
                 )
-        if data.validation == data.train != GENERATED:
-            raise ValueError(f"data.validation={data.validation!r}: is trained on; hold other clips out, or give null")
+        shared = clip_files(data.train) & clip_files(data.validation)
+        if shared:
+            raise ValueError(
+                f"data.validation={data.validation!r}: {min(shared)} is trained on; hold other clips out, or give null"
+            )
 
     def model_config(self, fields: dict[str, Any], data: DataConfig, tokenizer: Any) -> MovaConfig:
         fields = dict(fields)
@@ -169,7 +176,7 @@ class AudioVideo(Task):
         if tokenizer is None and isinstance(data.tokenizer, str):
             tokenizer = load_tokenizer(data.tokenizer)
         codec = self._codec_sizes()
-        for name, value in {**self._sizes(), **codec}.items():
+        for name, value in {**self._sizes(), "text_length": self.text_length, **codec}.items():
             if fields.get(name, value) != value:
                 raise ValueError(f"model.{name}={fields[name]!r}: the task's clips have {value!r}; leave it out")
             fields[name] = value
@@ -251,9 +258,10 @@ class AudioVideo(Task):
         codec_folder = self._codec_folder(train, cache)
 
         def latents(clips: Clips) -> LatentClips:
-            key = cache_key(*clips.key, tokenizer_hash(tokenizer), self._codec_key(codec_folder), self._sizes())
+            coder = [codec_sources(), self._codec_key(codec_folder), self.text_length]
+            key = cache_key(*clips.key, tokenizer_hash(tokenizer), *coder)
             folder = cache / f"latents-{key}"
-            build_once(folder, lambda work: write_latents(clips, codec_folder, tokenizer, work))
+            build_once(folder, lambda work: write_latents(clips, codec_folder, tokenizer, work, self.text_length))
             return LatentClips(folder)
 
         rows = None if held_out is None else latents(held_out)
@@ -279,23 +287,25 @@ class AudioVideo(Task):
                 frame_rate=self.frame_rate, size=(self.height, self.width), sample_rate=self.sample_rate, **shares,
             )  # fmt: skip
             first = HELD_OUT if held_out else 0
-            key = ["generated", json.dumps(dataclasses.asdict(made)), first, count]
+            key = ["generated", dataclasses.asdict(made), sources("generator"), first, count]
             return Clips(lambda index: made.clip(first + index), count, key, "")
         folder = ClipFolder(
             Path(source), self.frames, self.frame_rate, self.sample_rate, (self.height, self.width), self.loudness
         )
         count = len(folder) if held_out or data.max_documents is None else min(len(folder), data.max_documents)
-        files = sorted({Path(source) / row["file"] for row in folder.rows})
-        stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        stats = [(Path(source) / row["file"]).stat() for row in folder.rows]
+        files = [[row, stat.st_size, stat.st_mtime_ns] for row, stat in zip(folder.rows, stats)]
+        read_as = [self._sizes(), self.sample_rate, self.loudness, sources("clips")]
         note = f"Left out of {source}: {len(folder.dropped)} files that are too short." if folder.dropped else ""
-        return Clips(folder.__getitem__, count, ["folder", stats, self.loudness, count], note)
+        return Clips(folder.__getitem__, count, ["folder", str(source), files, read_as, count], note, folder.caption)
 
     def _codec_folder(self, train: Clips, cache: Path) -> Path:
         if self.codec != "pca":
             return Path(self.codec)
         from fathom.audiovideo.pca_codecs import PcaCodec
 
-        folder = cache / f"codec-{cache_key(*train.key, self.video_channels, self.audio_channels)}"
+        key = cache_key(*train.key, self.video_channels, self.audio_channels, codec_sources())
+        folder = cache / f"codec-{key}"
 
         def build(work: Path) -> None:
             some = (train[index] for index in range(min(len(train), 400)))
@@ -440,10 +450,11 @@ class PreparedClips(PreparedData):
 
 
 class Clips:
-    """`count` clips that are made or read when they are asked for; `key` says which they are."""
+    """`count` clips that are made or read when they are asked for; `key` says which they are, and by what code.
+    `caption`: of a clip's number, where it is known without reading the clip."""
 
-    def __init__(self, get: Any, count: int, key: list[Any], note: str) -> None:
-        self.get, self.count, self.key, self.note = get, count, key, note
+    def __init__(self, get: Any, count: int, key: list[Any], note: str, caption: Any = None) -> None:
+        self.get, self.count, self.key, self.note, self.caption = get, count, key, note, caption
 
     def __len__(self) -> int:
         return self.count
@@ -452,7 +463,8 @@ class Clips:
         return self.get(index)
 
     def captions(self) -> Iterator[str]:
-        return (self.get(index).caption for index in range(self.count))
+        told = self.caption or (lambda index: self.get(index).caption)
+        return (told(index) for index in range(self.count))
 
 
 class LatentClips(torch.utils.data.Dataset):
@@ -494,8 +506,28 @@ class LatentClips(torch.utils.data.Dataset):
         return [self[index] for index in indices]
 
 
+def clip_files(source: Any) -> set[Path]:
+    """The files that a folder's index names, wherever it lies."""
+    from fathom.audiovideo.clips import INDEX, index_rows
+
+    if source in (GENERATED, None):
+        return set()
+    return {(Path(source) / row["file"]).resolve() for row in index_rows(Path(source) / INDEX)}
+
+
+def sources(*names: str) -> str:
+    """A digest of files of fathom.audiovideo: what is cached is made anew when the code that made it changes."""
+    package = Path(importlib.import_module("fathom.audiovideo").__path__[0])
+    return hashlib.sha256(b"".join((package / f"{name}.py").read_bytes() for name in names)).hexdigest()
+
+
+def codec_sources() -> str:
+    """Of what stands between clips and latents."""
+    return sources("codecs", "pca_codecs", "dac", "pipeline")
+
+
 @torch.no_grad()
-def write_latents(clips: Clips, codec_folder: Path, tokenizer: Any, folder: Path) -> None:
+def write_latents(clips: Clips, codec_folder: Path, tokenizer: Any, folder: Path, text_length: int) -> None:
     """Encode clips into the files of `LatentClips`."""
     from fathom.audiovideo.codecs import load_codec
     from fathom.audiovideo.pipeline import first_latents, tokenized
@@ -521,14 +553,11 @@ def write_latents(clips: Clips, codec_folder: Path, tokenizer: Any, folder: Path
         captions += [clip.caption for clip in some]
     for array in arrays.values():
         array.flush()
-    ids, mask = tokenized(tokenizer, [*captions, ""], TEXT_LENGTH)
+    ids, mask = tokenized(tokenizer, [*captions, ""], text_length)
     np.save(folder / "input_ids.npy", ids[:-1].numpy())
     np.save(folder / "attention_mask.npy", mask[:-1].numpy())
     null = {"ids": ids[-1].tolist(), "mask": mask[-1].tolist()}
     (folder / "captions.json").write_text(json.dumps({"captions": captions, "null": null}), encoding="utf-8")
-
-
-TEXT_LENGTH = 32
 
 
 def pipeline_of(model: Any, data: PreparedData) -> Any:

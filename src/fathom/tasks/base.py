@@ -115,6 +115,7 @@ class Task:
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
     alternates: ClassVar[bool] = False  # whether parts of a model take no part in some training steps
+    shards: ClassVar[bool] = True  # whether all that it computes goes through the model's forward, which FSDP needs
     numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod

@@ -44,6 +44,7 @@ class LatentTask(Task):
     unwrapped: bool
     held_out = "held-out text"
     reference_name = "unigram"
+    shards = False  # vectors are made, and held-out estimates judged, by parts of the model
     numbered = True  # a row's time follows from the seed and its number
     checkpoint_fields = ("decoder", "codar")
 
@@ -113,6 +114,9 @@ class LatentTask(Task):
                 for part in ("space", "denoiser", "denoiser_mean"):
                     if hasattr(model, part):
                         getattr(model, part).load_state_dict(getattr(earlier, part).state_dict())
+        if self.stage == "latent_diffusion" and config.options.source == "learned":
+            # the embeddings move away from those that a decoder was trained on
+            model.config.trained = [stage for stage in model.config.trained if stage == self.stage]
         self.check_stages(model)
         model.config.trained = sorted({*model.config.trained, self.stage})
         model.train_stage(self.stage)

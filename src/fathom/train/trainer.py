@@ -288,6 +288,8 @@ def train_run(
         eval_dataset=data.validation,
         processing_class=task.processor(data),
     )
+    if trainer.is_fsdp_enabled and not task.shards:
+        raise ValueError(f"task {task.name!r} under FSDP: it runs parts of the model by themselves; use DDP (torchrun)")
     if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
         raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
     trainer.remove_callback(PrinterCallback)
