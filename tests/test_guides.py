@@ -161,6 +161,25 @@ def test_what_is_dear_parses(command):
         assert parse(words[words.index("fathom") + 1 :]).command.callback
 
 
+@pytest.mark.parametrize("page", ["tables", "tools", "clips", "vision", "growth", "decoding"])
+def test_what_other_guides_say_parses(page):
+    for command in commands(f"docs/{page}.md"):
+        if not SETUP.match(command):
+            words = shlex.split(command)
+            assert parse(words[words.index("fathom") + 1 :]).command.callback, command
+
+
+def test_the_readme_lists_every_extra_with_its_packages():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`[a-z`, ]+) \|.*\| ([^|]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = {name: packages.split(", ") for names, packages in rows for name in re.findall("[a-z]+", names)}
+    for name, needs in extras.items():
+        if name in ("test", "check", "docs"):  # one row for the three
+            assert name in listed
+        else:
+            assert set(listed[name]) == {re.split("[>=]", need)[0] for need in needs}, name
+
+
 @pytest.mark.parametrize("command", [command for command in COMMANDS if SETUP.match(command)])
 def test_what_sets_up_names_things_that_exist(command):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

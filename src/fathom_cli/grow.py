@@ -43,7 +43,7 @@ def command(
         return
     idle = made["parameters"] - made["active_parameters"]
     active = f", {made['active_parameters']:,} of them active" if idle else ""
-    typer.echo(f"{method}: {made['parameters']:,} parameters{active}. Before training it computes {made['start']}.")
+    typer.echo(f"{method}: {made['parameters']:,} parameters{active}. Before training it is {made['start']}.")
     typer.echo(f"Model: {output}")
 
 

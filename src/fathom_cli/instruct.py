@@ -52,11 +52,11 @@ def command(
     for row in make_rows(dealt(), names, seed, counts=counts):
         split[part].append(row)
     if not split["train"]:
-        raise ValueError(f"{corpus}: no row could be made of it; the guide says what documents and records must hold")
+        raise ValueError(f"{corpus}: no row could be made of it; docs/tools.md says what they must hold")
     output.mkdir(parents=True, exist_ok=True)
     for name, rows in sorted(split.items()):  # train.jsonl last: where it is, all is
         write_text(output / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    by_type: dict[str, dict[str, int]] = {}
+    by_type: dict[str, dict[str, int]] = {name: {} for name in sorted(names or ())}  # one that found nothing says 0
     for (name, what), number in sorted(counts.items()):
         by_type.setdefault(name, {})[what] = number
     found = {"train": len(split["train"]), "held_out": len(split["held-out"]), "types": by_type}

@@ -91,8 +91,10 @@ def recovery(
 ) -> None:
     """How much of a text is left in its noised vectors, and which head gets it back: recovery.json and a plot."""
     from fathom.data import DataConfig, prepare
+    from fathom.evaluate.load_model import refuse_other_families
     from fathom.latents.model import load
 
+    refuse_other_families(model, ("fathom_latent",), "a model of a stage that `fathom latents run` has trained")
     loaded, _ = load(model, device)
     config = DataConfig(train=train, validation=held_out, tokenizer=model, block_size=loaded.config.length)
     data = prepare(config, output / ".data")

@@ -16,6 +16,18 @@ from fathom_cli import nearest
 from fathom_cli.catalogue import Entry, entries
 from fathom_cli.options import Json
 
+VERBS = {  # where a registry's methods are asked for on the command line, or in a recipe
+    "audiovideo": "mova: {{…}} of a recipe's model or methods",
+    "block_cache": "fathom generate MODEL --block-cache {name}",
+    "curation": "fathom curate RAW -o FOLDER --config FILE, of these options",
+    "growth": "fathom grow MODEL --method {name} -o FOLDER",
+    "latents": "codar: {{…}} of a recipe's model",
+    "policy": "fathom generate MODEL --policy {name}",
+    "table_to_text": "table: {{name: {name}}} of a recipe's methods",
+    "tables": "fathom table ask, picard: {{…}} of a recipe's task text_to_sql",
+    "vision": "fathom vision see MODEL --method {name}",
+}
+
 
 def complete(incomplete: str) -> list[str]:
     """Names of methods, for the shell."""
@@ -110,7 +122,8 @@ def _use(entry: Entry) -> str:
         return f"{section}, {entry.registry}={{'name': '{entry.name}'}} in Python"
     if entry.registry == "cache":
         return f"fathom cache MODEL --method {entry.name}, or with compress(model, fathom.{entry.call}(…)): in Python"
-    return f"{entry.verb}, or {entry.call}(…) in Python" if entry.verb else f"{entry.call}(…) in Python"
+    verb = entry.verb or VERBS.get(entry.registry, "").format(name=entry.name)
+    return f"{verb}, or {entry.call}(…) in Python" if verb else f"{entry.call}(…) in Python"
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:

@@ -32,9 +32,9 @@ def load(checkpoint: str, device: str | None) -> tuple[Any, Any]:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     import fathom  # noqa: F401  its models are known to the Auto classes then
-    from fathom.models.local_paths import refuse_absent
+    from fathom.evaluate.load_model import refuse_other_families
 
-    refuse_absent(checkpoint, f"model {checkpoint}")
+    refuse_other_families(checkpoint, ("fathom_t5", "t5"), "a model that task text_to_sql has trained")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     return model.to(place).eval(), AutoTokenizer.from_pretrained(checkpoint)

@@ -44,7 +44,7 @@ def make(
 
     \b
     Example:
-      fathom video make runs/mova_demo/both/tokens-0-seed-0/model --prompt "a red ball bounces" -o clip.mp4
+      fathom video make runs/mova_demo/both/tokens-1944000-seed-0/model --prompt "a red ball bounces" -o clip.mp4
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -52,6 +52,7 @@ def make(
     from fathom.audiovideo import MovaPipeline
     from fathom.audiovideo.clips import Clip, write_clip
     from fathom.audiovideo.metrics import score as measure
+    from fathom.evaluate.load_model import refuse_other_families
     from fathom_cli.vision import read
 
     if output.suffix != ".mp4":
@@ -59,6 +60,7 @@ def make(
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
     picture = None if image is None else read(image)
+    refuse_other_families(str(checkpoint), ("fathom_mova",), "a model that task audiovideo has trained")
     disable_progress_bar()  # of reading weights
     pipeline = MovaPipeline.from_pretrained(checkpoint)
     pipeline.set_progress_bar_config(disable=json_output)

@@ -44,9 +44,11 @@ def load(model: str, device: str | None) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from fathom.models.local_paths import refuse_absent
+    from fathom.evaluate.load_model import refuse_other_families
+    from fathom.vision.families import FAMILIES, REFUSED
 
-    refuse_absent(model, f"model {model}")
+    known = (*FAMILIES, *(f"fathom_{name}" for name in FAMILIES), *REFUSED)  # REFUSED: said why, once it is loaded
+    refuse_other_families(model, known, f"one of {', '.join(family.title for family in FAMILIES.values())}")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(model, dtype="auto")
     return loaded.to(place).eval(), AutoProcessor.from_pretrained(model)

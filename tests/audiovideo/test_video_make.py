@@ -67,4 +67,4 @@ def test_what_cannot_be_written_is_refused_first(make, more, message):
 
 def test_a_folder_without_a_model_is_named(monkeypatch, capsys, tmp_path):
     code, _, err = run_cli(monkeypatch, capsys, "video", "make", tmp_path, "--prompt", "a")
-    assert code == 2 and "no config.json; give the folder of a trained model" in err
+    assert code == 2 and "no config.json in this folder, so it is no checkpoint" in err

@@ -69,7 +69,8 @@ def test_a_folder_is_read_as_training_reads_it(run, folder, tmp_path):
     assert (found["tokens"], found["bytes"]) == (sum(s.tokens for s in scores), sum(len(d.encode()) for d in documents))
     assert "documents      2, each by itself" in run(folder, "--text", texts / "a.jsonl")[1]
     (texts / "a.jsonl").write_text('{"body": "x"}\n')
-    assert "line 1: no field 'text' (found: body); name the one with the text so" in run(folder, "--text", texts)[2]
+    said = "line 1: no field 'text' (found: body); give the one with the text that name, 'text'"
+    assert said in run(folder, "--text", texts)[2]
     (texts / "a.jsonl").write_bytes(b"{}\0")
     assert "a.jsonl: NUL at byte 2 (0x00, line 1)" in run(folder, "--text", texts)[2]
 

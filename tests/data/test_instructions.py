@@ -94,12 +94,13 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     ]
     file.write_text("".join(json.dumps(paper) + "\n" for paper in papers))
     run = lambda *options: run_cli(monkeypatch, capsys, "instruct", file, "-o", tmp_path / "rows", *options)  # noqa: E731
-    code, out, _ = run("--types", "title,definition", "--held-out", 0.3, "--json")
+    code, out, _ = run("--types", "title,definition,qa", "--held-out", 0.3, "--json")
     found = json.loads(out)
     rows = {n: (tmp_path / "rows" / f"{n}.jsonl").read_text().splitlines() for n in ("train", "held-out")}
     assert code == 0 and (found["train"], found["held_out"]) == tuple(map(len, rows.values())) and found["held_out"] > 0
     assert found["types"]["title"] == {"found": 20, "made": 20}
     assert found["types"]["definition"] == {"duplicate": 19, "found": 20, "made": 1}
+    assert found["types"]["qa"] == {}  # asked for and not found: said, and 0 rows in the table
     titles = {n: {json.loads(row)["output"] for row in some} for n, some in rows.items()}
     assert not titles["train"] & titles["held-out"]
     code, _, err = run()

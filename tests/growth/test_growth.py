@@ -204,7 +204,7 @@ def test_the_command_says_what_it_made(base, tmp_path, monkeypatch, capsys):
 
     options = ("--set", "disciplines=2", "--set", "slices=7")
     code, out, _ = command("--method", "innovator", "-o", tmp_path / "x", *options, "--set", "routed_scaling=0.5")
-    assert code == 0 and "Before training it computes not the dense model: a slice of every copy" in out
+    assert code == 0 and "Before training it is not the dense model: a slice of every copy" in out
     assert FathomConfig.from_pretrained(tmp_path / "x").feed_forward["routed_scaling"] == 0.5
     assert json.loads((tmp_path / "x" / "growth.json").read_text())["options"]["slices"] == 7
     for arguments, said in (

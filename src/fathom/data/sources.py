@@ -171,7 +171,8 @@ class Source:
         return text
 
     def _no_field(self, where: str, found: list[str]) -> str:
-        remedy = "set data.text_field" if self.argument.startswith("data.") else "name the one with the text so"
+        rename = f"give the one with the text that name, {self.text_field!r}"
+        remedy = "set data.text_field" if self.argument.startswith("data.") else rename
         return f"{where}: no field {self.text_field!r} (found: {', '.join(found) or 'none'}); {remedy}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,6 +24,14 @@ from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
+
+READ_BY = {  # families of ours that are no causal language models
+    "fathom_latent": "`fathom generate` and `fathom latents recovery`",
+    "fathom_mova": "`fathom video make`",
+    "fathom_t5": "`fathom table ask` and `fathom table show`",
+    "fathom_table_bart": "`fathom table describe`",
+    "fathom_table_t5": "`fathom table describe`",
+}
 
 
 def load_checkpoint(
@@ -49,8 +59,8 @@ def load_checkpoint(
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if family not in {FathomConfig.model_type, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} and not remote:
         raise ValueError(
-            f"{checkpoint}: family {family!r} is not supported, it is no causal language model of transformers; "
-            f"supported: {FathomConfig.model_type}, {', '.join(STOCK)} (methods run on these) and "
+            f"{checkpoint}: family {family!r} is not supported, it is no causal language model of transformers"
+            f"{_read_by(family)}; supported: {FathomConfig.model_type}, {', '.join(STOCK)} (methods run on these) and "
             f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(STOCK)} more as they are"
         )
     tokenizer = _tokenizer(weights, trust_remote_code)
@@ -80,8 +90,51 @@ def load_checkpoint(
     return model.to(place).eval(), tokenizer
 
 
+def refuse_other_families(checkpoint: str, families: Container[str], wanted: str) -> None:
+    """Raise ValueError, with what is `wanted`, for a checkpoint of another family than `families`; FileNotFoundError or
+    ValueError for what is no checkpoint.
+
+    transformers reads a config as any class that it is asked for, and fails somewhere within.
+    """
+    _refuse_no_checkpoint(checkpoint)
+    try:
+        family = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    except OSError as error:
+        raise _unread(checkpoint, error) from error
+    if family not in families:
+        raise ValueError(f"{checkpoint}: family {family!r}; give {wanted}{_read_by(family)}")
+
+
 def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
     """The checkpoint's transformers config. Raises FileNotFoundError or ValueError as `load_checkpoint` does."""
+    _refuse_no_checkpoint(checkpoint)
+    try:
+        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise _unread(checkpoint, error) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{checkpoint}: needs Python code that comes with it, and that is not run unasked; read it, then pass "
+                "trust_remote_code=True (--trust-remote-code)"
+            ) from error
+        for family in READ_BY:  # one that the Auto classes do not know
+            if f"`{family}`" in str(error):
+                raise ValueError(f"{checkpoint}: family {family!r}{_read_by(family)}") from error
+        hint = ""
+        if "model_type" in str(error) or "model type" in str(error):
+            hint = (
+                f" Fathom's methods run on the families {', '.join(STOCK)}; "
+                "transformers' other causal language models can be evaluated as they are"
+            )
+        raise ValueError(f"{checkpoint}: {_first_line(error)}{hint}") from error
+
+
+def _read_by(family: str | None) -> str:
+    return f"; this one is read by {READ_BY[family]}" if family in READ_BY else ""
+
+
+def _refuse_no_checkpoint(checkpoint: str) -> None:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -94,27 +147,15 @@ def load_config(checkpoint: str, trust_remote_code: bool = False) -> Any:
     elif folder.exists():
         raise ValueError(f"{checkpoint}: is a file; give the folder of a checkpoint, or a hub name")
     refuse_absent(checkpoint, checkpoint)
-    try:
-        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        if folder.is_dir():
-            raise ValueError(f"{folder / 'config.json'}: cannot be read ({_first_line(error)})") from error
-        raise FileNotFoundError(
-            f"{checkpoint}: no such folder here, and the hub gave no model of this name ({_first_line(error)})"
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{checkpoint}: needs Python code that comes with it, and that is not run unasked; read it, then pass "
-                "trust_remote_code=True (--trust-remote-code)"
-            ) from error
-        hint = ""
-        if "model_type" in str(error) or "model type" in str(error):
-            hint = (
-                f" Fathom's methods run on the families {', '.join(STOCK)}; "
-                "transformers' other causal language models can be evaluated as they are"
-            )
-        raise ValueError(f"{checkpoint}: {_first_line(error)}{hint}") from error
+
+
+def _unread(checkpoint: str, error: OSError) -> Exception:
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        return ValueError(f"{folder / 'config.json'}: cannot be read ({_first_line(error)})")
+    return FileNotFoundError(
+        f"{checkpoint}: no such folder here, and the hub gave no model of this name ({_first_line(error)})"
+    )
 
 
 def _tokenizer(checkpoint: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

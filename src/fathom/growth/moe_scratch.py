@@ -39,4 +39,4 @@ class MoEScratch(Innovator):
                 )
 
     def start(self, branches: int) -> str:
-        return f"not {DENSE}: random"
+        return f"not {DENSE}: its weights are random"
