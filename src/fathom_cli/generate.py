@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fathom_cli.options import Device
+from fathom_cli.options import Device, Json
 
 
 def command(
@@ -41,7 +41,7 @@ def command(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="With --tools: calls at most; default: 5.", min=0)] = None,
     device: Device = None,
-    json_output: Annotated[bool, typer.Option("--json", help="With --tools: print the trace as JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Continue a text, or answer a question with tools (--tools). Of diffusion models, in blocks: `fathom methods`
     lists policies and block caches. Of latent diffusion models an empty prompt gives a text of its own.
