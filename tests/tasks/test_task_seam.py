@@ -482,7 +482,7 @@ def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
     [
         (
             "causal_ml",
-            r"task: task 'causal_ml' does not exist \(did you mean 'causal_lm'\?\); available: .*, causal_lm, .*, sft, .*",
+            r"task: task 'causal_ml' does not exist \(did you mean 'causal_lm'\?\); available: .*, causal_lm, .*, sft",
         ),
         ({"name": "sftt"}, r"'sftt' does not exist \(did you mean 'sft'\?\)"),
         (
