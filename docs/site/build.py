@@ -31,6 +31,11 @@ WINGS = {
     "curation": "Curation",
     "caches": "KV caches",
     "lineage": "Lineage",
+    "diffusion": "Diffusion of tokens",
+    "latents": "Diffusion of vectors",
+    "tables": "Tables",
+    "vision": "Vision tokens",
+    "audiovideo": "Clips with sound",
 }
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")  # of a page, but for its anchor
 
