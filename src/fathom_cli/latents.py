@@ -107,6 +107,7 @@ def rows(blocks: Any) -> Any:
 
 
 def recovered(model: Any, train: Any, held_out: Any, options: dict[str, Any], folder: Path) -> None:
+    """Run the token-recovery study, and write its rows and plot to the folder."""
     from fathom.latents.recovery import RecoveryConfig, draw, study, terms
     from fathom.report.plots import SUFFIX, THEMES
     from fathom.report.provenance import provenance
@@ -136,6 +137,7 @@ def judge_of(named: Any, found: dict[str, Any], device: str | None) -> Any:
 def compared(
     model: Any, tokenizer: Any, train: Any, held_out: Any, options: dict[str, Any], folder: Path, judge: Any
 ) -> None:
+    """Let CoDAR and its rivals write, and put what they wrote with the controls into the folder."""
     import torch
 
     from fathom.latents.controls import controls

@@ -428,6 +428,7 @@ class ClipFolder:
 
 
 def index_rows(index: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a folder's clips.jsonl. Raises ValueError naming file and line of one that is none."""
     if not index.is_file():
         raise FileNotFoundError(f"{index}: no such file; it names the folder's clips, one JSON object a line")
     for number, line in enumerate(index.read_text(encoding="utf-8").splitlines(), start=1):

@@ -82,6 +82,8 @@ class Crops(Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class PictureCrop:
+    """Cuts the window of a clip's pictures in which most moves, of a few drawn ones, to [−1, 1]."""
+
     frames: int = 17
     side: int = 64
 
@@ -99,6 +101,8 @@ class PictureCrop:
 
 @dataclasses.dataclass(frozen=True)
 class SoundCrop:
+    """Cuts the loudest of a few drawn windows of a clip's sound."""
+
     samples: int = 4800
 
     def __call__(self, clip: Clip, draw: np.random.Generator) -> Float[Tensor, "1 n"]:

@@ -31,8 +31,8 @@ def _received(tokens: int, width: int, others: int, other: int) -> float:
 
 
 def forward_flops(config: MovaConfig, bridge: bool = True) -> float:
-    """Of one clip: one video expert, the audio tower, and with `bridge` the bridge. The pooling of `pooled_adaln` and
-    the text encoder, which runs once a clip, are not counted."""
+    """FLOPs of one forward over a clip: one video expert, the audio tower, and with `bridge` the bridge. Not counted:
+    the pooling of `pooled_adaln`, and the text encoder, which runs once a clip."""
     (of_video, of_audio), method = config.tokens, config.method
     patch = math.prod(config.patch_size)
     seen = (2 * config.video_channels + config.video_strides[0]) * patch

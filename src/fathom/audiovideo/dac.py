@@ -67,6 +67,8 @@ def _conv(inner: int, outer: int, taps: int, **options: Any) -> nn.Conv1d:
 
 
 class ResidualUnit(nn.Module):
+    """x + conv₁(snake(conv₇(snake(x)))), the wide convolution dilated."""
+
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
         wide = _conv(channels, channels, 7, dilation=dilation, padding=3 * dilation)
@@ -77,6 +79,8 @@ class ResidualUnit(nn.Module):
 
 
 class EncoderBlock(nn.Module):
+    """Residual units, then a convolution that shortens by `stride` and widens."""
+
     def __init__(self, channels: int, stride: int) -> None:
         super().__init__()
         units = [ResidualUnit(channels, dilation) for dilation in DILATIONS]
@@ -88,6 +92,8 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
+    """A convolution that lengthens by `stride` and narrows, then residual units."""
+
     def __init__(self, channels: int, stride: int) -> None:
         super().__init__()
         up = nn.ConvTranspose1d(
@@ -101,6 +107,8 @@ class DecoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
+    """Sound [B, 1, n] to states [B, latent_dim, n / Π strides]."""
+
     def __init__(self, width: int, strides: tuple[int, ...], latent_dim: int) -> None:
         super().__init__()
         widths = [width * 2**n for n in range(len(strides) + 1)]
@@ -113,6 +121,8 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Latents [B, latent_dim, n / Π strides] to sound [B, 1, n]."""
+
     def __init__(self, latent_dim: int, width: int, strides: tuple[int, ...]) -> None:
         super().__init__()
         widths = [width // 2**n for n in range(len(strides) + 1)]

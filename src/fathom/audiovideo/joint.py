@@ -191,7 +191,7 @@ class MovaModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: MovaConfig | None = None) -> MovaModel:
-        """Of a pipeline's folder. A config may change what is trained and how, and none of the sizes."""
+        """The model in a pipeline's folder. A config may change what is trained and how, and none of the sizes."""
         from fathom.audiovideo.pipeline import read_parts
 
         stored, parts = read_parts(folder)

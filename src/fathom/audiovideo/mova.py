@@ -104,7 +104,7 @@ class Mova:
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any] | None) -> Self:
-        """Of a config's or a recipe's `mova`. Raises ValueError for an unknown option."""
+        """The options in the section `mova` of a config or a recipe. Raises ValueError for an unknown option."""
         section = {key: value for key, value in (section or {}).items() if key != "name"}
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in section if key not in known]

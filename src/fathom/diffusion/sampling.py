@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -167,19 +168,26 @@ class DiffusionOutput:
     cache_bytes: int
 
 
-def configured(config: Any, options: dict[str, Any]) -> DiffusionGenerationConfig:
-    """The config with keyword arguments of generate() over it."""
-    if config is not None and not isinstance(config, DiffusionGenerationConfig):
-        raise ValueError(
-            f"generation_config of type {type(config).__name__}: a diffusion model takes a DiffusionGenerationConfig"
-        )
-    known = [field.name for field in dataclasses.fields(DiffusionGenerationConfig)]
+def configured(
+    config: Any,
+    options: dict[str, Any],
+    kind: Any = DiffusionGenerationConfig,
+    elsewhere: Mapping[str, str] = MappingProxyType(ELSEWHERE),
+) -> Any:
+    """A config of that kind with keyword arguments of generate() over it.
+
+    elsewhere: options of other models, and what to give instead. Raises ValueError for these, for unknown options and
+    for another kind of config.
+    """
+    if config is not None and not isinstance(config, kind):
+        raise ValueError(f"generation_config of type {type(config).__name__}: this model takes a {kind.__name__}")
+    known = [field.name for field in dataclasses.fields(kind)]
     for name, value in options.items():
-        if name in ELSEWHERE:
-            raise ValueError(f"{name}={value!r} is an option of autoregressive models: {ELSEWHERE[name]}")
+        if name in elsewhere:
+            raise ValueError(f"{name}={value!r} is an option of autoregressive models: {elsewhere[name]}")
         if name not in known:
-            raise ValueError(f"{name}={value!r}: no option of DiffusionGenerationConfig{nearest(name, known)}")
-    return dataclasses.replace(config or DiffusionGenerationConfig(), **options)
+            raise ValueError(f"{name}={value!r}: no option of {kind.__name__}{nearest(name, known)}")
+    return dataclasses.replace(config or kind(), **options)
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ class FathomLatentConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Of the decoder, whose depth reports name."""
+        """Layers of the decoder: the depth that reports name."""
         found = self.decoder_config
         return (
             getattr(found, "decoder_layers", None)

@@ -19,7 +19,7 @@ from fathom.models.encoder_configs import FathomBartConfig, FathomLongT5Config
 
 
 def encoder_flops(config: FathomLatentConfig, length: int) -> float:
-    """Of one pass of the encoder, per token; 0 for embeddings. A stock encoder's: 24 d² and 4·L·d a layer."""
+    """FLOPs of one pass of the encoder, per token; 0 for embeddings. A stock encoder's: 24 d² and 4·L·d a layer."""
     encoder, options = config.encoder_config, config.options
     if options.source != "states":
         return 0.0
@@ -32,7 +32,7 @@ def encoder_flops(config: FathomLatentConfig, length: int) -> float:
 
 
 def denoiser_flops(config: FathomLatentConfig, length: int, previous: bool = True) -> float:
-    """Of one pass of the denoiser, per token; `previous`: with an estimate of the step before."""
+    """FLOPs of one pass of the denoiser, per token; `previous`: with an estimate of the step before."""
     backbone, options, k = config.denoiser_config, config.options, config.latent_dim
     d, layers = backbone.hidden_size, backbone.num_hidden_layers
     terms = forward_flops_per_token(backbone, length)
@@ -46,7 +46,7 @@ def denoiser_flops(config: FathomLatentConfig, length: int, previous: bool = Tru
 
 
 def decoder_flops(config: FathomLatentConfig, length: int, memory: int | None = None) -> float:
-    """Of the decoder, per token, with what reads `memory` rows (None: as many as tokens)."""
+    """FLOPs of the decoder, per token, with cross-attention over `memory` rows (None: as many as tokens)."""
     backbone, k = config.decoder_config, config.latent_dim
     rows = length if memory is None else memory
     if backbone.model_type != FathomConfig.model_type:

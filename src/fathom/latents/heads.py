@@ -42,7 +42,7 @@ class Head(nn.Module):
     def logits(
         self, z: Float[Tensor, "B L k"], input_ids: Int[Tensor, "B L"], noise: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "B L V"]:
-        """Of every token, given z and, for heads that write from left to right, the tokens before it.
+        """Logits of every token, given z and, for heads that write from left to right, the tokens before it.
 
         noise: α and σ of z, [B, 1, 1].
         """

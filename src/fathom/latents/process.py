@@ -147,7 +147,7 @@ class Process:
 
 
 def row_generators(input_ids: Int[Tensor, "B L"], seed: int = 0) -> list[torch.Generator]:
-    """Of each row its own, which follows from its tokens: the same noise whatever the batch."""
+    """A generator for each row, seeded by its tokens: the same noise whatever the batch."""
     return [torch.Generator().manual_seed(zlib.crc32(row.numpy().tobytes(), seed)) for row in input_ids.cpu()]
 
 

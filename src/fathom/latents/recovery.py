@@ -114,7 +114,7 @@ def trained_head(model: Any, name: str, train: Int[Tensor, "N L"], config: Recov
 
 
 def share_of_peak(step: int, steps: int) -> float:
-    """Of the learning rate: a cosine to 0, after a warm-up over a twentieth of the steps."""
+    """The learning rate over its peak: a warm-up over a twentieth of the steps, then a cosine to 0."""
     return min(1.0, (step + 1) / (0.05 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 

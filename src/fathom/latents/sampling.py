@@ -27,10 +27,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from fathom.diffusion.sampling import seeds
+from fathom.diffusion.sampling import configured, seeds
 from fathom.latents.encoder import Latents
 from fathom.latents.process import LATEST, Process
-from fathom.models.registry import nearest
 
 SOLVERS = ("ddim", "ancestral", "ode", "sde")
 
@@ -104,19 +103,6 @@ class LatentGenerationOutput:
     decoder_steps: int
 
 
-def configured(config: Any, options: dict[str, Any]) -> LatentGenerationConfig:
-    """The config with keyword arguments of generate() over it."""
-    if config is not None and not isinstance(config, LatentGenerationConfig):
-        raise ValueError(
-            f"generation_config of type {type(config).__name__}: this model takes a LatentGenerationConfig"
-        )
-    known = [field.name for field in dataclasses.fields(LatentGenerationConfig)]
-    for name, value in options.items():
-        if name not in known:
-            raise ValueError(f"{name}={value!r}: no option of LatentGenerationConfig{nearest(name, known)}")
-    return dataclasses.replace(config or LatentGenerationConfig(), **options)
-
-
 @torch.no_grad()
 def generate(
     model: Any,
@@ -127,7 +113,7 @@ def generate(
 ) -> Tensor | LatentGenerationOutput:
     """Texts from noise. `inputs` are prompts, padded on the left where `attention_mask` is 0, or with `infill` texts
     with mask tokens; None: texts of no prompt. Raises ValueError for what does not fit together."""
-    config = configured(generation_config, options)
+    config = configured(generation_config, options, LatentGenerationConfig, elsewhere={})
     training = model.training
     model.eval()
     try:
@@ -191,7 +177,7 @@ def denoised(
     lengths = real.sum(1).tolist()
 
     def noise() -> Float[Tensor, "B L k"]:
-        """Of each row its own, the same whatever pads it."""
+        """Noise from each row's own generator, the same whatever pads the row."""
         out = torch.zeros(*canvas.shape, k, dtype=dtype, device=canvas.device)
         for row, (length, generator) in enumerate(zip(lengths, generators, strict=True)):
             out[row, canvas.shape[1] - length :] = torch.randn(

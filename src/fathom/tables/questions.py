@@ -97,8 +97,8 @@ class Databases:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Of one prediction: whether it matches and returns what it should (None where that cannot be said: a gold query
-    that cannot be read, a database without a file), whether it runs, and the gold query's hardness."""
+    """What is said of one prediction: whether it matches, returns what it should and runs, and how hard the gold query
+    is. None: it cannot be said, as the gold query cannot be read or the database has no file."""
 
     exact: bool | None
     execution: bool | None

@@ -42,7 +42,7 @@ def read_coreference(path: str | Path) -> list[Mapping[str, Any]]:
 
 
 def mentions_of(entry: Mapping[str, Any], turns: Sequence[str], where: str) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Of each turn its mentions: (chain, numbers of words)."""
+    """The mentions of each turn: (chain, numbers of words)."""
     from fathom.tables.source import question_text
 
     said = str(entry.get("text_list", "")).split()

@@ -353,7 +353,7 @@ def without_values(query: Query) -> Query:
 
 
 def key_columns(schema: Schema) -> dict[tuple[str, str], tuple[str, str]]:
-    """Of each column that a foreign key binds, the first of those it is bound to."""
+    """For each column that foreign keys bind, the first column of those bound together."""
     groups: list[set[int]] = []
     for pair in schema.foreign:
         group = next((g for g in groups if g & set(pair)), None)

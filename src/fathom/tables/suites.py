@@ -127,7 +127,7 @@ def _word(draw: random.Random) -> str:
 
 
 def constants(queries: Iterable[str], schema: Schema) -> dict[int, list[Any]]:
-    """Of each column the values that queries compare it with, and such as tell < from ≤ and LIKE from =."""
+    """For each column the values that queries compare it with, and values that tell < from ≤ and LIKE from =."""
     found: dict[int, dict[Any, None]] = {}
 
     def visit(query: Query) -> None:

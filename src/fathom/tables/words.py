@@ -33,6 +33,7 @@ class Word:
 
 
 def split(text: str) -> list[Word]:
+    """The words of a text, with lemmas and places."""
     return [Word(m.group(), lemma(m.group().lower()), m.start(), m.end()) for m in WORD.finditer(text)]
 
 

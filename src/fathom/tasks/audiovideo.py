@@ -522,7 +522,7 @@ def sources(*names: str) -> str:
 
 
 def codec_sources() -> str:
-    """Of what stands between clips and latents."""
+    """A digest of the sources that stand between clips and latents."""
     return sources("codecs", "pca_codecs", "dac", "pipeline")
 
 

@@ -292,7 +292,7 @@ class TableToText(EncoderTask):
         return self.table_tokens + plan + method.prototypes * self.prototype_tokens
 
     def example_flops(self, config, block_size):
-        """Of a source as long as the method's sources may be, whatever `block_size`."""
+        """FLOPs of an example whose source is as long as the method's may be, whatever `block_size`."""
         return counted_flops(self.auto, config, self.room(config), self.target_tokens)
 
     # -- examples ----------------------------------------------------------------------------------------------------

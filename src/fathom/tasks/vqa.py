@@ -298,8 +298,8 @@ class VQA(Task):
 
     @torch.no_grad()
     def answers(self, model: Any, data: PreparedData, count: int) -> Iterator[tuple[Scene, str, bool]]:
-        """Of the first held-out questions: the scene, the likeliest tokens where the right answer stands, and whether
-        they are that answer, which is then what greedy generation says."""
+        """The first held-out questions: scene, likeliest tokens where the right answer stands, and whether they are it,
+        which greedy generation then gives too."""
         rows: Any = data.validation
         for start in range(0, count, BATCH):
             batch = self.collate([rows[i] for i in range(start, min(start + BATCH, count))])

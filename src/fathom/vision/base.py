@@ -158,7 +158,7 @@ class LanguageCompressor(Compressor):
 
     @abstractmethod
     def stages(self, tokens: int, layers: int) -> dict[int, int]:
-        """Of `tokens` vision tokens of a picture, how many are left after which layers (counted from 0)."""
+        """How many of a picture's `tokens` vision tokens are left, by the layer after which others leave (from 0)."""
 
     def raters(self, embeddings: Float[Tensor, "T C"], image: Bool[Tensor, " T"]) -> Int[Tensor, " r"]:
         """Places in one prompt of the tokens whose attention counts: the last one."""

@@ -40,6 +40,8 @@ class Watch:
 
 
 class TowerAttention:
+    """Keeps the CLS token's query and all keys of a tower's layer."""
+
     watch: Watch
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
@@ -49,6 +51,8 @@ class TowerAttention:
 
 
 class WatchedModel:
+    """Finds a prompt's vision tokens before its forward, and forgets them after."""
+
     compressor: LanguageCompressor
     watch: Watch
 
@@ -70,6 +74,8 @@ class WatchedModel:
 
 
 class WatchedAttention:
+    """Keeps a layer's attention weights where a method asks for them."""
+
     watch: Watch
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:

@@ -48,6 +48,7 @@ def log_partition(
 def path_score(
     emissions: Float[Tensor, "L V"], transitions: Float[Tensor, "V V"], path: Int[Tensor, " L"]
 ) -> Float[Tensor, ""]:
+    """Σ emissions of the path's labels and of its transitions."""
     return emissions.gather(1, path[:, None]).sum() + transitions[path[:-1], path[1:]].sum()
 
 

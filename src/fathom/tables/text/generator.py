@@ -86,7 +86,7 @@ class TableGenerator:
     def from_pretrained(
         cls, folder: str, method: TableMethod | None = None, corpus: Iterable[str] | None = None
     ) -> Any:
-        """Of a stock T5 or BART with a method, or of what `save_pretrained` or a recipe has written.
+        """The generator of a stock T5 or BART with a method, or of what `save_pretrained` or a recipe has written.
 
         corpus: sentences that prototypes are found among.
         """
@@ -304,6 +304,7 @@ def small_seq2seq(tokenizer: Any, seed: int) -> nn.Module:
 
 
 def save_planner(planner: ContentPlanner, folder: Path) -> None:
+    """Write a trained planner to a folder: its host's config, its tokenizer, its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     kind = {PointerPlanner: "pointer", CRFPlanner: "crf", Seq2SeqPlanner: "seq2seq"}[type(planner)]  # type: ignore[index]
     host: Any = planner.model if kind == "seq2seq" else planner.encoder
@@ -317,6 +318,7 @@ def save_planner(planner: ContentPlanner, folder: Path) -> None:
 
 
 def load_planner(folder: Path) -> ContentPlanner:
+    """The planner that `save_planner` wrote to this folder."""
     said = json.loads((folder / "planner.json").read_text(encoding="utf-8"))
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     planner: Any

@@ -234,6 +234,7 @@ def check_plan(table: Table, plan: Sequence[str]) -> None:
 
 
 def slot_text(key: str, value: str) -> str:
+    """How a slot stands in a source."""
     return f"{key} is {value} ;"
 
 

@@ -23,6 +23,8 @@ SMALL = 1e-5  # instead of zero, where a text has no n-gram of some length or no
 
 @dataclass(frozen=True)
 class Parent:
+    """Entailed precision, entailed recall and their harmonic mean, from 0 to 1."""
+
     precision: float
     recall: float
     f1: float
