@@ -75,8 +75,8 @@ def command(
     from transformers import TextStreamer
     from transformers.utils import logging
 
+    from fathom.diffusion.base import is_diffusion
     from fathom.evaluate import load_checkpoint
-    from fathom.evaluate.bound import is_diffusion
     from fathom.evaluate.load_model import load_config
     from fathom.latents import FathomLatentConfig
 

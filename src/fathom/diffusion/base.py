@@ -173,3 +173,8 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
     """Raise ValueError unless `fine`, naming the method, the option, the value and what would be right."""
     if not fine:
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
+
+
+def is_diffusion(model: Any) -> bool:
+    """Whether the model predicts hidden tokens instead of the next one."""
+    return (getattr(model.config, "diffusion", None) or {}).get("name", "none") != "none"

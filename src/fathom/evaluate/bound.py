@@ -37,8 +37,3 @@ def text_bound(
     finally:
         model.train(training)
     return nats, variance
-
-
-def is_diffusion(model: Any) -> bool:
-    """Whether the model predicts hidden tokens instead of the next one."""
-    return (getattr(model.config, "diffusion", None) or {}).get("name", "none") != "none"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fathom.data.packing import encode
 from fathom.data.sources import Source
-from fathom.evaluate.bound import is_diffusion
+from fathom.diffusion.base import is_diffusion
 from fathom.evaluate.tool_calls import Share
 from fathom.models.method import check_choice, check_range
 

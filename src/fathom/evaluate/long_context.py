@@ -29,7 +29,7 @@ from fathom.caches.base import CacheMethod, portion
 from fathom.caches.compress import check_chunk, compress
 from fathom.caches.versions import CACHE_NAME, execution_device
 from fathom.data.packing import encode
-from fathom.evaluate.bound import is_diffusion
+from fathom.diffusion.base import is_diffusion
 
 # task → (sentence to hide, question, answer); {} is the secret
 TASKS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fathom.evaluate.bound import is_diffusion
+from fathom.diffusion.base import is_diffusion
 from fathom.models.registry import nearest
 
 BOOTSTRAPS = 1000  # resamples for the standard error of metrics that have no closed form (perplexity)

@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from fathom.data import token_byte_lengths
 from fathom.data.packing import encode
 from fathom.data.sources import Source, decode, is_table
-from fathom.evaluate.bound import DRAWS, is_diffusion, text_bound
+from fathom.diffusion.base import is_diffusion
+from fathom.evaluate.bound import DRAWS, text_bound
 
 
 @dataclasses.dataclass(frozen=True)

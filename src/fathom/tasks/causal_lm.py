@@ -57,10 +57,7 @@ class CausalLM(Task):
         return {"bits_per_byte": bits_of_loss(data, loss)}
 
     def reference(self, data: PreparedData, sequences: int) -> float:
-        assert data.validation is not None
-        seen = torch.cat([block["input_ids"] for block in itertools.islice(data.train, sequences)])
-        targets = torch.cat([block.get("labels", block["input_ids"])[1:] for block in data.validation])
-        return unigram(data, seen, targets[targets >= 0])
+        return unigram_of_blocks(data, sequences)
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
         return [Sample(prompt, continuation(model, data.tokenizer, prompt, room)) for prompt in beginnings(data)]
@@ -75,6 +72,14 @@ class CausalLM(Task):
 def bits_of_loss(data: PreparedData, loss: float | None) -> float | None:
     """Bits per byte of the held-out examples, from their loss in nats per target."""
     return None if loss is None else loss * data.validation_targets / (math.log(2) * data.validation_bytes)
+
+
+def unigram_of_blocks(data: PreparedData, sequences: int) -> float:
+    """Bits per byte of the held-out blocks under the frequencies of the first `sequences` training blocks."""
+    assert data.validation is not None
+    seen = torch.cat([block["input_ids"] for block in itertools.islice(data.train, sequences)])
+    targets = torch.cat([block.get("labels", block["input_ids"])[1:] for block in data.validation])
+    return unigram(data, seen, targets[targets >= 0])
 
 
 def unigram(data: PreparedData, seen: torch.Tensor, targets: torch.Tensor) -> float:

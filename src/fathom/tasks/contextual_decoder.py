@@ -8,7 +8,6 @@ denoiser, with noise added, or as they are.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.process import EARLIEST, row_generators, row_noise
 from fathom.models.method import check_choice, check_number, check_range
 from fathom.tasks.base import Sample, Score, register_task
-from fathom.tasks.causal_lm import SAMPLE_TEMPERATURE, bits_of_loss, unigram
+from fathom.tasks.causal_lm import SAMPLE_TEMPERATURE, bits_of_loss, unigram_of_blocks
 from fathom.tasks.latents import LatentTask
 
 CORRUPTIONS = ("forward", "denoiser", "gaussian", "none", "per_token")
@@ -194,10 +193,7 @@ class ContextualDecoding(LatentTask):
         return []
 
     def reference(self, data: PreparedData, sequences: int) -> float:
-        assert data.validation is not None
-        seen = torch.cat([block["input_ids"] for block in itertools.islice(data.train, sequences)])
-        targets = torch.cat([block.get("labels", block["input_ids"])[1:] for block in data.validation])
-        return unigram(data, seen, targets[targets >= 0])
+        return unigram_of_blocks(data, sequences)
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
         if "latent_diffusion" not in model.config.trained:

@@ -17,7 +17,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fathom.data.templates import TEMPLATES, takes_tools
-from fathom.evaluate.bound import is_diffusion
+from fathom.diffusion.base import is_diffusion
 from fathom.models.method import check_range
 from fathom.tools.tool import SECONDS, Tool, ToolError, as_tools, call
 from fathom.tools.trace import Call, Reply, called_in, checked, read_reply
