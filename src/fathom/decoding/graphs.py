@@ -29,8 +29,15 @@ class CudaGraphs:
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": another thread may allocate memory meanwhile, as a server's do
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            function()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                function()
+        except RuntimeError:
+            # torch has freed the pool, and its generator still believes that it is recorded: every later draw would fail
+            self.pool = torch.cuda.graph_pool_handle()
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return graph.replay
 
 
