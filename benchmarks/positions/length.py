@@ -38,7 +38,6 @@ def stretched(config: Any, how: str, factor: float) -> Any:
     elif how == "linear":
         rope |= {"rope_type": "linear", "factor": factor}
     config.rope_parameters = rope
-    config.max_position_embeddings = max(config.max_position_embeddings, 1 << 16)
     return config
 
 
@@ -79,7 +78,9 @@ def main() -> None:
         edges.append(2 * edges[-1])
     texts = read_documents(args.text)
     done: dict[str, Any] = json.loads(args.output.read_text())["models"] if args.output.exists() else {}
-    folders = sorted({found for runs in args.runs for found in runs.glob("**/model") if (found / "config.json").exists()})
+    folders = sorted(
+        {found for runs in args.runs for found in runs.glob("**/model") if (found / "config.json").exists()}
+    )
     for folder in folders:
         key = "/".join(folder.parts[-3:-1])
         if key in done:
@@ -95,7 +96,9 @@ def main() -> None:
             if how != "none" and config.positions["name"] in ("alibi", "learned", "fope"):
                 continue  # no angles to stretch, or angles that are learned weights
             factor = args.longest / args.trained
-            model = AutoModelForCausalLM.from_pretrained(folder, config=stretched(config, how, factor), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=stretched(config, how, factor), dtype=torch.bfloat16
+            )
             model = model.to(device).eval()
             lengths = [n for n in edges if n >= args.trained // 2]
             found = evaluate_long(
@@ -103,11 +106,16 @@ def main() -> None:
             )
             row[how] = {"nats": nats_by_position(model, books, edges, args.windows), "retrieval": found["tasks"]}
             print(key, how, [round(sum(c) / len(books), 3) for c in zip(*row[how]["nats"])], flush=True)
-            print("   ", {t: [s["score"] for s in v["generation"]["lengths"].values()] for t, v in found["tasks"].items()})
+            print(
+                "   ", {t: [s["score"] for s in v["generation"]["lengths"].values()] for t, v in found["tasks"].items()}
+            )
             row[how]["seconds"] = round(time.perf_counter() - began, 1)
         done[key] = row
         where = {"trained": args.trained, "edges": edges, "books": len(books), "windows": args.windows}
-        where |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+        where |= {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+        }
         write_json(args.output, {"setting": where, "models": done})
 
 
