@@ -1,12 +1,12 @@
-"""Rows to classify for recipes/encoders_classes.yaml and recipes/encoders_listops.yaml. Ours, Apache-2.0, from one seed.
+"""Rows to classify for recipes/encoders_classes.yaml and encoders_listops.yaml. Ours, Apache-2.0, made from one seed.
 
-    python recipes/make_encoder_tasks.py authors books-train-*.jsonl -o runs/authors    # JSON lines: text, author, title
+    python recipes/make_encoder_tasks.py authors books-train-*.jsonl -o runs/authors    # JSON lines: text, author
     python recipes/make_encoder_tasks.py listops -o runs/listops
 
-authors: excerpts of 2,000 characters, and who wrote them. Authors with at least three books; one book of each, the shortest,
-is held out, so that no name of a story gives the answer away.
-listops: nested MAX, MIN, MED (median) and SM (sum modulo 10) of digits, by the grammar of arXiv 1804.06028, at most five
-arguments and `--depth` deep, 20 to `--longest` symbols.
+authors: excerpts of 2,000 characters, and who wrote them. Authors with at least three books; one book of each, the
+shortest, is held out, so that no name of a story gives the answer away.
+listops: nested MAX, MIN, MED (median) and SM (sum modulo 10) of digits, by the grammar of arXiv 1804.06028, at most
+five arguments and `--depth` deep, 20 to `--longest` symbols.
 """
 
 from __future__ import annotations

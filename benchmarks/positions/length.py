@@ -3,19 +3,21 @@
     python benchmarks/positions/length.py RUNS --text books.jsonl -o OUT.json     RUNS: folders of `fathom compare`
     python benchmarks/positions/length.py RUNS --text books.jsonl -o OUT.json --tiny     CPU: all lines run
 
-Every `model` folder below RUNS is read as it is, and again with its angles stretched without more training (`--stretch`):
+Every `model` folder below RUNS is read as it is, and again with its angles stretched, without more training
+(`--stretch`):
 
     none     as trained
     ntk      rope_theta · factor^(d / (d − 2))           (base changed as NTK-aware scaling does)
     linear   positions divided by the factor             (PI)
 
-`nats` are means over windows that begin at the start of a book or later, by bucket of the position in the window, and one
-row a book, so that intervals can be taken over books. Retrieval is `fathom.evaluate.evaluate_long`, with book text as filler.
+`nats` are means over windows of a book, by bucket of the position in the window: one row a book, so that intervals can
+be taken over books. Retrieval is `fathom.evaluate.evaluate_long`, with book text as filler.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -53,7 +55,7 @@ def nats_by_position(model: Any, books: list[torch.Tensor], edges: list[int], wi
             logits = model(piece[None, :-1], use_cache=False).logits[0]
             total += F.cross_entropy(logits.float(), piece[1:], reduction="none").double().cpu()
         mean = total / len(starts)
-        rows.append([float(mean[a:b].mean()) for a, b in zip(edges, edges[1:])])
+        rows.append([float(mean[a:b].mean()) for a, b in itertools.pairwise(edges)])
     return rows
 
 

@@ -33,7 +33,7 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 function()
         except RuntimeError:
-            # torch has freed the pool, and its generator still believes that it is recorded: every later draw would fail
+            # torch has freed the pool, and its generator still believes it is recorded: every later draw would fail
             self.pool = torch.cuda.graph_pool_handle()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
