@@ -268,6 +268,12 @@ class Task:
     def complete(self, folder: Path, config: Any, data: PreparedData) -> None:
         """Adds to the folder of a saved model what a user needs beside its weights: nothing, as a rule."""
 
+    def config_of(self, folder: Path) -> Any:
+        """The config of a saved model, for its card."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(folder)
+
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         """Every score of a trained model by name; None where there is nothing to score or it is not finite.
 

@@ -227,6 +227,7 @@ class Recipe:
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
         task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.
+        license: of the trained models, by the hub's name for it ("apache-2.0"), for their cards. None: none is stated.
     """
 
     name: str
@@ -237,9 +238,13 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
+    license: str | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
+        if self.license is not None:
+            rule = "be one of the hub's names, such as 'apache-2.0', or 'other'"
+            _require(bool(re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license)), "license", self.license, rule)
         check_keys(self.model, ["checkpoint", *self.task.model_fields()], "model")
         for method in self.methods:
             check_keys(method.fields, self.task.model_fields(), f"methods.{method.name}")

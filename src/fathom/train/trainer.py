@@ -41,6 +41,7 @@ from fathom.data.mixing import MixedBlocks
 from fathom.feed_forward.base import FeedForward
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.models.model_card import describe
 from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
@@ -48,6 +49,7 @@ from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import DEFAULT, Task
 from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
+from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.phases import Phases
@@ -313,7 +315,10 @@ def train_run(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if arguments.should_save:
-        _report(folder, method.name, seed, lr, parameters, data, task).save()
+        reported = _report(folder, method.name, seed, lr, parameters, data, task)
+        facts = training_facts(recipe, method, reported, data)
+        describe(folder / MODEL, task.config_of(folder / MODEL), parameters, facts)
+        reported.save()
     PartialState().wait_for_everyone()
     result = TrainResult.load(folder)
     assert result is not None  # written by the process that saves
