@@ -115,12 +115,12 @@ class MovaPipeline(Published, DiffusionPipeline):
             made.codec = load_codec(folder / CODEC)
         return made
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """A diffusers folder, with the settings as config.json and the codec in a folder of its own."""
         self.settings.save_pretrained(save_directory)
         if self.codec is not None:
             self.codec.save(Path(save_directory) / CODEC)
-        super().save_pretrained(str(save_directory), **kwargs)  # with the card, and last: it may upload all
+        super().save_pretrained(str(save_directory), *args, **kwargs)  # with the card, and last: it may upload all
 
     @property
     def card_config(self) -> MovaConfig:

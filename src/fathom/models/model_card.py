@@ -50,7 +50,7 @@ class Published:
         config = self.card_config
         saves = getattr(self, "should_save_on_this_rank", bool)(kwargs.get("is_main_process", True))
         if saves and not Path(save_directory).is_file() and not getattr(self, "_hf_peft_config_loaded", False):
-            facts = _facts_of(getattr(config, "name_or_path", ""))
+            facts = facts_of(getattr(config, "name_or_path", ""))
             write_card(save_directory, config, self.parameter_count, facts)
             if push_to_hub:
                 upload(save_directory, token=kwargs.get("token"), **{"repo_id": Path(save_directory).name, **hub})
@@ -65,7 +65,7 @@ class Published:
     def parameter_count(self) -> int:
         return sum(weight.numel() for weight in self.parameters())  # type: ignore[attr-defined]
 
-    def push_to_hub(
+    def _push(
         self,
         repo_id: str,
         *,
@@ -88,6 +88,8 @@ class Published:
                 folder, repo_id, commit_message=commit_message, commit_description=commit_description,
                 private=private, token=token, revision=revision, create_pr=create_pr, tags=wanted,
             )  # fmt: skip
+
+    push_to_hub: Any = _push  # Any: the bases of a model disagree about its arguments
 
 
 def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = None, private: bool | None = None,
@@ -122,27 +124,38 @@ def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = Non
     return str(done)
 
 
-def describe(folder: str | os.PathLike, config: Any, parameters: int, facts: dict[str, Any]) -> None:
+def describe(
+    folder: str | os.PathLike, config: Any, parameters: int, facts: dict[str, Any] | None, use: str | None = None
+) -> None:
     """Put the facts of a training beside the weights that it made, and the card that tells them."""
-    write_card(folder, config, parameters, {**facts, "weights": weights_digest(folder)})
+    write_card(folder, config, parameters, facts and {**facts, "weights": weights_digest(folder)}, use)
 
 
-def write_card(folder: str | os.PathLike, config: Any, parameters: int, facts: dict[str, Any] | None = None) -> None:
-    """README.md, unless somebody wrote one; and the facts themselves, that the next to load the model has them."""
+def write_card(
+    folder: str | os.PathLike,
+    config: Any,
+    parameters: int,
+    facts: dict[str, Any] | None = None,
+    use: str | None = None,
+) -> None:
+    """README.md, unless somebody wrote one; and the facts themselves, that the next to load the model has them.
+    `use`: how it is loaded, where the config's class does not say it."""
     place, facts = Path(folder) / CARD, facts or {}
     if place.exists() and WRITTEN not in place.read_text(encoding="utf-8"):
         return
     changed = bool(facts) and facts.get("weights") != weights_digest(folder)
     if facts:
         write_json(Path(folder) / FACTS, facts)
-    write_text(place, card_text(config, parameters, facts, changed))
+    write_text(place, card_text(config, parameters, facts, changed, use))
 
 
-def card_text(config: Any, parameters: int, facts: dict[str, Any], changed: bool = False) -> str:
+def card_text(
+    config: Any, parameters: int, facts: dict[str, Any], changed: bool = False, use: str | None = None
+) -> str:
     """The card of a model with that config. `changed`: its weights are no longer those that the facts are about."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    active, auto = sections_of(config), auto_class(config)
+    active, auto, own = sections_of(config), auto_class(config), str(config.model_type).startswith("fathom")
     kind, task = KINDS.get(auto, ("A model", None))
     title = " + ".join(section["name"] for section in active.values())
     title = title or f"{getattr(config, 'backbone', config.model_type)}, no method"
@@ -164,7 +177,7 @@ def card_text(config: Any, parameters: int, facts: dict[str, Any], changed: bool
     parts = [f"---\n{data.to_yaml()}\n---\n\n{WRITTEN}\n\n# {title}\n", _what(config, kind, parameters, active)]
     if facts:
         parts += [_training(facts), _measured(facts, changed)]
-    parts += [_use(auto), _licence(facts)]
+    parts += [f"## Use\n\n{use or _use(auto, own)}\n", _licence(facts)]
     return "\n".join(parts)
 
 
@@ -219,13 +232,13 @@ def _files(folder: str | os.PathLike) -> list[Path]:
     return [file for file in sorted(Path(folder).glob(pattern)) if not file.name.startswith("adapter")]
 
 
-def _facts_of(folder: str) -> dict[str, Any] | None:
+def facts_of(folder: str | os.PathLike) -> dict[str, Any] | None:
     """What the checkpoint says that a model was loaded from; None where it says nothing or is no folder."""
     try:
         found = json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if folder and isinstance(found, dict) else None
+    return found if os.fspath(folder) and isinstance(found, dict) else None
 
 
 def _what(config: Any, kind: str, parameters: int, active: dict[str, dict[str, Any]]) -> str:
@@ -265,23 +278,24 @@ def _measured(facts: dict[str, Any], changed: bool) -> str:
     return f"## Measured\n\n{about}\n\n{table}\n"
 
 
-def _use(auto: str) -> str:
-    extra = "fathom-lm[media]" if auto in ("MovaPipeline", "AutoModelForImageTextToText") else "fathom-lm"
+def _use(auto: str, own: bool) -> str:
+    extra = "'fathom-lm[media]'" if auto in ("MovaPipeline", "AutoModelForImageTextToText") else "fathom-lm"
     if auto == "MovaPipeline":
         code = 'from fathom.audiovideo.pipeline import MovaPipeline\n\npipeline = MovaPipeline.from_pretrained("PATH")'
     else:
         reads = "AutoProcessor" if auto == "AutoModelForImageTextToText" else "AutoTokenizer"
+        first = "import fathom\n" if own else ""
         code = (
-            f"import fathom\nfrom transformers import {auto}, {reads}\n\n"
+            f"{first}from transformers import {auto}, {reads}\n\n"
             f'model = {auto}.from_pretrained("PATH")\n{reads[4:].lower()} = {reads}.from_pretrained("PATH")'
         )
     told = ""
-    if auto in KINDS and auto not in ("MovaPipeline", "AutoModelForImageTextToText"):
+    if own and auto not in ("MovaPipeline", "AutoModelForImageTextToText"):
         told = (
             "\nPrograms that do not import fathom, such as `lm_eval --model hf`, load it with "
             f"`trust_remote_code=True`: the only code\nin this folder, `{CODE.name}`, imports fathom.\n"
         )
-    return f"## Use\n\n```sh\npip install '{extra}'\n```\n\n```python\n{code}\n```\n{told}"
+    return f"```sh\npip install {extra if own else 'transformers'}\n```\n\n```python\n{code}\n```\n{told}"
 
 
 def _licence(facts: dict[str, Any]) -> str:

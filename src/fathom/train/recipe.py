@@ -187,7 +187,15 @@ class Training:
     save_every: int | None = 500  # steps; None: at the end only
     keep: int = 1  # complete checkpoints kept
     num_workers: int = 0  # data-loader processes
-    tensorboard: bool = False
+    tensorboard: bool = False  # the same as report_to: [tensorboard]
+    report_to: tuple[
+        Literal["tensorboard", "wandb", "trackio"], ...
+    ] = ()  # trackers, through the Trainer's integrations
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that are told, each once."""
+        return tuple(dict.fromkeys((*self.report_to, *(["tensorboard"] if self.tensorboard else []))))
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.examples is None):
