@@ -22,14 +22,15 @@ def training_facts(recipe: Recipe, method: MethodConfig, result: TrainResult, da
     """Recipe, data, length and scores of a run, as JSON. Of files on this machine only the names are told."""
     checkpoint = recipe.model.get("checkpoint")
     training = {**_said(recipe.training), "tokens": result.tokens, "lr": result.lr}
-    training.pop("examples", None)
+    for name in ("examples", "report_to", "tensorboard", "num_workers"):  # what no weight depends on
+        training.pop(name, None)
     section = {"name": recipe.task.name, **_said(recipe.task)}
     said = {
         "name": recipe.name,
         "model": recipe.model,
         "methods": [{"name": method.name, **method.fields}],
         "task": section,
-        "data": _said(recipe.data),
+        "data": {"train": recipe.data.train, "validation": recipe.data.validation, **_said(recipe.data)},
         "training": training,
         "seeds": [result.seed],
     }
