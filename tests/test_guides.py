@@ -166,7 +166,10 @@ def test_what_is_dear_parses(command):
         assert parse(words[words.index("fathom") + 1 :]).command.callback
 
 
-@pytest.mark.parametrize("page", ["tables", "tools", "clips", "vision", "growth", "decoding"])
+OTHERS = ("tables", "tools", "clips", "vision", "growth", "decoding", "planning", "several_gpus")
+
+
+@pytest.mark.parametrize("page", OTHERS)
 def test_what_other_guides_say_parses(page):
     for command in commands(f"docs/{page}.md"):
         if not SETUP.match(command):

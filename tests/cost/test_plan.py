@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,11 @@ def test_the_nearest_measurement_is_taken_and_named() -> None:
     moe = FathomConfig(**{**config(768).to_diff_dict(), "feed_forward": "moe"})
     with pytest.raises(ValueError, match="plans for several GPUs are of dense networks"):
         plan(moe, 64, Layout(2, "ddp", 1, 1, checkpointing=False))
+
+
+def test_the_page_is_what_its_command_writes() -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs/site/plans.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command(monkeypatch, capsys, tmp_path) -> None:

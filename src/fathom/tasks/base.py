@@ -283,6 +283,11 @@ class Task:
         """
         raise NotImplementedError  # abstract
 
+    def pieces(self, model: Any, data: PreparedData) -> Any:
+        """The headline score of a trained model piece by piece of what is held out (evaluate/held_out.py), so that a
+        difference can be told from the choice of texts; None: this task has none."""
+        return None
+
     def reference(self, data: PreparedData, sequences: int) -> float:
         """The headline score of a model that knows frequencies alone, of the first `sequences` training sequences."""
         raise NotImplementedError  # abstract

@@ -235,6 +235,8 @@ class Recipe:
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
         task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.
+        retrain: how often `fathom compare` trains the first method's first seed again, the very same run. No difference
+            that is smaller than what its score moves by is called. On a CPU it does not move.
         license: of the trained models, by the hub's name for it ("apache-2.0"), for their cards. None: none is stated.
     """
 
@@ -246,10 +248,12 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
+    retrain: int = 0
     license: str | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
+        _require(self.retrain >= 0, "retrain", self.retrain, "not be negative")
         if self.license is not None:
             rule = "be one of the hub's names, such as 'apache-2.0', or 'other'"
             _require(bool(re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license)), "license", self.license, rule)
