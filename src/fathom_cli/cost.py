@@ -184,8 +184,7 @@ def _plan(
     typer.echo("\n".join(line.rstrip() for line in lines))
     typer.echo(
         f"\n{gpus} × {given.name}. Sequences on a GPU at a time × batches a step; GB on each GPU; GB that leave each\n"
-        "GPU in a step; seconds of computation, of collectives (covered by computation or not) and of a step.\n"
-        + "\n".join([*said, *advice])
+        "GPU in a step; seconds of computation, of collectives and of a step.\n" + "\n".join([*said, *advice])
     )
 
 

@@ -15,15 +15,17 @@ class Device:
     """Attributes:
     memory: bytes that the driver shows.
     peak: dense bf16 FLOP/s of its data sheet.
-    link, link_from: bytes a second that leave a GPU in a large collective within a host, and where that was measured.
+    reduce, gather: bytes a second that leave a GPU in a large all-reduce within a host, and in an all-gather or
+        reduce-scatter; `links_from`, where that was measured.
     network: the same between hosts, of each GPU; an assumption until it is given.
     """
 
     name: str
     memory: float
     peak: float
-    link: float
-    link_from: str
+    reduce: float
+    gather: float
+    links_from: str
     network: float = 50e9
 
 
@@ -51,7 +53,12 @@ class Measured:
 
 DEVICES = {
     "h200": Device(
-        "NVIDIA H200", 143771 * 2**20, 989e12, 450e9, "its data sheet (NVLink, one direction): not measured"
+        "NVIDIA H200",
+        143771 * 2**20,
+        989e12,
+        298e9,
+        238e9,
+        "docs/results/several_gpus_h200x2.json, two GPUs, 268 MB, NVLink multicast off",
     ),
 }
 MEASURED = (  # tests/cost/test_plan.py computes each again from its file
@@ -62,7 +69,8 @@ MEASURED = (  # tests/cost/test_plan.py computes each again from its file
     Measured("resformer", 768, 12, "model", 0.365, 0.92, ("depth_methods_mha_h200.json", "resformer")),
     Measured("resformer", 1024, 24, "model", 0.399, 0.99, ("depth_methods_gqa_h200.json", "resformer")),
     Measured("pondering", 768, 12, "model", 0.389, 0.98, ("speed_training_mha_h200.json", "pondering s=1")),
-    Measured("vanilla", 1024, 24, "layers", 0.334, 1.31, ("latent_training_h200.json", "vanilla")),
+    Measured("vanilla", 896, 12, "layers", 0.417, 0.95, ("several_gpus_h200x2.json", "110M")),
+    Measured("vanilla", 2048, 22, "layers", 0.489, 1.01, ("several_gpus_h200x2.json", "1.1B")),
     Measured("ponderlm2", 1024, 24, "layers", 0.426, 0.92, ("latent_training_h200.json", "ponderlm2 checkpointed")),
     Measured("pause", 1024, 24, "layers", 0.383, 1.13, ("latent_training_h200.json", "pause")),
 )

@@ -12,10 +12,11 @@ are fp32; products run in bf16.
 
     bytes out of a GPU a step    ddp     2 (N−1)/N · 4P
                                  fsdp2   (N−1)/N · A (2P · gathers + 4P),   gathers: each forward's, and one backward's
-    step  =  A·b·T·FLOPs a token / (MFU · peak)   +   what of the collectives the computation beside them does not cover
+    step  =  A·b·T·FLOPs a token / (MFU · peak)   +   bytes / bandwidth
 
-DDP's run beside the backward pass, two thirds of the computation; FSDP2's beside all of it. MFU, the factor on
-activations and the bandwidth within a host were measured (measured.py); the bandwidth between hosts is given.
+Collectives run beside the computation, and yet their time is added in full: on two GPUs the step grew by about as
+much (docs/results/several_gpus.md). Between hosts it may be less. MFU, the factor on activations and the bandwidth
+within a host were measured (measured.py); the bandwidth between hosts is given.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Plan:
     weights, gradients, optimizer, activations, loss, gathered: bytes; `gathered` is what is whole of shards.
     peak_bytes: the most at one time.
     sent_bytes: that leave a GPU in a step.
-    compute_s, communication_s, step_s: the second whether or not something covers it.
+    compute_s, communication_s, step_s: their sum.
     tokens_per_step: of all GPUs.
     mfu: that was reckoned with; bandwidth: bytes a second of the slowest link.
     stands_on: where these were measured, or what is assumed.
@@ -139,26 +140,30 @@ def plan(
     loss = 8.0 * config.vocab_size * min(tokens, CHUNK_TOKENS)
     weights, optimizer = 4 * total / share, 8 * total / share
     gradients = (8 if whole else 4) * total / share
-    peak = max(weights + optimizer + gathered + activations + loss, weights + optimizer + gradients + gathered)
+    buckets = gradients if whole else 0.0  # DDP's stay
+    peak = max(
+        weights + optimizer + buckets + gathered + activations + loss, weights + optimizer + gradients + gathered
+    )
 
     flops = training_flops_per_token(config, length, layout.checkpointing)
     compute = layout.accumulation * tokens * flops / (measured.mfu * device.peak)
     hosts = -(-layout.gpus // layout.per_host)
     between = device.network if network is None else network
-    bandwidth = device.link if hosts == 1 else min(device.link, between)
+    within = device.gather if sharded else device.reduce
+    bandwidth = within if hosts == 1 else min(within, between)
     part = (layout.gpus - 1) / layout.gpus
     if sharded:
         forwards = sum(depth.forwards.values())
         gathers = forwards + sum(learns.values()) * (2 if layout.checkpointing or depth.checkpointed else 1)
-        sent, beside = layout.accumulation * part * total * (2 * gathers + 4), compute
+        sent = layout.accumulation * part * total * (2 * gathers + 4)
     else:
-        sent, beside = part * 2 * 4 * total, compute * 2 / 3 / layout.accumulation
+        sent = part * 2 * 4 * total
     communication = sent / bandwidth
-    step = compute + max(0.0, communication - beside)
     return Plan(
-        layout, weights, gradients, optimizer, activations, loss, gathered, peak, sent, compute, communication, step,
+        layout, weights, gradients, optimizer, activations, loss, gathered, peak, sent, compute, communication,
+        compute + communication,
         layout.gpus * layout.accumulation * tokens, measured.mfu, bandwidth,
-        _stands_on(method_name(config), measured, layout, device, hosts, network),
+        _stands_on(method_name(config), measured, layout, device, within, hosts, network),
     )  # fmt: skip
 
 
@@ -245,7 +250,7 @@ def _alternatives(config: FathomConfig, length: int, layout: Layout, device: Dev
 
 
 def _stands_on(
-    method: str, measured: Measured, layout: Layout, device: Device, hosts: int, network: float | None
+    method: str, measured: Measured, layout: Layout, device: Device, within: float, hosts: int, network: float | None
 ) -> tuple[str, ...]:
     said = [f"MFU {measured.mfu:.3f} of {device.peak / 1e12:.0f} TFLOP/s and activations × {measured.activations:.2f}: "
             f"{measured.where}"]  # fmt: skip
@@ -256,7 +261,7 @@ def _stands_on(
             f"no step with compile={layout.compile!r} was measured: that of compile={measured.compile!r} stands for it"
         )
     if layout.gpus > 1:
-        said.append(f"{device.link / 1e9:.0f} GB/s within a host: {device.link_from}")
+        said.append(f"{within / 1e9:.0f} GB/s within a host: {device.links_from}")
     if hosts > 1:
         whose = "assumed, 400 Gbit/s for each GPU" if network is None else "as given"
         said.append(f"{(device.network if network is None else network) / 1e9:.0f} GB/s between hosts: {whose}")
