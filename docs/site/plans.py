@@ -1,11 +1,12 @@
 """Write the tables of docs/planning.md: `python docs/site/plans.py [--check]`.
 
-They are what `fathom cost RECIPE --gpus N` says, with batches put together where that is quicker. `--check` writes
+They are what `fathom cost RECIPE --gpus N` says, with as few batches a step as fit. `--check` writes
 nothing and fails where the page is not what the command would write; the tests call it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from fathom.cost.measured import DEVICES  # noqa: E402  of this checkout
-from fathom.cost.plan import Plan, larger_batches, layout_of, require_fit  # noqa: E402
+from fathom.cost.plan import Plan, layout_of, require_fit  # noqa: E402
 from fathom.train.recipe import load_recipe, model_config  # noqa: E402
 
 PAGE, START, END = ROOT / "docs/planning.md", "<!-- tables -->\n", "<!-- end -->\n"
@@ -42,16 +43,14 @@ def best(recipe_file: str, name: str, gpus: int) -> Plan | str:
             )  # fmt: skip
         except ValueError:
             return f"cannot share a step of {training.sequences * training.gradient_accumulation} sequences"
-        for sequences in [n for n in range(layout.sequences, 0, -1) if layout.sequences % n == 0]:
-            accumulation = layout.accumulation * layout.sequences // sequences
-            fewer = layout_of(sequences * gpus, accumulation, gpus, strategy, checkpointing=layout.checkpointing,
-                              compile=layout.compile)  # fmt: skip
+        own = layout.sequences * layout.accumulation
+        for sequences in [n for n in range(own, 0, -1) if own % n == 0]:  # the largest batches that fit
+            batches = dataclasses.replace(layout, sequences=sequences, accumulation=own // sequences)
             try:
-                plan = require_fit(config, length, fewer, device)
+                found.append(require_fit(config, length, batches, device))
+                break
             except ValueError:
                 continue
-            found.append(larger_batches(config, length, plan, device) or plan)
-            break
     return min(found, key=lambda plan: plan.step_s) if found else "does not fit"
 
 
