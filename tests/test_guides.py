@@ -32,7 +32,9 @@ from tiny import SIZES, assert_close, tiny_model, tokens
 from tiny_checkpoint import TEXT, run_cli, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/training.md", "docs/lineage.md", "docs/curation.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "docs/training.md", "docs/lineage.md", "docs/curation.md", "docs/publishing.md",
+)  # fmt: skip
 TRAINED = 256  # tokens, of the recipe's 500,000
 
 RUN = (
@@ -43,6 +45,8 @@ RUN = (
     "fathom lineage matrix MODEL OTHER THIRD --output matrix.png",
     "fathom curate raw -o corpus --config curate.yaml",
     "fathom cost mine.yaml",
+    "fathom export MODEL",
+    "fathom export MODEL --to gguf -o gguf",
     "fathom compare mine.yaml",
     "fathom train mine.yaml --method pondering",
     'fathom generate runs/mine/pondering-seed0/model --prompt "The old man" --stream',
@@ -72,6 +76,7 @@ PARSED = (
     "fathom curate runs/moon/raw -o runs/moon/corpus --config recipes/curate.yaml",  # all three: minutes
     "fathom train recipes/domain_base_cpu.yaml",
     "fathom compare recipes/domain_cpu.yaml",
+    "fathom export runs/mine/vanilla/tokens-500000-seed-0/model -o stock",  # tests/export
     "fathom compare mine.yaml --jobs 4",  # processes on GPUs
     "torchrun --nproc-per-node 8 -m fathom train mine.yaml --method pondering",
     "accelerate launch --config_file fsdp.yaml -m fathom train mine.yaml --method pondering",
@@ -161,7 +166,10 @@ def test_what_is_dear_parses(command):
         assert parse(words[words.index("fathom") + 1 :]).command.callback
 
 
-@pytest.mark.parametrize("page", ["tables", "tools", "clips", "vision", "growth", "decoding"])
+OTHERS = ("tables", "tools", "clips", "vision", "growth", "decoding", "planning", "several_gpus")
+
+
+@pytest.mark.parametrize("page", OTHERS)
 def test_what_other_guides_say_parses(page):
     for command in commands(f"docs/{page}.md"):
         if not SETUP.match(command):

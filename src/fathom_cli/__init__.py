@@ -27,6 +27,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "grow": "fathom_cli.grow:command",
     "instruct": "fathom_cli.instruct:command",
     "generate": "fathom_cli.generate:command",
+    "export": "fathom_cli.export:command",
     "serve": "fathom_cli.serve:command",
     "evaluate": "fathom_cli.evaluate:command",
     "inspect": "fathom_cli.inspect:command",

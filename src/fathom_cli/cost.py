@@ -41,6 +41,17 @@ def command(
     tdp: Annotated[float, typer.Option(help="With --hours: watts that an accelerator draws.")] = 700.0,
     kg_per_kwh: Annotated[float, typer.Option(help="With --hours: CO2 equivalent of a kWh.")] = 0.475,
     pue: Annotated[float, typer.Option(help="With --hours: the site's energy over the accelerators'.")] = 1.0,
+    gpus: Annotated[
+        int | None, typer.Option(help="Plan the recipe's training on so many: memory, communication, step.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --gpus: the GPU; h200 is measured.")] = "h200",
+    strategy: Annotated[
+        str | None, typer.Option(help="With --gpus: ddp or fsdp2; default: ddp if the model fits, else fsdp2.")
+    ] = None,
+    per_host: Annotated[int, typer.Option(help="With --gpus: GPUs of one host.", min=1)] = 8,
+    network: Annotated[
+        float | None, typer.Option(help="With --gpus: GB/s between hosts, of each GPU; default: 50, an assumption.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
@@ -49,7 +60,13 @@ def command(
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
       fathom cost MODEL --hours 24 --tdp 700
+      fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
     """
+    if gpus is not None:
+        _plan(model, gpus, device, strategy, per_host, network, json_output)
+        return
+    if (device, strategy, per_host, network) != ("h200", None, 8, None):
+        raise ValueError("--device, --strategy, --per-host and --network go with --gpus")
     if hours is None and (tdp, kg_per_kwh, pue) != (700.0, 0.475, 1.0):
         raise ValueError("--tdp, --kg-per-kwh and --pue go with --hours")
 
@@ -95,6 +112,79 @@ def command(
             "until thoughts have settled; how many depends on the text. `sweeps: J` fixes it." * bool(swept)
         )
         + ("" if carbon is None else f"\n\n{carbon}")
+    )
+
+
+def _plan(
+    model: str, gpus: int, device: str, strategy: str | None, per_host: int, network: float | None, json_output: bool
+) -> None:
+    """What `--gpus` prints."""
+    from fathom.cost.measured import DEVICES
+    from fathom.cost.plan import STRATEGIES, larger_batches, layout_of, require_fit
+    from fathom.models.registry import nearest
+    from fathom.train.recipe import load_recipe, model_config
+
+    if not model.endswith((".yaml", ".yml")):
+        raise ValueError(f"{model}: --gpus plans a training: give a recipe (YAML file)")
+    if device not in DEVICES:
+        raise ValueError(f"--device {device}: no step was measured on it; there are {', '.join(DEVICES)}")
+    if strategy not in (None, *STRATEGIES):
+        raise ValueError(f"--strategy {strategy}: must be ddp or fsdp2{nearest(str(strategy), list(STRATEGIES))}")
+    recipe, given = load_recipe(Path(model)), DEVICES[device]
+    training, length = recipe.training, recipe.data.block_size
+    if recipe.task.checkpoint_fields is not None:
+        raise ValueError(f"{model}: --gpus plans decoders; task {recipe.task.name!r} trains another model")
+    compiled = {True: "model", False: "no"}.get(training.compile, "layers")  # type: ignore[call-overload]
+    rows, advice = [], []
+    for method in recipe.methods:
+        config = model_config(recipe, method)
+        wanted = [strategy] if strategy else list(STRATEGIES[: 1 if gpus == 1 else 2])
+        for last, kind in zip([False] * (len(wanted) - 1) + [True], wanted, strict=True):
+            layout = layout_of(
+                training.sequences, training.gradient_accumulation, gpus, kind,
+                checkpointing=training.gradient_checkpointing, compile=compiled, per_host=per_host,
+            )  # fmt: skip
+            try:
+                found = require_fit(config, length, layout, given, network and network * 1e9)
+                break
+            except ValueError as error:
+                if last:
+                    raise ValueError(f"{method.name}: {error}") from None
+        hours = (training.tokens or 0) / found.tokens_per_second / 3600
+        rows.append((method.name, found, hours))
+        better = larger_batches(config, length, found, given, network and network * 1e9)
+        if better is not None:
+            advice.append(
+                f"{method.name}: sequences: {better.layout.sequences * gpus} with gradient_accumulation: "
+                f"{better.layout.accumulation} make the same step in {better.step_s:.3g} s"
+            )
+    if json_output:
+        made = [
+            {"name": name, **dataclasses.asdict(found), "tokens_per_second": found.tokens_per_second, "hours": hours,
+             "efficiency": found.efficiency} for name, found, hours in rows
+        ]  # fmt: skip
+        typer.echo(json.dumps({"device": given.name, "gpus": gpus, "plans": made}, indent=2))
+        return
+    titles = ["model", "", "at a time", "weights", "gradients", "moments", "activ.", "peak", "sent", "compute", "comm.",
+              "step", "tokens/s", "hours", "GPU-hours"]  # fmt: skip
+    cells = [titles]
+    for name, p, hours in rows:
+        sizes = [p.weights, p.gradients, p.optimizer, p.activations, p.peak_bytes, p.sent_bytes]
+        cells.append([
+            name, p.layout.strategy if gpus > 1 else "one", f"{p.layout.sequences} × {p.layout.accumulation}",
+            *(f"{size / 1e9:.3g}" for size in sizes),
+            *(f"{seconds:.3g}" for seconds in (p.compute_s, p.communication_s, p.step_s)),
+            _short(p.tokens_per_second), f"{hours:.3g}" if hours else "", f"{gpus * hours:.4g}" if hours else "",
+        ])  # fmt: skip
+    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
+    lines = [
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in cells
+    ]
+    said = list(dict.fromkeys(f"{name}: {line}" for name, found, _ in rows for line in found.stands_on))
+    typer.echo("\n".join(line.rstrip() for line in lines))
+    typer.echo(
+        f"\n{gpus} × {given.name}. Sequences on a GPU at a time × batches a step; GB on each GPU; GB that leave each\n"
+        "GPU in a step; seconds of computation, of collectives and of a step.\n" + "\n".join([*said, *advice])
     )
 
 

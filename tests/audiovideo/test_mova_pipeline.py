@@ -166,6 +166,9 @@ def test_saved_and_loaded_it_makes_the_same_clip(tmp_path, pipe):
         pipe.save_pretrained(tmp_path / "saved")
     finally:
         pipe.codec = Averages()
+    card = (tmp_path / "saved" / "README.md").read_text()
+    parameters = sum(weight.numel() for weight in tiny.model(vocab_size=16).parameters())
+    assert "# mova\n" in card and "library_name: diffusers" in card and f"{parameters:,} parameters" in card
     loaded = MovaPipeline.from_pretrained(tmp_path / "saved")
     loaded.set_progress_bar_config(disable=True)
     loaded.codec = Averages()

@@ -113,18 +113,6 @@ def test_a_config_alone_has_the_file_too(tmp_path):
     assert (tmp_path / "config" / CODE.name).read_text() == CODE.read_text()
 
 
-def test_the_card_says_what_the_model_is_and_keeps_what_was_written(folder, tmp_path):
-    card = (folder / "README.md").read_text()
-    assert "tags: [fathom, pondering]" in card and "# pondering\n" in card
-    assert '`depth`: `{"name": "pondering", "steps": 1,' in card and "pip install fathom-lm" in card
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    assert "# llama, no method\n" in (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text("mine")
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
-
-
 def test_a_stock_checkpoint_has_neither(tmp_path):
     tiny_model(init="hf").save_stock_pretrained(tmp_path)
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())

@@ -52,6 +52,37 @@ def test_difference_is_paired_over_seeds():
     assert table.rows[0].spread("bits_per_byte") > 0
 
 
+def with_pieces(made, values):
+    return replace(made, held_out={"unit": "documents", "values": values, "weights": [10.0] * len(values)})
+
+
+def test_a_difference_must_be_outside_seeds_texts_and_retraining():
+    """Pieces whose differences all have one sign, and such as have both; and a run that was trained again."""
+    seeds = range(3)
+    even, mixed = [20.0] * 12, [20.0 + (-1) ** n * 3 for n in range(12)]
+    for values, clear in ((even, True), (mixed, False)):
+        vanilla = [with_pieces(run("vanilla", seed=s), [20.5] * 12) for s in seeds]
+        loop = [with_pieces(run("loop", seed=s), values) for s in seeds]
+        (table,) = tables(results([*vanilla, *loop]))
+        gap = table.rows[1].minus(table.rows[0])
+        assert gap.clear == clear and (gap.over_texts[0] <= 0 <= gap.over_texts[1]) != clear
+        if clear:
+            assert gap.over_texts == pytest.approx((-0.05, -0.05))  # 0.5 bits of 10 bytes
+        assert "over documents" in verdict(table).details[0]
+        assert ("too little to call" in verdict(table).details[0]) != clear
+    other = with_pieces(run("loop"), [*even, 1.0])  # another text: nothing to pair
+    assert (
+        tables(results([with_pieces(run("vanilla"), even), other]))[0].rows[1].minus(table.rows[0]).over_texts is None
+    )
+
+    again = replace(run("vanilla", gain=0.08), again=1)  # 0.04 bits per byte from the first time
+    (table,) = tables(results([*(run("vanilla", seed=s) for s in seeds), *(run("loop", seed=s) for s in seeds), again]))
+    assert [len(row.runs) for row in table.rows] == [3, 3]  # it is in no mean
+    gap = table.rows[1].minus(table.rows[0])
+    assert gap.value == pytest.approx(-0.025) and gap.retraining == pytest.approx(0.04) and not gap.clear
+    assert "trained again came out up to 0.0400 bits per byte from itself" in verdict(table).details[-1]
+
+
 def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():
     (table,) = tables(results())
     said = verdict(table)

@@ -408,6 +408,18 @@ def test_scores_are_those_of_the_files(trained, task):
 
 
 @pytest.mark.parametrize("task", tasks())
+def test_the_card_of_a_trained_model_tells_recipe_and_scores(trained, task):
+    loaded, _, result = trained[task]
+    card = (result.model / "README.md").read_text()
+    facts = json.loads((result.model / "fathom.json").read_text())
+    assert facts["scores"][0]["value"] == result.scores[loaded.task.headline.name]
+    assert f"| {loaded.task.headline.name} | {facts['scores'][0]['value']:.4g} |" in card
+    assert f"{result.tokens:,} tokens" in card and str(result.folder.parent) not in card + json.dumps(facts)
+    told = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert told["task"]["name"] == task and told["training"]["tokens"] == result.tokens
+
+
+@pytest.mark.parametrize("task", tasks())
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, task, tmp_path):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -149,6 +149,7 @@ def test_the_model_is_an_ordinary_checkpoint(whole, data) -> None:
     assert sorted(path.name for path in whole.model.iterdir()) == [
         "README.md",
         "config.json",
+        "fathom.json",
         "generation_config.json",
         "model.safetensors",
         "modeling_fathom.py",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -295,6 +297,55 @@ def test_tensorboard(recipe, data, folder) -> None:
     pytest.importorskip("tensorboard")
     train_run(recipe(tensorboard=True), VANILLA, seed=0, folder=folder, data=data)
     assert list((folder / "tensorboard").glob("events.out*"))
+
+
+class StandIn:
+    """What the Trainer's integration asks of the wandb package, noted down."""
+
+    def __init__(self):
+        self.run, self.calls, self.logged, self.summary = None, [], [], {}
+        self.config = type("Config", (dict,), {"update": lambda self, *_, **__: None})()
+
+    def init(self, **given):
+        self.run, given["dir"] = SimpleNamespace(_label=lambda **_: None, summary=self.summary), Path(given["dir"]).name
+        self.calls.append(given)
+
+    def finish(self):
+        self.run = None
+        self.calls.append("finish")
+
+    def log(self, values):
+        self.logged.append(values)
+
+
+def test_report_to_wandb_has_a_run_for_each_run(recipe, data, folder, monkeypatch) -> None:
+    from fathom.train import tracking
+
+    package = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib.config_util", SimpleNamespace(ConfigError=ValueError))
+    monkeypatch.setattr(tracking._Wandb.__mro__[1], "__init__", lambda self: None)
+    for name, value in {
+        "_wandb": package,
+        "_initialized": False,
+        "_log_model": SimpleNamespace(is_enabled=False),
+    }.items():
+        monkeypatch.setattr(tracking._Wandb, name, value, raising=False)
+    monkeypatch.setattr("fathom.train.trainer.check_trackers", lambda names: None)
+    tracked = recipe(report_to=("wandb",), eval_every=5)
+    train_run(tracked, VANILLA, seed=0, folder=folder, data=data)
+    begun = {"project": "tiny", "name": "vanilla seed 0 lr 0.003", "dir": folder.name}
+    assert package.calls == [begun, "finish"]
+    losses = [line["train/loss"] for line in package.logged if "train/loss" in line]
+    history = [line["loss"] for line in read_metrics(folder) if "loss" in line]
+    assert losses == pytest.approx(history, abs=1e-3) and any("eval/loss" in line for line in package.logged)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_run(tracked, VANILLA, seed=1, folder=folder.with_name("other"), data=data, callbacks=[Stop()])
+    assert package.calls[-1] == "finish"  # or the next run would go on in this one's
 
 
 def test_sweep_takes_the_best_and_keeps_all(recipe, data, folder) -> None:

@@ -195,6 +195,8 @@ def test_a_converted_checkpoint_is_loaded_by_the_auto_classes(family, tmp_path):
     model.save_pretrained(tmp_path / "stock")
     processor.save_pretrained(tmp_path / "stock")
     convert_vision(tmp_path / "stock", tmp_path / "ours", RATIO)
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert f"# {RATIO.name}\n" in card and "import AutoModelForImageTextToText, AutoProcessor" in card
     with compress_vision(model, processor, RATIO):
         inputs = batch(family, processor)
         expected = model(**inputs).logits

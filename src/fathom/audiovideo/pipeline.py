@@ -29,6 +29,7 @@ from fathom.audiovideo.guidance import Branch, Pair, guided
 from fathom.audiovideo.joint import condition, joint_forward, text_states
 from fathom.audiovideo.scheduler import FlowMatchPairScheduler
 from fathom.audiovideo.towers import AudioTower, VideoTower
+from fathom.models.model_card import Published
 
 PARTS: dict[str, Any] = {
     "video_dit": VideoTower,
@@ -65,7 +66,7 @@ def read_parts(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Mo
     return config, {name: PARTS[name].from_pretrained(folder / name, torch_dtype=dtype).eval() for name in names}
 
 
-class MovaPipeline(DiffusionPipeline):
+class MovaPipeline(Published, DiffusionPipeline):
     """Makes clips.
 
     Args:
@@ -114,12 +115,21 @@ class MovaPipeline(DiffusionPipeline):
             made.codec = load_codec(folder / CODEC)
         return made
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """A diffusers folder, with the settings as config.json and the codec in a folder of its own."""
-        super().save_pretrained(str(save_directory), **kwargs)
         self.settings.save_pretrained(save_directory)
         if self.codec is not None:
             self.codec.save(Path(save_directory) / CODEC)
+        super().save_pretrained(str(save_directory), *args, **kwargs)  # with the card, and last: it may upload all
+
+    @property
+    def card_config(self) -> MovaConfig:
+        return self.settings
+
+    @property
+    def parameter_count(self) -> int:
+        models = [part for part in self.components.values() if isinstance(part, torch.nn.Module)]
+        return sum(weight.numel() for part in models for weight in part.parameters())
 
     @torch.no_grad()
     def __call__(

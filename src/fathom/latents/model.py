@@ -28,10 +28,11 @@ from fathom.models import registry
 from fathom.models.checkpoints.stock import check_names
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
+from fathom.models.model_card import Published
 from fathom.ops.cross_entropy import IGNORE
 
 
-class FathomForLatentDiffusion(PreTrainedModel):
+class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc]
     """CoDAR: `encode` makes vectors of tokens, `denoise` estimates them from noised ones, `decode` writes the text,
     `generate` does it all from noise.
 

@@ -22,13 +22,14 @@ from transformers.utils import can_return_tuple
 
 from fathom.decoding import entry
 from fathom.decoding.speculation import Speculation, speculate
-from fathom.models import hf_versions, saved_files
+from fathom.models import hf_versions
 from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
 from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Decoder, Stack
 from fathom.models.initialization import initialize
+from fathom.models.model_card import Published
 from fathom.models.registry import build_options, lookup
 from fathom.models.slots import RaggedSlotLayer, SlotLayer, SlotStack, hold_slots
 from fathom.models.steps.cache import StepLayer, hold_steps
@@ -43,7 +44,7 @@ from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 TOKEN_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-class FathomForCausalLM(PreTrainedModel, GenerationMixin):
+class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal language model of the GPT-2, GPT-NeoX, Llama or Qwen3 family, with the methods its config names.
 
         E = c·W_in[x];   h = depth(stack, E);   logits = h W_outᵀ
@@ -452,12 +453,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):
     def get_decoder(self) -> Decoder:
         """The module of the parameters: table, layers, norm. The depth method, not the decoder, runs the layers."""
         return self.model
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with a model card, unless the folder has one."""
-        if self.should_save_on_this_rank(kwargs.get("is_main_process", True)):
-            saved_files.write_card(self, save_directory)  # before an upload, which super() may do
-        super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
+from fathom.models.model_card import Published
 from fathom.models.registry import ENCODER_PLAIN
 
 
-class EncoderModel(PreTrainedModel):
+class EncoderModel(Published, PreTrainedModel):  # type: ignore[misc]
     """Alone, or mixed into a stock class of transformers.
 
     Attributes:

@@ -74,6 +74,7 @@ def _describe(
         for kind in offered(config)
     }
     ran = getattr(pictures.get(StepMap.name), "ran", None)  # what tokens that stop on their own really cost
+    pieces = task.pieces(model, data)
     sizes = task.sizes(config, recipe.data.block_size, dtype, ran)
     return Run(
         method=planned.method.name,
@@ -106,6 +107,8 @@ def _describe(
             for sample in task.samples(model, data, recipe.data.block_size)
         ],
         folder=planned.folder,
+        again=planned.again,
+        held_out={} if pieces is None else dataclasses.asdict(pieces),
         **began_with,
     )
 

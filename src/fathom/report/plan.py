@@ -20,6 +20,7 @@ class Planned:
     seed: int
     tokens: int
     residual_percent: float = 0.0
+    again: int = 0  # the how manieth repetition of the same seed
 
     @property
     def model_folder(self) -> str:
@@ -28,7 +29,8 @@ class Planned:
 
     @property
     def folder(self) -> str:
-        return f"{self.model_folder}/tokens-{self.tokens}-seed-{self.seed}"
+        repeated = f"-again-{self.again}" if self.again else ""
+        return f"{self.model_folder}/tokens-{self.tokens}-seed-{self.seed}{repeated}"
 
 
 def plan(recipe: Recipe, data: PreparedData) -> list[Planned]:
@@ -41,7 +43,8 @@ def plan(recipe: Recipe, data: PreparedData) -> list[Planned]:
     for budget in recipe.budgets:
         for model in _models(recipe, budget, data):
             planned += [replace(model, seed=seed) for seed in model.method.seeds or recipe.seeds]
-    return planned
+    first = planned[0]
+    return planned + [replace(first, again=number) for number in range(1, recipe.retrain + 1)]
 
 
 def inference_flops(

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
+from fathom.evaluate.held_out import bootstrap
 from fathom.tasks import DEFAULT, Score, Task, lookup
 from fathom.tasks.base import scores_read, with_scores
 from fathom.writing import whole
@@ -57,6 +59,8 @@ class Run:
     tokens_per_second_interval: list[float] | None = None
     interruptions: int | None = None
     busy: float | None = None
+    again: int = 0  # above 0: the same run trained again, for the spread of retraining
+    held_out: dict[str, Any] = field(default_factory=dict)  # fathom.evaluate.held_out.Pieces of the headline score
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Run:
@@ -160,15 +164,23 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one method's score is from another's, and whether that can be told from seed noise."""
+    """How far one method's score is from another's, and whether that can be told from noise: of seeds, of the choice of
+    held-out texts, and of training the very same run again."""
 
     value: float  # this one's less the other's
     percent: float  # of the other's; nan where that is zero
     margin: float | None  # half width of the 95 % interval over paired seeds; None with one seed
+    over_texts: tuple[float, float] | None = None  # 95 % interval over paired pieces of the held-out text
+    unit: str = "documents"  # the pieces
+    retraining: float | None = None  # how far the same run, trained again, was from itself
 
     @property
     def clear(self) -> bool:
-        """Beyond the interval; with one seed, where the noise is unknown, beyond 1 %."""
+        """Outside every interval that is known. With one seed, where its noise is unknown, beyond 1 % as well."""
+        if self.over_texts is not None and self.over_texts[0] <= 0 <= self.over_texts[1]:
+            return False
+        if self.retraining is not None and abs(self.value) <= self.retraining:
+            return False
         if self.margin is None:
             return self.value != 0 and not abs(self.percent) < UNCALLABLE_PERCENT
         return abs(self.value) > self.margin
@@ -180,6 +192,7 @@ class Row:
 
     runs: tuple[Run, ...]
     score: Score  # the task's headline
+    retraining: float | None = None  # of the comparison: see `retraining_spread`
 
     @property
     def first(self) -> Run:
@@ -243,7 +256,18 @@ class Row:
         if len(gaps) > 1:
             margin = float(stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
         value = statistics.fmean(gaps) if gaps else self.result - other.result
-        return Difference(value, 100 * value / other.result if other.result else math.nan, margin)
+        unit, over_texts = self._over_texts(other, sorted(mine.keys() & theirs.keys()))
+        percent = 100 * value / other.result if other.result else math.nan
+        return Difference(value, percent, margin, over_texts, unit, self.retraining)
+
+    def _over_texts(self, other: Row, seeds: list[int]) -> tuple[str, tuple[float, float] | None]:
+        """The difference's interval over pieces of the held-out text: each piece has the mean over the common seeds."""
+        pieces = [[run.held_out for run in row.runs if run.seed in seeds and run.held_out] for row in (self, other)]
+        known = pieces[0] + pieces[1]
+        if not seeds or len(known) < 2 * len(seeds) or len({tuple(piece["weights"]) for piece in known}) > 1:
+            return "documents", None
+        mine, theirs = (np.mean([piece["values"] for piece in side], axis=0) for side in pieces)
+        return known[0]["unit"], bootstrap((mine - theirs).tolist(), known[0]["weights"])
 
 
 @dataclass(frozen=True)
@@ -276,13 +300,28 @@ class Table:
         return sorted({len(row.runs) for row in self.rows})
 
 
+def retraining_spread(results: Results) -> float | None:
+    """The farthest that the headline score of a run that was trained again is from that of the first time; None where
+    none was."""
+    name, spread = results.scores[0].name, None
+    for again in (run for run in results.runs if run.again):
+        same = [
+            r
+            for r in results.runs
+            if not r.again and (r.method, r.budget, r.seed) == (again.method, again.budget, again.seed)
+        ]
+        for first in same:
+            spread = max(spread or 0.0, abs(again.scores[name] - first.scores[name]))
+    return spread
+
+
 def tables(results: Results) -> list[Table]:
     """One table a budget, in the order in which they were run."""
-    found = []
+    found, retraining = [], retraining_spread(results)
     for budget in dict.fromkeys(run.budget for run in results.runs):
-        runs = [run for run in results.runs if run.budget == budget]
+        runs = [run for run in results.runs if run.budget == budget and not run.again]
         methods = dict.fromkeys(run.method for run in runs)
         score = results.scores[0]
-        rows = tuple(Row(tuple(r for r in runs if r.method == m), score) for m in methods)
+        rows = tuple(Row(tuple(r for r in runs if r.method == m), score, retraining) for m in methods)
         found.append(Table(budget, rows, results.task_class, score))
     return found

@@ -203,7 +203,8 @@ def _listed(names: list[str]) -> str:
 def _signed(gap: Difference, table: Table) -> str:
     margin = "" if gap.margin is None else f" ± {gap.margin:.3f}"
     share = "" if math.isnan(gap.percent) else f" ({gap.percent:+.1f} %)"
-    return f"{gap.value:+.3f}{margin}".replace("-", "−") + f" {table.score.unit}" + share.replace("-", "−")
+    texts = "" if gap.over_texts is None else f", {gap.over_texts[0]:+.3f} to {gap.over_texts[1]:+.3f} over {gap.unit}"
+    return (f"{gap.value:+.3f}{margin}" + f" {table.score.unit}" + share + texts).replace("-", "−")
 
 
 def _same_compute_on_curve(rows: list[Row], base: Row) -> list[str]:
@@ -234,4 +235,14 @@ def _noise(table: Table) -> str:
             f"One seed{' in the rows without ±' if said else ''}: the seed noise is unknown. Differences below "
             f"{UNCALLABLE_PERCENT:g} % are not called; larger ones are likely, not certain."
         )
+    gaps = [row.minus(table.baseline) for row in table.rows if row is not table.baseline]
+    units = [gap.unit for gap in gaps if gap.over_texts is not None]
+    if units:
+        said.append(f"The interval over {units[0]} is of the same models on other texts (paired bootstrap, 95 %).")
+    if table.rows[0].retraining is not None:
+        said.append(
+            f"The same run trained again came out up to {table.rows[0].retraining:.4f} {table.score.unit} from itself."
+        )
+    if units or table.rows[0].retraining is not None:
+        said.append("A difference is called only where it is outside all of these.")
     return " ".join(said)

@@ -109,7 +109,8 @@ def _at_rest(path: Path) -> bool:
 
 def connect(uri: str) -> sqlite3.Connection:
     """A connection that decodes what is no UTF-8 without it, as Spider's databases need."""
-    connection = sqlite3.connect(uri, timeout=0.5, uri=True, isolation_level=None)
+    # A BPE that learns from texts with values asks for them in a thread of its own, before the one that opened goes on.
+    connection = sqlite3.connect(uri, timeout=0.5, uri=True, isolation_level=None, check_same_thread=False)
     connection.text_factory = lambda raw: raw.decode(errors="ignore")
     return connection
 

@@ -365,6 +365,9 @@ class AudioVideo(Task):
         pipeline_of(model, data).save_pretrained(folder)
         shutil.copytree(data.codec, folder / CODEC)  # type: ignore[attr-defined]
 
+    def config_of(self, folder: Path) -> MovaConfig:
+        return MovaConfig.from_pretrained(folder)
+
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         values: dict[str, float | None] = dict.fromkeys((score.name for score in self.scores), None)
         if loss is None:

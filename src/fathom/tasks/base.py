@@ -268,6 +268,12 @@ class Task:
     def complete(self, folder: Path, config: Any, data: PreparedData) -> None:
         """Adds to the folder of a saved model what a user needs beside its weights: nothing, as a rule."""
 
+    def config_of(self, folder: Path) -> Any:
+        """The config of a saved model, for its card."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(folder)
+
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         """Every score of a trained model by name; None where there is nothing to score or it is not finite.
 
@@ -276,6 +282,11 @@ class Task:
             checkpoint: folder of the trained model.
         """
         raise NotImplementedError  # abstract
+
+    def pieces(self, model: Any, data: PreparedData) -> Any:
+        """The headline score of a trained model piece by piece of what is held out (evaluate/held_out.py), so that a
+        difference can be told from the choice of texts; None: this task has none."""
+        return None
 
     def reference(self, data: PreparedData, sequences: int) -> float:
         """The headline score of a model that knows frequencies alone, of the first `sequences` training sequences."""

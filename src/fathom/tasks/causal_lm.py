@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fathom.cost import forward_flops_per_token
 from fathom.data import DataConfig, PreparedData, prepare
+from fathom.evaluate.held_out import Pieces, bits_of_pieces
 from fathom.evaluate.text import bits_per_byte
 from fathom.evaluate.unigram import unigram_loss
 from fathom.models.configuration import FathomConfig
@@ -55,6 +56,9 @@ class CausalLM(Task):
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         return {"bits_per_byte": bits_of_loss(data, loss)}
+
+    def pieces(self, model: Any, data: PreparedData) -> Pieces | None:
+        return bits_of_pieces(model, data, self.collate)
 
     def reference(self, data: PreparedData, sequences: int) -> float:
         return unigram_of_blocks(data, sequences)

@@ -38,6 +38,7 @@ class LatentDiffusion(LatentTask):
     unwrapped: bool = False
 
     stage = "latent_diffusion"
+    alternates = True  # what reads the first estimate takes no part in a step without one
     summary = "Estimate the vectors of a text from noised ones: the first stage of CoDAR."
     scores = (
         Score(

@@ -84,6 +84,7 @@ class VQA(Task):
     reference_note = "The most frequent answer to the questions of a kind in training, whatever the picture."
     samples_note = "Answers to the first held-out questions"
     checkpoint_fields = ("vision_compress",)
+    alternates = True  # the tower's last layer, behind the one whose states are read, takes part in no step
     unused = ("document_mask", "keep_remainder", "streaming", "max_tokens", "max_validation_tokens", "max_documents")
 
     def __post_init__(self) -> None:

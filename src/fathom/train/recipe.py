@@ -187,7 +187,15 @@ class Training:
     save_every: int | None = 500  # steps; None: at the end only
     keep: int = 1  # complete checkpoints kept
     num_workers: int = 0  # data-loader processes
-    tensorboard: bool = False
+    tensorboard: bool = False  # the same as report_to: [tensorboard]
+    report_to: tuple[
+        Literal["tensorboard", "wandb", "trackio"], ...
+    ] = ()  # trackers, through the Trainer's integrations
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that are told, each once."""
+        return tuple(dict.fromkeys((*self.report_to, *(["tensorboard"] if self.tensorboard else []))))
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.examples is None):
@@ -227,6 +235,9 @@ class Recipe:
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
         task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.
+        retrain: how often `fathom compare` trains the first method's first seed again, the very same run. No difference
+            that is smaller than what its score moves by is called. On a CPU it does not move.
+        license: of the trained models, by the hub's name for it ("apache-2.0"), for their cards. None: none is stated.
     """
 
     name: str
@@ -237,9 +248,15 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
+    retrain: int = 0
+    license: str | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
+        _require(self.retrain >= 0, "retrain", self.retrain, "not be negative")
+        if self.license is not None:
+            rule = "be one of the hub's names, such as 'apache-2.0', or 'other'"
+            _require(bool(re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license)), "license", self.license, rule)
         check_keys(self.model, ["checkpoint", *self.task.model_fields()], "model")
         for method in self.methods:
             check_keys(method.fields, self.task.model_fields(), f"methods.{method.name}")

@@ -32,7 +32,6 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -41,6 +40,7 @@ from fathom.data.mixing import MixedBlocks
 from fathom.feed_forward.base import FeedForward
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.models.model_card import describe
 from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
@@ -48,11 +48,13 @@ from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import DEFAULT, Task
 from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
+from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
+from fathom.train.tracking import check_trackers, tracking
 from fathom.writing import naming, write_json
 
 MODEL = "model"
@@ -71,6 +73,7 @@ _FREE = (
     "keep",
     "num_workers",
     "tensorboard",
+    "report_to",
 )
 # transformers 5.24 has both names and deprecates the second, 5.15 has only the second
 _fields = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -227,8 +230,9 @@ def train_run(
         )
     check_extras(training)
     arguments = _arguments(
-        training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates
-    )
+        training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates,
+        names={"project": recipe.name, "run_name": f"{method.name} seed {seed} lr {lr:g}"},
+    )  # fmt: skip
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
             f"training.compile='graphs' on {arguments.world_size} devices: gradients that lie in CUDA graphs are not "
@@ -297,7 +301,7 @@ def train_run(
     complete = checkpoints.CompleteCheckpoints(
         folder, training.keep, lambda: _save_model(trainer, folder / MODEL, config, data)
     )
-    watching = [Phases(), complete, metrics, display, *_tensorboard(training, folder), *task.callbacks(), *callbacks]
+    watching = [Phases(), complete, metrics, display, *task.callbacks(), *callbacks]
     for callback in watching:
         trainer.add_callback(callback)
 
@@ -305,7 +309,10 @@ def train_run(
         checkpoints.remove_incomplete(folder)
     found = checkpoints.checkpoints(folder)
     if not found or checkpoints.step_of(found[-1]) < steps:  # else killed after the last checkpoint: only report
-        _train(trainer, folder, str(found[-1]) if found else None, display)
+        with tracking(training.trackers, folder, arguments.should_save) as trackers:
+            for tracker in trackers:
+                trainer.add_callback(tracker)
+            _train(trainer, folder, str(found[-1]) if found else None, display)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     del trainer, model, complete, metrics, display
@@ -313,7 +320,10 @@ def train_run(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if arguments.should_save:
-        _report(folder, method.name, seed, lr, parameters, data, task).save()
+        reported = _report(folder, method.name, seed, lr, parameters, data, task)
+        facts = training_facts(recipe, method, reported, data)
+        describe(folder / MODEL, task.config_of(folder / MODEL), parameters, facts)
+        reported.save()
     PartialState().wait_for_everyone()
     result = TrainResult.load(folder)
     assert result is not None  # written by the process that saves
@@ -343,8 +353,7 @@ def sequences_per_process(training: Training) -> int:
 
 def check_extras(training: Training) -> None:
     """Raise ImportError with the pip command where an extra that the training needs is not installed."""
-    if training.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("training.tensorboard=True needs TensorBoard: pip install 'fathom-lm[tensorboard]'")
+    check_trackers(training.trackers)
 
 
 def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
@@ -355,8 +364,9 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
 
 
 def _arguments(
-    training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool
-) -> TrainingArguments:
+    training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool,
+    names: dict[str, str],
+) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
         "wsd": (
@@ -404,8 +414,9 @@ def _arguments(
         # Otherwise the copy of each batch waits until the device has finished the step before it.
         accelerator_config={"non_blocking": torch.cuda.is_available()},
         remove_unused_columns=False,
-        report_to="none",
+        report_to="none",  # tracking.py adds them, each with an end
         disable_tqdm=True,
+        **names,
         **checkpointing,
     )
     if arguments.n_gpu > 1:  # the Trainer would fall back to DataParallel
@@ -616,14 +627,6 @@ def _ordered(
     if isinstance(data.train, MixedBlocks):
         return data.train.ordered(seed, length, weights)
     return ShuffledBlocks(data.train, seed, length, numbered)
-
-
-def _tensorboard(training: Training, folder: Path) -> list[TrainerCallback]:
-    if not training.tensorboard:
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-
-    return [TensorBoardCallback(tb_writer=SummaryWriter(str(folder / "tensorboard")))]
 
 
 def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display: ProgressDisplay) -> None:

@@ -26,6 +26,7 @@ from transformers import (
     SmolVLMProcessor,
 )
 
+from fathom.models.model_card import Published
 from fathom.vision.base import Compressor
 from fathom.vision.compress import check, family_of, parts_of, put
 from fathom.vision.configuration import (
@@ -39,7 +40,7 @@ from fathom.vision.methods.mqt import MQT
 from fathom.writing import naming, write_json
 
 
-class CompressedModel:
+class CompressedModel(Published):
     """A stock class whose instances ask the compressor of their config."""
 
     def __init__(self, config: Any, *arguments: Any, **kwargs: Any):

@@ -93,6 +93,37 @@ def renamed(name: str) -> str:
     return name
 
 
+def llada_state(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model under LLaDA's names, embed_scale folded into the input table."""
+    config, found = model.config, {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name == "model.embed_tokens.weight" and config.embed_scale != 1.0:
+            tensor = tensor * config.embed_scale
+        for theirs, ours in LLADA_NAMES:
+            name = name.replace(ours, theirs)
+        found[name] = tensor.contiguous()
+    return found
+
+
+def llada_fields(config: FathomConfig, dtype: Any) -> dict[str, Any]:
+    """config.json of LLaDA for a masked diffusion decoder of the Llama family."""
+    sizes = {theirs: getattr(config, ours) for theirs, ours in LLADA_FIELDS.items()}
+    return {
+        "model_type": "llada",
+        "architectures": ["LLaDAModelLM"],
+        **LLADA_FIXED,
+        **sizes,
+        "n_kv_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "embedding_size": config.vocab_size,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "mask_token_id": config.diffusion["mask_token_id"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
 def read(path: Any) -> dict[str, Tensor]:
     """All tensors of a folder or hub name, one file or sharded."""
     folder = Path(path)

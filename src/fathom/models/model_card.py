@@ -1,0 +1,309 @@
+"""The card beside a checkpoint's weights: what the model is, how it was trained, what was measured, and its licence.
+
+A card is made from metadata alone: the config, and `fathom.json`, in which training puts its facts. Facts travel with
+the weights that they are about: loaded and saved again, they stay; of weights that have changed, the card says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from fathom.models import registry
+from fathom.models.saved_files import CODE
+from fathom.writing import write_json, write_text
+
+CARD, FACTS = "README.md", "fathom.json"
+WRITTEN = "<!-- Written by Fathom from the checkpoint's metadata. Delete this line, and it is never written again. -->"
+GENERIC = "has been automatically generated"  # in the card that transformers uploads for models without one
+# What a config's other sections are called, and the plain method of each: a model with it has none of ours there.
+WHOLE = ("codar", "mova")  # whose method is all that the config is about
+SECTIONS = {**registry.ENCODER_PLAIN, "table": "table_plain", "vision_compress": None, **dict.fromkeys(WHOLE)}
+KINDS = {  # Auto class -> what it loads, and the hub's name of what that is for
+    "AutoModelForCausalLM": ("A causal language model", "text-generation"),
+    "AutoModelForMaskedLM": ("A masked diffusion language model", "text-generation"),
+    "AutoModelForSeq2SeqLM": ("An encoder and a decoder", None),
+    "AutoModelForSequenceClassification": ("A classifier of texts", "text-classification"),
+    "AutoModelForImageTextToText": ("A vision-language model", "image-text-to-text"),
+    "AutoModel": ("A latent diffusion model of text", "text-generation"),
+    "MovaPipeline": ("A diffusers pipeline that makes clips with their sound", "text-to-video"),
+}
+
+
+class Published:
+    """Mixed into a model: `save_pretrained` writes the card, `push_to_hub` uploads it with the weights."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, with a model card, unless the folder has one that somebody wrote."""
+        hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "create_pr") if name in kwargs}
+        if push_to_hub:
+            hub.update({name: kwargs.pop(name) for name in ("private", "revision") if name in kwargs})
+        written = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        config = self.card_config
+        saves = getattr(self, "should_save_on_this_rank", bool)(kwargs.get("is_main_process", True))
+        if saves and not Path(save_directory).is_file() and not getattr(self, "_hf_peft_config_loaded", False):
+            facts = facts_of(getattr(config, "name_or_path", ""))
+            write_card(save_directory, config, self.parameter_count, facts)
+            if push_to_hub:
+                upload(save_directory, token=kwargs.get("token"), **{"repo_id": Path(save_directory).name, **hub})
+        return written
+
+    @property
+    def card_config(self) -> Any:
+        """The config that the card is about."""
+        return self.config  # type: ignore[attr-defined]
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())  # type: ignore[attr-defined]
+
+    def _push(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+    ) -> str:
+        """The address of the commit that uploads the model with its card. A card that somebody wrote there stays.
+
+        Raises ConnectionError where the hub may not be asked (HF_HUB_OFFLINE)."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            wanted = [*(getattr(self, "model_tags", None) or ()), *([tags] if isinstance(tags, str) else tags or ())]
+            return upload(
+                folder, repo_id, commit_message=commit_message, commit_description=commit_description,
+                private=private, token=token, revision=revision, create_pr=create_pr, tags=wanted,
+            )  # fmt: skip
+
+    push_to_hub: Any = _push  # Any: the bases of a model disagree about its arguments
+
+
+def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = None, private: bool | None = None,
+           token: Any = None, **commit: Any) -> str:  # fmt: skip
+    """Upload a checkpoint's folder, but for the card where the repository has one that somebody wrote. Returns the
+    commit's address."""
+    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    except OfflineModeIsEnabled as error:
+        raise ConnectionError(
+            f"push_to_hub({repo_id!r}): HF_HUB_OFFLINE forbids it; unset it, or save_pretrained(folder) here and "
+            f"`hf upload {repo_id} folder` where there is a network"
+        ) from error
+    try:
+        there = ModelCard.load(repo_id, token=token).content
+    except EntryNotFoundError:
+        there = WRITTEN
+    keep = WRITTEN not in there and GENERIC not in there
+    if tags and not keep:
+        card = ModelCard.load(Path(folder) / CARD)
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *tags]))
+        card.save(Path(folder) / CARD)
+    commit = {name: value for name, value in commit.items() if value is not None}
+    commit.setdefault("commit_message", "Upload model")
+    done = api.upload_folder(
+        repo_id=repo_id, folder_path=folder, ignore_patterns=[CARD] if keep else None, **commit
+    )  # fmt: skip
+    return str(done)
+
+
+def describe(
+    folder: str | os.PathLike, config: Any, parameters: int, facts: dict[str, Any] | None, use: str | None = None
+) -> None:
+    """Put the facts of a training beside the weights that it made, and the card that tells them."""
+    write_card(folder, config, parameters, facts and {**facts, "weights": weights_digest(folder)}, use)
+
+
+def write_card(
+    folder: str | os.PathLike,
+    config: Any,
+    parameters: int,
+    facts: dict[str, Any] | None = None,
+    use: str | None = None,
+) -> None:
+    """README.md, unless somebody wrote one; and the facts themselves, that the next to load the model has them.
+    `use`: how it is loaded, where the config's class does not say it."""
+    place, facts = Path(folder) / CARD, facts or {}
+    if place.exists() and WRITTEN not in place.read_text(encoding="utf-8"):
+        return
+    changed = bool(facts) and facts.get("weights") != weights_digest(folder)
+    if facts:
+        write_json(Path(folder) / FACTS, facts)
+    write_text(place, card_text(config, parameters, facts, changed, use))
+
+
+def card_text(
+    config: Any, parameters: int, facts: dict[str, Any], changed: bool = False, use: str | None = None
+) -> str:
+    """The card of a model with that config. `changed`: its weights are no longer those that the facts are about."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    active, auto, own = sections_of(config), auto_class(config), str(config.model_type).startswith("fathom")
+    kind, task = KINDS.get(auto, ("A model", None))
+    title = " + ".join(section["name"] for section in active.values())
+    title = title or f"{getattr(config, 'backbone', config.model_type)}, no method"
+    scores = [] if changed else [s for s in facts.get("scores", ()) if s["value"] is not None]
+    trained_on = facts.get("held_out_name", "held-out data")
+    results = [
+        EvalResult(task or "other", "fathom", trained_on, score["name"], score["value"], metric_name=score["unit"])
+        for score in scores
+    ]
+    data = ModelCardData(
+        library_name="diffusers" if auto == "MovaPipeline" else "transformers",
+        pipeline_tag=task,
+        license=facts.get("license"),
+        base_model=facts.get("base_model"),
+        tags=["fathom", *dict.fromkeys(section["name"] for section in active.values())],
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+    parts = [f"---\n{data.to_yaml()}\n---\n\n{WRITTEN}\n\n# {title}\n", _what(config, kind, parameters, active)]
+    if facts:
+        parts += [_training(facts), _measured(facts, changed)]
+    parts += [f"## Use\n\n{use or _use(auto, own)}\n", _licence(facts)]
+    return "\n".join(parts)
+
+
+def sections_of(config: Any) -> dict[str, dict[str, Any]]:
+    """The methods of a model other than the plain ones, by section of its config."""
+    plain = {name: section.plain for name, section in registry.SECTIONS.items()}
+    plain |= {name: (method,) for name, method in SECTIONS.items()}
+    found = {}
+    for name, methods in plain.items():
+        value = getattr(config, name, None)
+        if isinstance(value, dict) and ("name" in value or name in WHOLE):
+            value = {"name": name, **value}
+            if value["name"] not in methods or value["name"] == "masked":
+                found[name] = value
+    return found
+
+
+def auto_class(config: Any) -> str:
+    """Which class of transformers loads the model."""
+    if isinstance(getattr(config, "mova", None), dict):
+        return "MovaPipeline"
+    named = [name for name in getattr(config, "auto_map", None) or () if name != "AutoConfig"]
+    if named:
+        return named[0]
+    if getattr(config, "vision_config", None) is not None:
+        return "AutoModelForImageTextToText"
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    ends = {"ForConditionalGeneration": "AutoModelForSeq2SeqLM", "ForCausalLM": "AutoModelForCausalLM",
+            "ForSequenceClassification": "AutoModelForSequenceClassification"}  # fmt: skip
+    return next((auto for end, auto in ends.items() if architecture.endswith(end)), "AutoModel")
+
+
+def weights_digest(folder: str | os.PathLike) -> str | None:
+    """What tells whether weights have changed: a hash of every tensor's name, shape and sum; None without safetensors.
+
+    It does not depend on how tensors are spread over files, and does on their precision.
+    """
+    sums = {}
+    for file in _files(folder):
+        part = file.parent.relative_to(folder).as_posix()
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  it is no mapping
+                tensor = tensors.get_tensor(name)
+                total = tensor.sum(dtype=torch.float64).item() if tensor.is_floating_point() else int(tensor.sum())
+                sums[f"{part}/{name}"] = [list(tensor.shape), str(tensor.dtype), repr(total)]
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest() if sums else None
+
+
+def _files(folder: str | os.PathLike) -> list[Path]:
+    """The files of the weights; of a pipeline, those in the folders of its parts."""
+    pattern = "*/*.safetensors" if (Path(folder) / "model_index.json").exists() else "*.safetensors"
+    return [file for file in sorted(Path(folder).glob(pattern)) if not file.name.startswith("adapter")]
+
+
+def facts_of(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """What the checkpoint says that a model was loaded from; None where it says nothing or is no folder."""
+    try:
+        found = json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if os.fspath(folder) and isinstance(found, dict) else None
+
+
+def _what(config: Any, kind: str, parameters: int, active: dict[str, dict[str, Any]]) -> str:
+    said = f"{kind} of [Fathom](https://pypi.org/project/fathom-lm) of {parameters:,} parameters"
+    if getattr(config, "backbone", None):
+        said += (
+            f": a {config.backbone} decoder's blocks ({config.num_hidden_layers} layers, width {config.hidden_size}, "
+            f"vocabulary {config.vocab_size:,})"
+        )
+    methods = [f"- `{name}`: `{json.dumps(section, default=str)}`" for name, section in active.items()]
+    if not methods:
+        return f"{said}, without any method.\n"
+    told = "`fathom methods NAME` says what a method computes, what it costs and what was measured of it."
+    return f"{said}, with these methods:\n\n" + "\n".join(methods) + f"\n\n{told}\n"
+
+
+def _training(facts: dict[str, Any]) -> str:
+    recipe = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True, width=100)
+    told = f"{facts['tokens']:,} tokens in {facts['steps']:,} steps, {facts['train_flops']:.3g} FLOPs"
+    notes = "".join(f"- {note}\n" for note in facts.get("notes", ()))
+    said = f"## Training\n\n{told}; seed {facts['seed']}. The recipe:\n\n```yaml\n{recipe}```\n"
+    return said + (notes and f"\n{notes}")
+
+
+def _measured(facts: dict[str, Any], changed: bool) -> str:
+    rows = [f"| {score['name']} | {score['value']:.4g} | {score['meaning']} |"
+            for score in facts["scores"] if score["value"] is not None]  # fmt: skip
+    if not rows:
+        return "## Measured\n\nNothing: the training had no held-out data.\n"
+    about = f"On {facts['held_out']}, one seed, by Fathom {facts['versions']['fathom']} on {facts['device']}."
+    if changed:
+        about += (
+            " **These numbers are of the checkpoint that this one came from: its weights have changed since** (they "
+            "were trained on, or are in another precision), and nothing was measured of them."
+        )
+    table = "\n".join(["| score | value | how it is computed |", "|---|---|---|", *rows])
+    return f"## Measured\n\n{about}\n\n{table}\n"
+
+
+def _use(auto: str, own: bool) -> str:
+    extra = "'fathom-lm[media]'" if auto in ("MovaPipeline", "AutoModelForImageTextToText") else "fathom-lm"
+    if auto == "MovaPipeline":
+        code = 'from fathom.audiovideo.pipeline import MovaPipeline\n\npipeline = MovaPipeline.from_pretrained("PATH")'
+    else:
+        reads = "AutoProcessor" if auto == "AutoModelForImageTextToText" else "AutoTokenizer"
+        first = "import fathom\n" if own else ""
+        code = (
+            f"{first}from transformers import {auto}, {reads}\n\n"
+            f'model = {auto}.from_pretrained("PATH")\n{reads[4:].lower()} = {reads}.from_pretrained("PATH")'
+        )
+    told = ""
+    if own and auto not in ("MovaPipeline", "AutoModelForImageTextToText"):
+        told = (
+            "\nPrograms that do not import fathom, such as `lm_eval --model hf`, load it with "
+            f"`trust_remote_code=True`: the only code\nin this folder, `{CODE.name}`, imports fathom.\n"
+        )
+    return f"```sh\npip install {extra if own else 'transformers'}\n```\n\n```python\n{code}\n```\n{told}"
+
+
+def _licence(facts: dict[str, Any]) -> str:
+    if facts.get("license"):
+        return f"## Licence\n\n`{facts['license']}`, as the recipe says.\n"
+    base = facts.get("base_model")
+    of_base = f" Weights of `{base}` went into it, whose licence goes on." if base else ""
+    return (
+        f"## Licence\n\nNone was stated (a recipe's `license` does).{of_base} Whoever publishes this model must say "
+        "under which\nit is, by the rights in the data and in the weights it began with.\n"
+    )
