@@ -5,8 +5,9 @@
 Every name is two syllables, "zedam", and a token each. No name of a held-out database is one of a training database,
 while all syllables are in both: a model can learn to copy names that it never saw. From one seed.
 
-Half of the training databases have a single small table: in those a model learns to copy sooner. A question says names, and a right query needs what the schema alone knows: the table of a column, the column of a cell,
-the keys that join two tables. Foreign keys are not in the text that a model reads; RASAT has them as relations.
+A question says names, and a right query needs what the schema alone knows: the table of a column, the column of a cell,
+the keys that join two tables. Foreign keys are not in the text that a model reads; RASAT has them as relations. Half of
+the training databases have a single small table: from those a model learns to copy sooner.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ HELD_OUT_NAMES = 180  # of 900
 # What stands between names, each a token.
 PIECES = (
     "how many ", "list every ", "which ", " has the highest ", "list the ", " of ", " beside its ", " ?", " .",
-    " | ", " : ", " , ", " [ ", " ; ", " ]", "select ", "select count(*)", "select t1.", ", t2.", " from ", " as t1 join ",
-    " as t2 on t1.", " = t2.", " where ", " = '", "'", " order by ", " desc limit 1",
+    " | ", " : ", " , ", " [ ", " ; ", " ]", "select ", "select count(*)", "select t1.", ", t2.", " from ",
+    " as t1 join ", " as t2 on t1.", " = t2.", " where ", " = '", "'", " order by ", " desc limit 1",
 )  # fmt: skip
 
 

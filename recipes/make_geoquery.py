@@ -1,10 +1,11 @@
 """GeoQuery's question split as rows of the task text_to_sql, for recipes/geoquery_gpu.yaml.
 
-    python recipes/make_geoquery.py geography.json.xz geography.sqlite runs/geoquery     # train.jsonl, test.jsonl, databases/
+    python recipes/make_geoquery.py geography.json.xz geography.sqlite runs/geoquery
 
 Reads the `geography.json` of text2sql-data (plain or .xz) and its database. Table aliases become t1, t2, … in the order
-of their first use, commas in FROM become JOIN and <> becomes !=, which PICARD's grammar asks for. With --copies N a training question with a name of a place is there
-N times more with other names of the same column, drawn from the database; the test questions are as they are.
+of their first use, commas in FROM become JOIN and <> becomes !=, which PICARD's grammar asks for. A
+training question that names a place is there --copies times more, with other names of the same column from the database.
+Test questions stay as they are.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/tables/answers.py runs/tables_gpu runs/databases runs/databases/held-out.jsonl OUT.json
 
-Reads every METHOD/RUN/model of the folder. Greedy; each held-out row may say its `kind`. Beside the shares OUT has,
-of every question in order, a letter for each model: what was right of "e"xact match, e"x"ecution, "b"oth, "-" neither.
+Reads every `model` folder that is somewhere in the folder. Greedy; each held-out row may say its `kind`. Beside the shares OUT has,
+of every question in order, a letter for each model: "e" for exact match alone,
+"x" for execution alone, "b" for both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import lzma
 import time
 from pathlib import Path
 from typing import Any
@@ -74,18 +76,21 @@ def answers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("databases", type=Path)
+    parser.add_argument("databases", help='folder of SQLite files; "" for none')
     parser.add_argument("held_out", type=Path)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--schemas", help="a file like Spider's tables.json")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.held_out.read_text(encoding="utf-8").splitlines()]
+    raw = args.held_out.read_bytes()
+    text = (lzma.decompress(raw) if args.held_out.suffix == ".xz" else raw).decode()
+    rows = [json.loads(line) for line in text.splitlines()]
     kinds = [row.get("kind", "all") for row in rows]
     questions = [Question((row["question"],), row["query"], row["db_id"], number) for number, row in enumerate(rows)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {"questions": len(rows), "kinds": collections.Counter(kinds), "models": {}}
-    with Databases(args.databases) as databases:
-        for folder in sorted(args.runs.glob("*/*/model")):
+    with Databases(args.databases or None, args.schemas) as databases:
+        for folder in sorted(path.parent for path in args.runs.rglob("model/config.json")):
             model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder).eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             for picard in (False, True):
@@ -100,7 +105,7 @@ def main() -> None:
                     for kind, ones in by_kind.items()
                 }
                 letters = "".join("-exb"[bool(v.exact) + 2 * bool(v.execution)] for v in verdicts)
-                name = f"{folder.parts[-3]} {folder.parts[-2].rpartition('-seed-')[2]}" + (" picard" if picard else "")
+                name = "/".join(folder.relative_to(args.runs).parts[:-1]) + (" picard" if picard else "")
                 found["models"][name] = {"right": shares, "answers": letters, "said": said[:8], **counts}
                 print(
                     name,

@@ -46,8 +46,8 @@ class EncoderModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False, or transformers would initialise no module that has tensors in its layers alone, such as T5's attention:
-        its layers would start from a standard deviation of 1, where T5's start from far less."""
+        """False, or transformers would initialise no module that has tensors in its layers alone, such as T5's
+        attention: they would start from a standard deviation of 1, where T5's start from far less."""
         return False
 
     @classmethod
