@@ -4,7 +4,7 @@
 
 Reads the `geography.json` of text2sql-data (plain or .xz) and its database. Table aliases become t1, t2, … in the order
 of their first use, commas in FROM become JOIN and <> becomes !=, which PICARD's grammar asks for. A
-training question that names a place is there --copies times more, with other names of the same column from the database.
+training question that names a place is there --copies times more, with other names of the same column of the database.
 Test questions stay as they are.
 """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/tables/answers.py runs/tables_gpu runs/databases runs/databases/held-out.jsonl OUT.json
 
-Reads every `model` folder that is somewhere in the folder. Greedy; each held-out row may say its `kind`. Beside the shares OUT has,
-of every question in order, a letter for each model: "e" for exact match alone,
-"x" for execution alone, "b" for both.
+Reads every `model` folder that is somewhere in the folder. Greedy; each held-out row may say its `kind`. Beside the
+counts OUT has, for each model, a letter of every question: "e" for exact match alone, "x" for execution alone, "b" for
+both.
 """
 
 from __future__ import annotations
