@@ -21,9 +21,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-STARTS = [consonant + vowel for consonant in "bdfklmrstz" for vowel in "aio"]
-ENDS = [first + middle + last for first in "gklnpt" for middle, last in ("an", "el", "is", "or", "um")]
-HELD_OUT_NAMES = 180  # of 900
+STARTS = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeio"]
+ENDS = [first + middle + last for first in "bdgklmnprt" for middle, last in ("an", "el", "is", "or", "um")]
+HELD_OUT_NAMES = 560  # of 2,800
 # What stands between names, each a token.
 PIECES = (
     "how many ", "list every ", "which ", " has the highest ", "list the ", " of ", " beside its ", " ?", " .",
