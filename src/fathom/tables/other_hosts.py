@@ -105,7 +105,7 @@ def relate(model: PreTrainedModel, relations: Any) -> Related:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: load a T5 with FathomT5ForConditionalGeneration and relations="
+            f"{type(model).__name__} is an encoder-decoder: load FathomT5ForConditionalGeneration with relations="
         )
     related = Related(model, relations)
     try:
@@ -137,8 +137,8 @@ def attention(
     if ids is not None and count > 1:
         if ids.shape[1] != count or key.shape[2] != count:
             raise ValueError(
-                f"relation_ids of {ids.shape[1]} tokens: the model reads {count} tokens over {key.shape[2]} keys; give the "
-                "relations of what it reads at once, from its first token on"
+                f"relation_ids of {ids.shape[1]} tokens: the model reads {count} tokens over {key.shape[2]} keys; give "
+                "the relations of what it reads at once, from its first token on"
             )
         ids = ids.to(query.device).repeat_interleave(len(query) // len(ids), dim=0)  # beams
         tables = (table.to(query.dtype) for table in related.method.tables())
