@@ -141,9 +141,9 @@ def attention(
                 "the relations of what it reads at once, from its first token on"
             )
         ids = ids.to(query.device).repeat_interleave(len(query) // len(ids), dim=0)  # beams
-        tables = (table.to(query.dtype) for table in related.method.tables())
+        of_keys, of_values = (table.to(query.dtype) for table in related.method.tables())
         output, weights = relation_attention(
-            query, key, value, ids, *tables, attention_mask, scaling=scaling, dropout=dropout
+            query, key, value, ids, of_keys, of_values, attention_mask, scaling=scaling, dropout=dropout
         )
     else:
         scores = (query @ key.transpose(-2, -1)) * scaling
