@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fathom.data import load_tokenizer
+from fathom.data import DataConfig, load_tokenizer
 from fathom.tables.acceptor import Acceptor
 from fathom.tables.questions import Databases
 from fathom.tables.source import Source, answer_text
+from fathom.tasks.text_to_sql import TextToSQL
 
+PARTS = ("train", "held-out")
 SCRIPT = Path(__file__).parents[2] / "recipes" / "make_databases.py"
 
 
@@ -27,6 +29,27 @@ def made(tmp_path_factory):
     finally:
         sys.argv = given
     return folder
+
+
+def test_schemas_without_files_need_suites(made, tmp_path):
+    with Databases(made / "databases") as databases:
+        schemas = [databases.schema(name) for name in {row["db_id"] for part in PARTS for row in rows(made, part)}]
+    entries = [
+        {
+            "db_id": schema.name, "table_names_original": schema.tables, "table_names": schema.table_words,
+            "column_names_original": [(c.table, c.name) for c in schema.columns],
+            "column_names": [(c.table, c.words) for c in schema.columns],
+            "column_types": [c.kind for c in schema.columns], "primary_keys": [], "foreign_keys": [],
+        }
+        for schema in schemas
+    ]  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps(entries), encoding="utf-8")
+    data = DataConfig(
+        train=str(made / "train.jsonl"), validation=str(made / "held-out.jsonl"), tokenizer=str(made / "tokenizer"),
+        block_size=64,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"none of the 4 held-out databases.*task\.suites"):
+        TextToSQL(schemas=str(tmp_path / "tables.json"), target_tokens=28).prepare(data, tmp_path / "cache")
 
 
 def rows(folder, part):
