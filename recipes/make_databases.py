@@ -62,8 +62,8 @@ def database(draw: random.Random, names: list[str], tables: int, path: Path) -> 
     return found
 
 
-def question(draw: random.Random, tables: list[dict]) -> tuple[str, str, str]:
-    """A question, its query, and what kind it is."""
+def question(draw: random.Random, tables: list[dict], both_ways: bool) -> tuple[str, str, str]:
+    """A question, its query, and what kind it is. A join begins at the foreign key, or at either end (`both_ways`)."""
     table = draw.choice(tables)
     name = table["name"]
     shown = draw.choice(table["texts"])
@@ -81,7 +81,7 @@ def question(draw: random.Random, tables: list[dict]) -> tuple[str, str, str]:
         number = draw.randrange(1, len(tables))
         left, right = tables[number], tables[number - 1]
         on = [left["link"], right["key"]]
-        if draw.random() < 0.5:
+        if both_ways and draw.random() < 0.5:
             left, right, on = right, left, on[::-1]
         first, second = draw.choice(left["texts"]), draw.choice(right["texts"])
         join = f"{left['name']} as t1 join {right['name']} as t2 on t1.{on[0]} = t2.{on[1]}"
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=2, help="of a database")
     parser.add_argument("--train", type=int, default=1500, help="training databases")
     parser.add_argument("--held-out", type=int, default=24, help="held-out databases")
+    parser.add_argument("--both-ways", action="store_true", help="joins begin at either end of a foreign key")
     parser.add_argument("--questions", type=int, default=12, help="of a database at most")
     args = parser.parse_args()
     folder = args.folder
@@ -126,7 +127,9 @@ def main() -> None:
             labels.add(label)
             single = part == "train" and draw.random() < 0.5
             tables = database(draw, own, 1 if single else args.tables, folder / "databases" / f"{label}.sqlite")
-            asked = {text: rest for text, *rest in (question(draw, tables) for _ in range(args.questions))}
+            asked = {
+                text: rest for text, *rest in (question(draw, tables, args.both_ways) for _ in range(args.questions))
+            }
             rows += [
                 {"db_id": label, "question": text, "query": query, "kind": kind}
                 for text, (query, kind) in asked.items()
