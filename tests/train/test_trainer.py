@@ -292,7 +292,7 @@ def test_bf16_trains_fp32_weights(recipe, data, folder) -> None:
 
 
 def test_adafactors_first_step_is_its_papers(recipe, data, folder) -> None:
-    """Arxiv 1804.04235, algorithm 4: of a matrix g / sqrt(R Cᵀ / mean R), of a vector g / |g|, clipped at an RMS of 1."""
+    """Of arXiv 1804.04235, algorithm 4: of a matrix g / sqrt(R Cᵀ / mean R), of a vector g / |g|, then clipped."""
     lr = 1e-2
     made = recipe(
         optimizer="adafactor", lr=lr, schedule="constant", warmup_ratio=0, weight_decay=0, grad_clip=0, tokens=64
