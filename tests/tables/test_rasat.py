@@ -173,6 +173,21 @@ def test_recomputed_layers_have_the_same_gradients():
         assert_close(found[1][name], gradient)
 
 
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_gradients():
+    given, found = batch(9, 6), []
+    for compiled in (False, True):
+        model = rasat().train()
+        if compiled:
+            for block in model.encoder.block:
+                block.compile(backend="aot_eager")
+        loss = model(**given).loss
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()})
+    for name, gradient in found[0].items():
+        assert_close(found[1][name], gradient)
+
+
 def test_bf16_runs_and_is_near():
     given = batch(9, 6)
     expected = rasat(init="small")(**given).logits

@@ -293,6 +293,33 @@ def test_bf16_trains_fp32_weights(recipe, data, folder) -> None:
     assert FathomForCausalLM.from_pretrained(result.model).dtype == torch.float32
 
 
+def test_adafactors_first_step_is_its_papers(recipe, data, folder) -> None:
+    """Of arXiv 1804.04235, algorithm 4: of a matrix g / sqrt(R Cᵀ / mean R), of a vector g / |g|, then clipped."""
+    lr = 1e-2
+    made = recipe(
+        optimizer="adafactor", lr=lr, schedule="constant", warmup_ratio=0, weight_decay=0, grad_clip=0, tokens=64
+    )
+    record = Record()
+    before: dict[str, torch.Tensor] = {}
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            before.update({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+    result = train_run(made, VANILLA, seed=0, folder=folder, data=data, lr=lr, callbacks=[record, Begin()])
+    after = dict(FathomForCausalLM.from_pretrained(result.model).named_parameters())
+    checked = 0
+    for name, gradient in record.gradients[0].items():
+        g = gradient.double()
+        square = g.square() + 1e-30
+        second = square if g.ndim == 1 else square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+        update = g / second.sqrt()
+        update = update / max(1.0, float(update.square().mean().sqrt()))
+        torch.testing.assert_close(after[name].double(), before[name].double() - lr * update, rtol=1e-4, atol=1e-6)
+        checked += g.ndim == 2
+    assert checked
+
+
 def test_tensorboard(recipe, data, folder) -> None:
     pytest.importorskip("tensorboard")
     train_run(recipe(tensorboard=True), VANILLA, seed=0, folder=folder, data=data)

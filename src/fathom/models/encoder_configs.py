@@ -167,6 +167,8 @@ class FathomT5Config(EncoderSection, T5Config):
         relations: `{"name": …, options}`; see `fathom methods`. None: none, T5 as it is.
         source: how a question and its database are written for this model, as `Source` of fathom.tables writes it;
             None: that class's defaults.
+        embedding_std: of a new model's embeddings; None: `initializer_factor`, 1 in T5. Beside embeddings so large what
+            attention adds is small at first, and a small model takes longer to learn to copy.
     """
 
     section = RELATIONS
@@ -177,6 +179,7 @@ class FathomT5Config(EncoderSection, T5Config):
 
     relations: Any = None
     source: Any = None
+    embedding_std: float | None = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ class FathomLongT5Encoder(LongT5Stack):
     """LongT5's encoder, with the self-attention of its config's method."""
 
     config_class = FathomLongT5Config
+    is_custom_code = EncoderModel.is_custom_code  # of a new model
 
     def __init__(self, config: FathomLongT5Config):
         super().__init__(config)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, T5ForConditionalGeneration
+from transformers import initialization as init
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from fathom.models.encoder_configs import FathomT5Config
@@ -55,6 +56,7 @@ class FathomT5Encoder(T5Stack):
     """T5's encoder with the tables of its config's relations."""
 
     config_class = FathomT5Config
+    is_custom_code = EncoderModel.is_custom_code  # of a new model
 
     def __init__(self, config: FathomT5Config):
         super().__init__(config)
@@ -110,6 +112,8 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
 
     def _init_weights(self, module: Any) -> None:
         _initialize(super()._init_weights, module)
+        if module is self and self.config.embedding_std is not None:
+            init.normal_(self.shared.weight, 0.0, self.config.embedding_std)
 
     @classmethod
     def absent(cls, path: Any, config: Any) -> tuple[str, ...]:

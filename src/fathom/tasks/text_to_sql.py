@@ -208,6 +208,11 @@ class TextToSQL(EncoderTask):
                     "asked": tuple(asked),
                 }  # fmt: skip
                 absent = {q.database for q in asked if databases.file(q.database) is None}
+                if len(absent) == len({q.database for q in asked}) and not self.suites:
+                    raise ValueError(
+                        f"task.databases={self.databases!r}: has none of the {len(absent)} held-out databases, so no "
+                        "query can run; set task.suites, which fills some by their schemas"
+                    )
                 if absent:
                     notes.append(
                         f"{len(absent)} of {len({q.database for q in asked})} held-out databases have no file: "

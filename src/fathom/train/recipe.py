@@ -181,6 +181,9 @@ class Training:
     # of few tokens are over before the CPU has launched them. For long runs: every new size of a step takes seconds.
     compile: bool | Literal["layers", "graphs"] = False
     gradient_checkpointing: bool = False
+    # adafactor (arXiv 1804.04235): second moments by rows and columns, no first moment, updates clipped at an RMS of 1;
+    # the step is the learning rate, not scaled by the size of a tensor. It reads no betas.
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
     fused: bool = True  # AdamW as one kernel
     log_every: int = 10  # steps
     eval_every: int | None = None  # steps; None: at the end only

@@ -392,7 +392,7 @@ def _arguments(
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.grad_clip,
-        optim="adamw_torch_fused" if training.fused else "adamw_torch",
+        optim="adafactor" if training.optimizer == "adafactor" else f"adamw_torch{'_fused' if training.fused else ''}",
         use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
         bf16=training.precision == "bf16",
         torch_compile=training.compile is True,
@@ -446,6 +446,8 @@ def _identity(
     training["trains"] = recipe.trains(method)
     if training["trains"] != "lora":
         training.pop("lora")
+    if training["optimizer"] == "adamw":  # runs of versions that had no other say nothing of it
+        training.pop("optimizer")
     model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
