@@ -54,13 +54,14 @@ def special(tokenizer: Any, *kinds: str) -> int:
 
 
 def batch(
-    rows: Sequence[Sequence[int]], pad: int, segments: Sequence[Sequence[int]] | None = None
+    rows: Sequence[Sequence[int]], pad: int, segments: Sequence[Sequence[int]] | None = None, left: bool = False
 ) -> dict[str, Tensor]:
-    """Rows padded on the right, with their mask."""
+    """Rows padded on the right, or on the left, with their mask."""
     size = max(map(len, rows))
 
     def filled(some: Sequence[Sequence[int]], fill: int) -> Tensor:
-        return torch.tensor([[*row, *[fill] * (size - len(row))] for row in some])
+        fills = [[fill] * (size - len(row)) for row in some]
+        return torch.tensor([[*more, *row] if left else [*row, *more] for row, more in zip(some, fills, strict=True)])
 
     found = {"input_ids": filled(rows, pad), "attention_mask": filled([[1] * len(row) for row in rows], 0)}
     return found if segments is None else {**found, "token_type_ids": filled(segments, 0)}
