@@ -4,7 +4,7 @@
     python benchmarks/tables/description_scores.py DATA/held-out.jsonl OUT results.json
 
 BASE is a stock T5, BART or Llama with its tokenizer (or a checkpoint of the task seq2seq, encoder "full"). DATA has
-train.jsonl (rows of table_to_text; the first pairs are the few), held-out.jsonl (tables with all their references),
+train.jsonl (rows of table_to_text, of which a seed draws its few), held-out.jsonl (tables with all their references),
 dev.jsonl, of whose rows every second one chooses the training step, and corpus.jsonl (sentences without tables, of the
 other rows; those that are held-out references are left out). recipes/make_table_rows.py makes them.
 
@@ -53,7 +53,7 @@ CONTESTANTS = {
     "prototypes_trained": P2G(),
     "prefix_tuning": PromptMize(adapter=False, planner="free_prefix", trains="prefix"),
 }
-CHECKS, SELECTION = 4, 100  # how often a run is looked at, and on how many development tables
+CHECKS, SELECTION = 3, 100  # how often a run is looked at, and on how many development tables
 KNOWLEDGE_TABLES = 100
 
 
@@ -89,13 +89,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", default="50,100,200,500")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=300, help="of the adapter and of the generator")
+    parser.add_argument("--steps", type=int, default=240, help="of the adapter and of the generator")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--test", type=int, default=630, help="held-out tables, from the first on")
-    parser.add_argument("--batch", type=int, default=128, help="tables that are described at once")
-    parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=210, help="tables that are described at once")
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--later", help="contestants of the sizes after the first; all of them without")
     parser.add_argument("--until", type=float, default=float("inf"), help="unix time; no run begins that would pass it")
     asked = parser.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -109,11 +110,13 @@ def main() -> None:
     candidates = Candidates([text for text in corpus if tuple(words(text)) not in barred])
     train_rows = rows_of(asked.data / "train.jsonl")
     longest = 0.0
-    for size in map(int, asked.sizes.split(",")):
-        few = [(row.slots, row.references[0]) for row in train_rows[:size]]
+    for number, size in enumerate(map(int, asked.sizes.split(","))):
+        names = asked.later if number and asked.later else asked.contestants
         for seed in map(int, asked.seeds.split(",")):
+            order = torch.randperm(len(train_rows), generator=torch.Generator().manual_seed(seed))[:size].tolist()
+            few = [(train_rows[i].slots, train_rows[i].references[0]) for i in order]
             shared = Shared(base, few, seed, asked, candidates, development)
-            for name in asked.contestants.split(","):
+            for name in names.split(","):
                 path = asked.out / f"{size}-{name}-{seed}.json"
                 if path.is_file():
                     continue
@@ -150,6 +153,7 @@ class Shared:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.stage = Stage(steps=asked.steps, batch_size=8, lr=asked.lr, warmup=asked.steps // 10, seed=seed)
         self.planner: Any = None
+        self.plans: list[Any] = []  # of the development and the held-out tables
 
     def load(self, method: Any) -> TableGenerator:
         torch.manual_seed(self.stage.seed)
@@ -167,7 +171,7 @@ class Shared:
         generator, stage = self.load(method), self.stage
         if method.prefixes:
             stage = dataclasses.replace(stage, lr=10 * stage.lr)
-        tables = [row.slots for row in held_out]
+        developed, tables = ([row.slots for row in rows] for rows in (self.development, held_out))
         if name == "prototypes_trained":
             generator.selector = self._selector(generator)
         if method.plans and method.planner != "oracle":
@@ -176,7 +180,8 @@ class Shared:
                 Stage(steps=min(150, self.asked.steps), batch_size=8, lr=5e-4, warmup=20, seed=self.stage.seed),
             )  # fmt: skip
             generator.planner = self.planner
-            found["plans"] = self.planner.predict(tables)
+            self.plans = self.plans or [self.planner.predict(some) for some in (developed, tables)]
+            found["plans"] = self.plans[1]
         if method.adapter:
             own = {name: p for name, p in generator.model.named_parameters() if "knowledge_adapter" in name}
             key = (min(len(self.few), KNOWLEDGE_TABLES), self.stage.seed)
@@ -189,17 +194,18 @@ class Shared:
                 p.data.copy_(weights[name])
         if name == "corpus_host":
             found["corpus_losses"] = ends(self._knowledge(generator, self.stage, "host"))
-        return found | self._fit(generator, stage, method, held_out, found.get("plans"))
+        return found | self._fit(generator, stage, method, held_out)
 
     def _knowledge(self, generator: TableGenerator, how: Stage, part: str) -> list[float]:
         few = self.few[:KNOWLEDGE_TABLES]
         return generator.fit_knowledge([table for table, _ in few], how, [text for _, text in self.few], part)
 
-    def _fit(
-        self, generator: TableGenerator, stage: Stage, method: Any, held_out: list[Row], plans: Any
-    ) -> dict[str, Any]:
+    def _fit(self, generator: TableGenerator, stage: Stage, method: Any, held_out: list[Row]) -> dict[str, Any]:
         """The descriptions of the best of the looked-at steps."""
-        oracle = method.planner == "oracle"
+        both = [self.development, held_out]
+        plans: list[Any] = self.plans if method.plans else [None, None]
+        if method.planner == "oracle":
+            plans = [gold(rows) for rows in both]
         seen, best, kept = [], -1.0, {}
         every = max(1, stage.steps // CHECKS)
         trained = [(name, p) for name, p in generator.model.named_parameters() if p.requires_grad]
@@ -207,7 +213,7 @@ class Shared:
         def look(done: int) -> None:
             nonlocal best, kept
             if done % every == 0:
-                said = self._describe(generator, self.development, gold(self.development) if oracle else None)
+                said = self._describe(generator, self.development, plans[0])
                 value = metrics.bleu(said, [row.references for row in self.development])
                 seen.append([done, round(value, 3)])
                 if value > best:
@@ -216,7 +222,7 @@ class Shared:
         losses = generator.fit_generator(self.few, stage, watch=look)
         for name, p in trained:
             p.data.copy_(kept[name])
-        texts = self._describe(generator, held_out, gold(held_out) if oracle else plans)
+        texts = self._describe(generator, held_out, plans[1])
         return {"losses": ends(losses), "selection": seen, "lr": stage.lr, "texts": texts}
 
     def _describe(self, generator: TableGenerator, rows: list[Row], plans: Any) -> list[str]:
@@ -241,7 +247,7 @@ class Shared:
             if not reads_prefix(generator):
                 return None
             stage = dataclasses.replace(self.stage, lr=lr)
-            runs.append(self._fit(generator, stage, TablePlain(), held_out, None))
+            runs.append(self._fit(generator, stage, TablePlain(), held_out))
         return max(runs, key=lambda run: max(value for _, value in run["selection"]))
 
     def _selector(self, generator: TableGenerator) -> PrototypeSelector:
