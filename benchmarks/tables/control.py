@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import time
 import zlib
@@ -180,6 +181,7 @@ def main() -> None:
             variant, _, kind = name.partition("-")
             background = kind not in ("", "none")
             method = CTRLSciTab(**VARIANTS[variant], background=background, source_tokens=asked.source_tokens)  # type: ignore[arg-type]
+            gc.collect()  # the model before
             torch.manual_seed(seed)
             generator = TableGenerator.from_pretrained(asked.base, method)
             generator.model.to(device, torch.float32)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import lzma
 import os
@@ -156,6 +157,7 @@ class Shared:
         self.plans: list[Any] = []  # of the development and the held-out tables
 
     def load(self, method: Any) -> TableGenerator:
+        gc.collect()  # the model before
         torch.manual_seed(self.stage.seed)
         generator = TableGenerator.from_pretrained(self.base, method)
         generator.model.to(self.device, torch.float32)
