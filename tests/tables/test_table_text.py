@@ -126,6 +126,9 @@ def test_tables_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="here: no table: needs a field 'table'"):
         table_of_row({"mr": "x"}, "here")
     assert GRID.slots().slots[0] == ("our net F1", "27.5")
+    assert Grid(("x",), (("1",), ("2",))).slots() == Table((("x", "1"), ("x_2", "2")))
+    assert Grid(("", "b"), (("", "2"),)).slots() == Table((("column 1", ""), ("b", "2")))
+    assert Grid(("", ""), (("", "2"), ("s", "3"))).slots() == Table((("column 2", "2"), ("s", "3")))
 
 
 def test_masks_stand_for_the_tables_words():

@@ -149,14 +149,17 @@ class Grid:
         return tuple(cell for row in self.rows for cell in row)
 
     def slots(self) -> Table:
-        """As slots: of one row, `column: value`; of several, `first cell column: value`."""
-        if len(self.rows) == 1:
-            return Table(tuple(zip(self.header, self.rows[0], strict=True)))
+        """As slots: of one row, or of one column, `column: value`; of more, `first cell column: value`. A cell without
+        either name is of `column 2`, by its place."""
+        places = [f"column {place}" for place in range(1, len(self.header) + 1)]
+        if len(self.rows) == 1 or len(self.header) == 1:
+            names = [name.strip() or place for name, place in zip(self.header, places, strict=True)]
+            return Table(tuple(slot for row in self.rows for slot in zip(names, row, strict=True)))
         return Table(
             tuple(
-                (f"{row[0]} {name}".strip(), value)
+                (f"{row[0]} {name}".strip() or place, value)
                 for row in self.rows
-                for name, value in zip(self.header[1:], row[1:], strict=True)
+                for name, place, value in zip(self.header[1:], places[1:], row[1:], strict=True)
             )
         )
 
