@@ -255,6 +255,16 @@ def test_a_checkpoint_is_saved_and_loaded_under_any_method(section, family, fold
     assert torch.equal(plain(**given).logits, stock(**given).logits)
 
 
+@pytest.mark.parametrize("family", ["t5", "bart", "llama"])
+def test_a_new_model_starts_as_the_stock_one(family):
+    stock = host(family)
+    fields = {k: v for k, v in stock.config.to_dict().items() if k not in ("model_type", "architectures")}
+    torch.manual_seed(0)
+    found = MODELS[family](MODELS[family].config_class(**fields)).state_dict()
+    assert found.keys() == stock.state_dict().keys()
+    assert all(torch.equal(value, found[name]) for name, value in stock.state_dict().items())
+
+
 def test_adapters_that_do_not_fit_are_refused(folders, tmp_path):
     kind = MODELS["t5"]
     kind.from_pretrained(folders["t5"], table={"name": "akg", "reduction": 4}).save_pretrained(tmp_path)

@@ -45,6 +45,12 @@ class EncoderModel(PreTrainedModel):
         return ()
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """False, or transformers would initialise no module that has tensors in its layers alone, such as T5's
+        attention: they would start from a standard deviation of 1, where T5's start from far less."""
+        return False
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
