@@ -11,16 +11,14 @@ A Llama reads source, cue and description in one sequence, of which the descript
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from fathom.models.local_paths import refuse_absent
 from fathom.tables.text.base import SlotMethod, TableMethod, planner_for
@@ -28,6 +26,7 @@ from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableL
 from fathom.tables.text.crf import CRFPlanner
 from fathom.tables.text.ctrlscitab import GRID_MARKERS, GRID_PREFIX, CTRLSciTab, query, source_parts
 from fathom.tables.text.encoder import batch, special
+from fathom.tables.text.kept import PLANNER, RETRIEVER, SELECTOR, keep, load_beside
 from fathom.tables.text.knowledge import knowledge_pairs
 from fathom.tables.text.linearize import MARKERS, T5_PREFIX, Grid, Table, TableLinearizer, with_markers
 from fathom.tables.text.models import (
@@ -37,8 +36,8 @@ from fathom.tables.text.models import (
 )
 from fathom.tables.text.plan import ContentPlanner, Plan, PointerPlanner, Seq2SeqPlanner, gold_plan
 from fathom.tables.text.prototypes import Candidates, PrototypeSelector
+from fathom.tables.text.retrieval import Random, TfIdf
 from fathom.tables.text.stages import Stage, train
-from fathom.writing import write_json
 
 MODELS = {
     model: cls
@@ -51,7 +50,6 @@ MODELS = {
 }
 TARGET_TOKENS, KNOWLEDGE_TOKENS = 90, 512
 CUE = "\nText:"  # ends the source where source and description are one sequence
-PLANNER = "planner"  # folder beside the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +107,20 @@ class TableGenerator:
         model = MODELS[kind].from_pretrained(folder, **changes)
         if model.config.vocab_size < len(tokenizer):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        planner = load_planner(Path(folder) / PLANNER) if (Path(folder) / PLANNER).is_dir() else None
         candidates = None if corpus is None else Candidates(corpus)
-        return cls(model.eval(), tokenizer, planner=planner, candidates=candidates)
+        beside = {role: load_beside(Path(folder), role) for role in (PLANNER, SELECTOR, RETRIEVER)}
+        if beside[RETRIEVER] is None and isinstance(model.config.method, CTRLSciTab):
+            beside[RETRIEVER] = {"tfidf": TfIdf(), "random": Random()}.get(model.config.method.retriever)
+        return cls(model.eval(), tokenizer, candidates=candidates, **beside)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Model, tokenizer and planner. A corpus is given again when it is loaded."""
+        """Model, tokenizer, and what has learned beside it. A corpus is given again when it is loaded."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        if self.planner is not None:
-            save_planner(self.planner, Path(folder) / PLANNER)
+        for role in (PLANNER, SELECTOR, RETRIEVER):
+            part = getattr(self, role)
+            if isinstance(part, nn.Module):  # what has not learned is named by the config
+                keep(part, Path(folder) / role)
 
     # -- what the model reads ----------------------------------------------------------------------------------------
 
@@ -345,38 +347,3 @@ def small_seq2seq(tokenizer: Any, seed: int) -> nn.Module:
     fields: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
     fields |= {"vocab_size": len(tokenizer), "eos_token_id": special(tokenizer, "eos")}
     return T5ForConditionalGeneration(T5Config(**fields, pad_token_id=pad, decoder_start_token_id=pad))  # type: ignore[call-arg]
-
-
-def save_planner(planner: ContentPlanner, folder: Path) -> None:
-    """Write a trained planner to a folder: its host's config, its tokenizer, its weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = {PointerPlanner: "pointer", CRFPlanner: "crf", Seq2SeqPlanner: "seq2seq"}[type(planner)]  # type: ignore[index]
-    host: Any = planner.model if kind == "seq2seq" else planner.encoder
-    host.config.save_pretrained(folder)
-    planner.tokenizer.save_pretrained(folder)  # type: ignore[operator, union-attr]
-    write_json(folder / "planner.json", {"planner": kind, "keys": getattr(planner, "keys", [])})
-    save_file(
-        {name: value.contiguous().clone() for name, value in planner.state_dict().items()},
-        folder / "planner.safetensors",
-    )
-
-
-def load_planner(folder: Path) -> ContentPlanner:
-    """The planner that `save_planner` wrote to this folder."""
-    said = json.loads((folder / "planner.json").read_text(encoding="utf-8"))
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    planner: Any
-    if said["planner"] == "seq2seq":
-        from transformers import AutoModelForSeq2SeqLM
-
-        planner = Seq2SeqPlanner(AutoModelForSeq2SeqLM.from_config(config), tokenizer)
-    else:
-        kind = {"pointer": PointerPlanner, "crf": CRFPlanner}[said["planner"]]
-        sizes = {
-            name: getattr(config, name)
-            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        }
-        planner = kind(*([said["keys"]] if said["planner"] == "crf" else []), tokenizer, **sizes)
-        planner.encoder = AutoModel.from_config(config, add_pooling_layer=False)
-    planner.load_state_dict(load_file(folder / "planner.safetensors"))
-    return planner.eval()
