@@ -64,7 +64,7 @@ def describe(
         generator.model.to(device)
     plans = None if plan is None else [[item.strip() for item in plan.split(",") if item.strip()]]
     (text,) = generator.describe(table, plans, beams=beams, max_new_tokens=new_tokens)
-    wanted = table.highlights or tuple(value for value in table.slots().values)
+    wanted = table.highlights or tuple(value for value in table.slots().values if value)
     said = {
         "text": text,
         "method": method.name,

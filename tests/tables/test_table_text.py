@@ -126,6 +126,8 @@ def test_tables_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="here: no table: needs a field 'table'"):
         table_of_row({"mr": "x"}, "here")
     assert GRID.slots().slots[0] == ("our net F1", "27.5")
+    (tmp_path / "sheet.csv").write_text("name,,food,\r\nAlan,,Thai,\r\n,,,\r\n,,,\r\n")  # as spreadsheets write it
+    assert read_csv(tmp_path / "sheet.csv").slots() == Table((("name", "Alan"), ("food", "Thai")))
     assert Grid(("x",), (("1",), ("2",))).slots() == Table((("x", "1"), ("x_2", "2")))
     assert Grid(("", "b"), (("", "2"),)).slots() == Table((("column 1", ""), ("b", "2")))
     assert Grid(("", ""), (("", "2"), ("s", "3"))).slots() == Table((("column 2", "2"), ("s", "3")))

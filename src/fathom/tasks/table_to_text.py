@@ -478,7 +478,7 @@ class Prompts:
         self.pairs = [(row.table, text) for row in rows for text in row.references if isinstance(row.table, Table)]
         key = cache_key(*map(str, task.section.values()), tokenizer_hash(tokenizer), *hashes)
         describes = task.stage == "describe"
-        learned = {
+        learned: dict[str, Any] = {
             "planner": describes and self.pairs and task.planner != "none",
             "selector": describes and self.pairs and corpus and task.prototypes and task.selector == "trained",
         }

@@ -63,7 +63,7 @@ class TableModel(EncoderModel):
     """Mixed into a stock class: the knowledge adapter, the prefix, and what of the model trains."""
 
     config: Any
-    prefix: Prefix | None = None
+    prefix: Prefix | None
 
     def add_parts(self) -> None:
         """The adapter and the prefix that the config names, and gradients for what its `trains` says."""
