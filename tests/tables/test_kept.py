@@ -10,10 +10,12 @@ from transformers import BertConfig, BertModel
 
 from fathom.tables.text import CTRLSciTab, TableGenerator
 from fathom.tables.text.ctrlscitab import query
+from fathom.tables.text.generator import Stages
 from fathom.tables.text.kept import keep, load_kept
 from fathom.tables.text.plan import PointerPlanner
 from fathom.tables.text.prototypes import PrototypeSelector
 from fathom.tables.text.retrieval import TSDAE, CrossEncoder
+from fathom.tables.text.stages import Stage
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -63,3 +65,19 @@ def test_a_generator_keeps_its_retriever_and_damage_is_named(tmp_path):
     save_file({name: value for name, value in load_file(weights).items() if "word_emb" not in name}, weights)
     with pytest.raises(ValueError, match="its weights are not those of a tsdae retriever"):
         TableGenerator.from_pretrained(str(tmp_path / "kept"))
+
+
+def test_a_generator_of_rows_is_fitted_with_its_retriever(tmp_path, monkeypatch):
+    monkeypatch.setattr("fathom.tables.text.encoder.SMALL", TINY)
+    host("llama").save_pretrained(tmp_path / "stock")
+    tokenizer().save_pretrained(tmp_path / "stock")
+    stages = Stages(retriever_steps=1, generator=Stage(steps=2, batch_size=2))
+    generator = TableGenerator.from_pretrained(str(tmp_path / "stock"), CTRLSciTab(sentences=1, source_tokens=80))
+    losses = generator.fit([(GRID, "Scores rise."), (GRID, "Time falls.")], stages=stages, target_tokens=8)
+    assert len(losses["generator"]) == 2 and isinstance(generator.retriever, TSDAE)
+    generator.save_pretrained(tmp_path / "kept")
+    again = TableGenerator.from_pretrained(str(tmp_path / "kept"))
+    assert again.describe(GRID, beams=1, max_new_tokens=4) == generator.describe(GRID, beams=1, max_new_tokens=4)
+    oracle = TableGenerator.from_pretrained(str(tmp_path / "stock"), CTRLSciTab(retriever="oracle"))
+    with pytest.raises(ValueError, match="retriever='oracle': it reads references"):
+        oracle.fit([(GRID, "Scores rise.")])

@@ -36,7 +36,7 @@ from fathom.tables.text.models import (
 )
 from fathom.tables.text.plan import ContentPlanner, Plan, PointerPlanner, Seq2SeqPlanner, gold_plan
 from fathom.tables.text.prototypes import Candidates, PrototypeSelector
-from fathom.tables.text.retrieval import Random, TfIdf
+from fathom.tables.text.retrieval import Random, TfIdf, make_retriever
 from fathom.tables.text.stages import Stage, train
 
 MODELS = {
@@ -61,6 +61,7 @@ class Stages:
     knowledge: Stage = dataclasses.field(
         default=Stage(steps=1000, batch_size=8, lr=1e-3, schedule="constant", optimizer="adafactor")
     )
+    retriever_steps: int = 1000
     generator: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=8, lr=3e-5, warmup=100))
 
 
@@ -216,17 +217,23 @@ class TableGenerator:
     # -- the stages --------------------------------------------------------------------------------------------------
 
     def fit(
-        self, pairs: Sequence[tuple[Table, str]], corpus: Iterable[str] = (), stages: Stages = Stages(),
-        selector_model: str | None = None, planner_model: str | None = None, rerank: bool = True,
+        self, pairs: Sequence[tuple[Any, str]], corpus: Iterable[str] = (), stages: Stages = Stages(),
+        selector_model: str | None = None, planner_model: str | None = None, retriever_model: str | None = None,
+        rerank: bool = True, target_tokens: int = TARGET_TOKENS,
     ) -> dict[str, list[float]]:  # fmt: skip
         """Losses of every stage, by its name. Each trains its own parameters and leaves the others' bits as they were.
 
+        pairs: tables (`Table`, for ctrlscitab `Grid`) with their descriptions, of at most `target_tokens`.
         rerank: a selector sorts prototypes; without, they stay in BM25's order.
         """
         method = self.method
         losses: dict[str, list[float]] = {}
-        if not isinstance(method, SlotMethod):
-            raise ValueError(f"method {method.name!r}: fit is for methods of slots; train it by a recipe")
+        if isinstance(method, CTRLSciTab):
+            if method.background:
+                self.retriever = self._fit_retriever(pairs, stages.retriever_steps, retriever_model)
+            losses["generator"] = self.fit_generator(pairs, stages.generator, target_tokens)
+            return losses
+        assert isinstance(method, SlotMethod)
         texts = list(corpus)
         if texts:
             self.candidates = Candidates(texts)
@@ -240,8 +247,19 @@ class TableGenerator:
             losses["selector"] = self.selector.fit(examples, stages.selector)
         if method.adapter:
             losses["knowledge"] = self.fit_knowledge(tables, stages.knowledge, [text for _, text in pairs])
-        losses["generator"] = self.fit_generator(pairs, stages.generator)
+        losses["generator"] = self.fit_generator(pairs, stages.generator, target_tokens)
         return losses
+
+    def _fit_retriever(self, pairs: Sequence[tuple[Grid, str]], steps: int, model: str | None) -> Any:
+        method = self.method
+        assert isinstance(method, CTRLSciTab)
+        for option, value in (("retriever", method.retriever), ("query_for_train", method.query_for_train)):
+            if value == "oracle":
+                raise ValueError(
+                    f"{option}='oracle': it reads references, which a table to describe has not; use a recipe"
+                )
+        grids, texts = [grid for grid, _ in pairs], [text for _, text in pairs]
+        return make_retriever(method.retriever, grids, texts, self.tokenizer, model, steps)
 
     def _no_corpus(self) -> bool:
         raise ValueError(f"corpus=(): method {self.method.name!r} learns from sentences of the domain; give some")
