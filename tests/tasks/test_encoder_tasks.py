@@ -127,6 +127,7 @@ def test_a_base_of_t5s_form_is_trained_and_is_a_stock_checkpoint(tmp_path):
         "block_size": 24,
     })  # fmt: skip
     data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    assert loaded.task.sizes(model_config(loaded, loaded.methods[0], None), 24, torch.float32).flops_per_token > 0
     run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
     stock = AutoConfig.from_pretrained(run.model)
     assert type(stock) is T5Config and stock.vocab_size == len(data.tokenizer) == 280 + 2 + 100

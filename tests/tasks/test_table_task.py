@@ -54,6 +54,12 @@ READ = {
 }  # fmt: skip
 
 
+def test_a_recipe_is_priced_before_its_tokenizer_is_trained(tmp_path):
+    loaded = written(tmp_path, methods=[method("table_plain")])
+    config = model_config(loaded, loaded.methods[0], None)
+    assert loaded.task.sizes(config, 64, torch.float32).flops_per_token > 0
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_method_reads_its_parts_as_if_there_were_no_others(prepared, name):
     loaded, data = prepared

@@ -125,8 +125,7 @@ class Seq2Seq(EncoderTask):
         ends = {"decoder_start_token_id": found.get("eos_token_id")} if found.get("eos_token_id") is not None else {}
         positions = max(data.block_size, self.target_tokens)
         if kind is T5Config:
-            start = found.get("pad_token_id")
-            return {} if start is None else {"decoder_start_token_id": start}
+            return {"decoder_start_token_id": found.get("pad_token_id", 0)}
         if kind is LEDConfig:
             sizes = {"max_encoder_position_embeddings": positions, "max_decoder_position_embeddings": positions}
             return {**ends, **sizes}

@@ -269,7 +269,7 @@ class TableToText(EncoderTask):
 
     def defaults(self, kind, found, data):
         start = "eos_token_id" if kind is FathomTableBartConfig else "pad_token_id"
-        fields = {"decoder_start_token_id": found[start]} if found.get(start) is not None else {}
+        fields = {"decoder_start_token_id": found.get(start, 0)}  # 0: there is no tokenizer yet, as for `fathom cost`
         positions = max(self.room_of_all, self.target_tokens)
         if kind is FathomTableBartConfig:
             fields |= {"max_position_embeddings": positions, "forced_eos_token_id": found.get("eos_token_id")}
