@@ -8,10 +8,11 @@
     python recipes/make_table_rows.py corpus rows.jsonl corpus.jsonl    # sentences of every second row's references
     python recipes/make_table_rows.py scigen dev.json rows.jsonl    # CC BY-NC-SA: for non-commercial use
 
-FeTaQA's highlights are its marked cells; the question is part of the caption. numericNLG names the headers that each
-sentence mentions: the description is those sentences, background the others, and highlights are the cells whose row
-and column are mentioned, or where there are none, row or column. Of SciGen's tables the cells that the description
-names are highlights, and it has no background.
+Boxes lose what tokenising did to them: spaces before marks, and underscores in keys. FeTaQA's highlights are its marked
+cells; the question is part of the caption. numericNLG names the headers that each sentence mentions: the description
+is those sentences, highlights are the cells whose row and column are mentioned, or where there are none, row or column,
+and background is the other sentences, and the paper's abstract where paper_val.json lies beside the tables. Of SciGen's
+tables the cells that the description names are highlights, and it has no background.
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ def boxes(path: Path) -> Iterator[dict[str, Any]]:
         for part in line.split("\t"):
             key, _, word = part.partition(":")
             if word != "<none>":
-                slots.setdefault(re.sub(r"_\d+$", "", key), []).append(word)
-        yield {"table": [[key, " ".join(words)] for key, words in slots.items()], "text": text}
+                slots.setdefault(re.sub(r"_\d+$", "", key).replace("_", " "), []).append(word)
+        yield {"table": [[key, joined(" ".join(words))] for key, words in slots.items()], "text": joined(text)}
+
+
+def joined(text: str) -> str:
+    """A tokenised text with its marks where a writer puts them: "Bo 's pub ." → "Bo's pub."."""
+    return re.sub(r" ([,.;:!?)]|'s\b|'re\b|'ll\b|n't\b)", r"\1", text).replace("( ", "(").replace(" - ", "-")
 
 
 def fetaqa(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,11 +75,18 @@ def fetaqa(path: Path) -> Iterator[dict[str, Any]]:
         cells = [row["table_array"][i][j] for i, j in row["highlighted_cell_ids"] if i < len(row["table_array"])]
         caption = f"{row['table_page_title']}: {row['table_section_title']}. {row['question']}"
         if body and all(len(line) == len(header) for line in body):
-            yield grid(header, body, caption, cells, [], row["answer"])
+            more = {"page": row["table_page_title"], "question": row["question"]}
+            yield {**grid(header, body, caption, cells, [], row["answer"]), **more}
 
 
 def numericnlg(path: Path) -> Iterator[dict[str, Any]]:
     tables = {table["table_id_paper"]: table for table in json.loads(text_of(path))}
+    papers = beside(path.with_suffix("") if path.suffix == ".xz" else path, "table_", "paper_")
+    abstracts = (
+        {paper["paper_id"]: sentences(paper["abstract"]) for paper in json.loads(text_of(papers))}
+        if papers.is_file()
+        else {}
+    )
     for row in json.loads(text_of(beside(path, "table_", "table_desc_"))):
         table = tables[row["table_id_paper"]]
         names = [" ".join(name) for name in table["row_headers"]]
@@ -94,7 +107,8 @@ def numericnlg(path: Path) -> Iterator[dict[str, Any]]:
             for wanted in (True, False)
         )
         if text:
-            yield grid(header, body, table["caption"], cells, others, " ".join(text))
+            facts = [*others, *abstracts.get(table["paper_id"], [])]
+            yield {**grid(header, body, table["caption"], cells, facts, " ".join(text)), "page": table["paper_id"]}
 
 
 def scigen(path: Path) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from fathom.latents.configuration import FathomLatentConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
 from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
-from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
 from fathom.version import __version__
 from fathom.vision import configuration as _vision_configuration
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     from fathom.report.compare import compare
     from fathom.tables.text.models import (
         FathomTableBartForConditionalGeneration,
+        FathomTableLlamaForCausalLM,
         FathomTableT5ForConditionalGeneration,
     )
     from fathom.train import Phases, load_recipe
@@ -75,6 +76,7 @@ _PLACES = {
     "FathomT5ForConditionalGeneration": "fathom.models.seq2seq_t5",
     "FathomForMaskedDiffusion": "fathom.models.masked_diffusion",
     "FathomTableBartForConditionalGeneration": "fathom.tables.text.models",
+    "FathomTableLlamaForCausalLM": "fathom.tables.text.models",
     "FathomTableT5ForConditionalGeneration": "fathom.tables.text.models",
     "DiffusionGenerationConfig": "fathom.diffusion",
     "FathomForLatentDiffusion": "fathom.latents.model",
@@ -90,7 +92,7 @@ _CONFIGS = {
     config.__name__: config
     for config in (
         FathomBartConfig, FathomEncoderConfig, FathomLatentConfig, FathomLongT5Config, FathomT5Config,
-        FathomTableBartConfig, FathomTableT5Config,
+        FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config,
     )
 }  # fmt: skip
 __all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
@@ -136,6 +138,7 @@ def _fill_registries() -> None:
     from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.tables.text.models import (
         FathomTableBartForConditionalGeneration,
+        FathomTableLlamaForCausalLM,
         FathomTableT5ForConditionalGeneration,
     )
 
@@ -146,6 +149,7 @@ def _fill_registries() -> None:
     AutoModelForSeq2SeqLM.register(FathomBartConfig, FathomBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomLongT5Config, FathomLongT5ForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomT5Config, FathomT5ForConditionalGeneration, exist_ok=True)
+    AutoModelForCausalLM.register(FathomTableLlamaConfig, FathomTableLlamaForCausalLM, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomTableBartConfig, FathomTableBartForConditionalGeneration, exist_ok=True)
     AutoModelForSeq2SeqLM.register(FathomTableT5Config, FathomTableT5ForConditionalGeneration, exist_ok=True)
 

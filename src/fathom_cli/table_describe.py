@@ -21,7 +21,9 @@ def describe(
     plan: Annotated[
         str | None, typer.Option(help='Keys to tell, in order: "name, food". Instead of a planner.')
     ] = None,
-    retriever: Annotated[str, typer.Option(help="Who chooses background: tfidf or random.")] = "tfidf",
+    retriever: Annotated[
+        str | None, typer.Option(help="Who chooses background: tfidf or random. Without, the one kept with the model.")
+    ] = None,
     beams: Annotated[int, typer.Option(min=1, help="Width of the search.")] = 4,
     new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the description.")] = 90,
     device: Device = None,
@@ -41,14 +43,19 @@ def describe(
     from fathom.tables.text.linearize import read_csv, sentences
     from fathom.tables.text.retrieval import Random, TfIdf
 
-    if retriever not in ("tfidf", "random"):
-        raise ValueError(f"--retriever {retriever}: use tfidf or random; trained retrievers stay in Python")
+    if retriever not in (None, "tfidf", "random"):
+        raise ValueError(f"--retriever {retriever}: use tfidf or random, without, the one kept with the model chooses")
     facts = sentences(_text(background, "--background")) if background is not None else []
     table = read_csv(file, highlight or (), facts, caption)
     texts = None if corpus is None else _text(corpus, "--corpus").splitlines()
     generator = TableGenerator.from_pretrained(checkpoint, corpus=texts)
-    generator.retriever = TfIdf() if retriever == "tfidf" else Random()
     method: Any = generator.method
+    if retriever is not None:
+        generator.retriever = TfIdf() if retriever == "tfidf" else Random()
+    elif generator.retriever is None:
+        generator.retriever = TfIdf()
+        if facts and getattr(method, "background", False):
+            typer.echo("No retriever lies beside the model: TF-IDF chooses the background.", err=True)
     if method.slots and highlight:
         raise ValueError(f"--highlight {highlight[0]}: method {method.name!r} reads tables of slots; use --plan")
     if not method.slots and plan is not None:
@@ -57,7 +64,7 @@ def describe(
         generator.model.to(device)
     plans = None if plan is None else [[item.strip() for item in plan.split(",") if item.strip()]]
     (text,) = generator.describe(table, plans, beams=beams, max_new_tokens=new_tokens)
-    wanted = table.highlights or tuple(value for value in table.slots().values)
+    wanted = table.highlights or tuple(value for value in table.slots().values if value)
     said = {
         "text": text,
         "method": method.name,

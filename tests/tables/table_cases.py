@@ -6,7 +6,14 @@ import functools
 from typing import Any
 
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fathom.data.tokenizer import train_bpe
 from fathom.tables.text import Grid, Table
@@ -56,6 +63,9 @@ def host(family: str = "t5", seed: int = 0, **fields: Any) -> Any:
         model = T5ForConditionalGeneration(
             T5Config(**{**ids, **sizes, "decoder_start_token_id": known.pad_token_id, **fields})
         )
+    elif family == "llama":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+        model = LlamaForCausalLM(LlamaConfig(**{**ids, **sizes, "tie_word_embeddings": True, **fields}))
     else:
         sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
         sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}

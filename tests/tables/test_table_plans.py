@@ -11,7 +11,8 @@ from table_cases import FOODS, PLACES, host, pairs, tokenizer
 
 from fathom.tables.text import PromptMize, Table, TableGenerator
 from fathom.tables.text.crf import CRFPlanner, beam_labels, log_partition, path_score, viterbi
-from fathom.tables.text.generator import MODELS, load_planner, make_planner, save_planner
+from fathom.tables.text.generator import MODELS, make_planner
+from fathom.tables.text.kept import keep, load_kept
 from fathom.tables.text.plan import PointerPlanner, gold_plan, place
 from fathom.tables.text.prototypes import PrototypeSelector
 from fathom.tables.text.stages import Stage
@@ -133,8 +134,8 @@ def test_a_planner_learns_and_is_saved(kind, tmp_path, monkeypatch):
     tables = [table for table, _ in pairs(8)]
     if kind != "seq2seq":  # which needs longer
         assert planner.predict(tables) == [["name", "food", "near"]] * 8
-    save_planner(planner, tmp_path)
-    assert load_planner(tmp_path).predict(tables) == planner.predict(tables)
+    keep(planner, tmp_path)
+    assert load_kept(tmp_path).predict(tables) == planner.predict(tables)
     with pytest.raises(ValueError, match="plan item 'colour': no key of the table"):
         planner.fit([(tables[0], ["colour"])], Stage(steps=1))
     with pytest.raises(ValueError, match="planner='crff': use auto, pointer, crf or seq2seq"):

@@ -13,10 +13,20 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from table_cases import CORPUS, FOODS, GRID, NAMES, host, pairs, tokenizer
-from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
-from fathom.tables.text import AKG, METHODS, P2G, Grid, KnowledgeAdapterConfig, PromptMize, Table, TableGenerator
+from fathom.tables.text import (
+    AKG,
+    METHODS,
+    P2G,
+    CTRLSciTab,
+    Grid,
+    KnowledgeAdapterConfig,
+    PromptMize,
+    Table,
+    TableGenerator,
+)
 from fathom.tables.text.adapter import is_knowledge
 from fathom.tables.text.base import from_dict, planner_for
 from fathom.tables.text.generator import MODELS, Stages
@@ -42,7 +52,7 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 def folders(tmp_path_factory):
     """Of every family a stock checkpoint with its tokenizer."""
     found = {}
-    for family in ("t5", "bart"):
+    for family in ("t5", "bart", "llama"):
         found[family] = str(tmp_path_factory.mktemp(family))
         host(family).save_pretrained(found[family])
         tokenizer().save_pretrained(found[family])
@@ -116,6 +126,11 @@ def test_tables_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="here: no table: needs a field 'table'"):
         table_of_row({"mr": "x"}, "here")
     assert GRID.slots().slots[0] == ("our net F1", "27.5")
+    (tmp_path / "sheet.csv").write_text("name,,food,\r\nAlan,,Thai,\r\n,,,\r\n,,,\r\n")  # as spreadsheets write it
+    assert read_csv(tmp_path / "sheet.csv").slots() == Table((("name", "Alan"), ("food", "Thai")))
+    assert Grid(("x",), (("1",), ("2",))).slots() == Table((("x", "1"), ("x_2", "2")))
+    assert Grid(("", "b"), (("", "2"),)).slots() == Table((("column 1", ""), ("b", "2")))
+    assert Grid(("", ""), (("", "2"), ("s", "3"))).slots() == Table((("column 2", "2"), ("s", "3")))
 
 
 def test_masks_stand_for_the_tables_words():
@@ -242,6 +257,16 @@ def test_a_checkpoint_is_saved_and_loaded_under_any_method(section, family, fold
     assert torch.equal(plain(**given).logits, stock(**given).logits)
 
 
+@pytest.mark.parametrize("family", ["t5", "bart", "llama"])
+def test_a_new_model_starts_as_the_stock_one(family):
+    stock = host(family)
+    fields = {k: v for k, v in stock.config.to_dict().items() if k not in ("model_type", "architectures")}
+    torch.manual_seed(0)
+    found = MODELS[family](MODELS[family].config_class(**fields)).state_dict()
+    assert found.keys() == stock.state_dict().keys()
+    assert all(torch.equal(value, found[name]) for name, value in stock.state_dict().items())
+
+
 def test_adapters_that_do_not_fit_are_refused(folders, tmp_path):
     kind = MODELS["t5"]
     kind.from_pretrained(folders["t5"], table={"name": "akg", "reduction": 4}).save_pretrained(tmp_path)
@@ -296,7 +321,7 @@ def test_a_selector_learns_which_sentences_look_like_descriptions():
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", ["t5", "bart", "llama"])
 def test_each_stage_changes_its_own_parameters_alone(family, folders):
     generator = TableGenerator.from_pretrained(folders[family], AKG(reduction=4), CORPUS)
     model = generator.model
@@ -342,6 +367,48 @@ def test_a_generator_learns_and_describes_and_is_loaded_again(folders, tmp_path)
         TableGenerator.from_pretrained(folders["t5"], P2G(), CORPUS).source(tables[0], ["name"])
     with pytest.raises(ValueError, match="method 'promptmize' has no planner here"):
         TableGenerator.from_pretrained(folders["t5"], PromptMize(reduction=4)).source(tables[0])
+
+
+@torch.no_grad()
+def test_a_decoder_alone_reads_source_cue_and_description_in_one_sequence(folders, tmp_path):
+    generator = TableGenerator.from_pretrained(folders["llama"], P2G(prototypes=1), CORPUS)
+    tables = [table for table, _ in pairs(3)]
+    examples = [(generator.source(t), generator.target(text, 90)) for t, text in pairs(3)]
+    assert all(tokenizer().decode(source).endswith("Text:") for source, _ in examples)
+    stock, total, count = host("llama"), 0.0, 0  # every row alone, unpadded, by the stock class
+    for source, target in examples:
+        logits = stock(torch.tensor([source + target])).logits[0].log_softmax(-1)
+        total -= float(sum(logits[len(source) - 1 + i, token] for i, token in enumerate(target)))
+        count += len(target)
+    assert float(generator.loss(examples)) == pytest.approx(total / count, rel=1e-5)
+    said = generator.describe(tables, beams=1, max_new_tokens=6)
+    assert said == [generator.describe(table, beams=1, max_new_tokens=6)[0] for table in tables]
+    ids = torch.tensor([examples[0][0]])
+    found = stock.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert said[0] == tokenizer().decode(found, skip_special_tokens=True).strip()
+    model = MODELS["llama"].from_pretrained(folders["llama"], table={"name": "akg", "reduction": 4}).eval()
+    assert not torch.equal(model(ids).logits, stock(ids).logits)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model) and torch.equal(again(ids).logits, model(ids).logits)
+    plain = MODELS["llama"].from_pretrained(tmp_path, table="table_plain")
+    assert torch.equal(plain(ids).logits, stock(ids).logits)
+    with pytest.raises(ValueError, match=r"table.planner='free_prefix': a decoder alone has no cross-attention"):
+        MODELS["llama"].from_pretrained(folders["llama"], table={"name": "promptmize", "planner": "free_prefix"})
+
+
+def test_descriptions_of_rows_are_learned_with_background_that_is_given(folders):
+    generator = TableGenerator.from_pretrained(folders["llama"], CTRLSciTab(source_tokens=64))
+    seen: list[int] = []
+    stage = Stage(steps=2, batch_size=2, lr=1e-3)
+    few, given = [(GRID, "Scores rise."), (GRID, "Time falls.")], [["The base is a tree."], []]
+    generator.fit_generator(few, stage, 12, seen.append, given)
+    assert seen == [1, 2]
+    source = generator.source(GRID, background=["The base is a tree."])
+    assert "The base is a tree." in tokenizer().decode(source)
+    with pytest.raises(ValueError, match="retriever=None"):
+        generator.source(GRID)
+    assert len(generator.describe([GRID, GRID], beams=1, max_new_tokens=3, backgrounds=given)) == 2
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

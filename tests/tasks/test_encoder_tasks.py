@@ -13,10 +13,12 @@ import pytest
 import torch
 import yaml
 from cases import recipe
+from transformers import AutoConfig, T5Config
 
 from fathom.tasks import lookup
 from fathom.train import load_recipe
 from fathom.train.recipe import model_config
+from fathom.train.trainer import train_run
 from fathom_cli import main
 
 LED = {"attention_window": [8] * 2, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1}
@@ -24,6 +26,7 @@ LED |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn
 OTHERS = {
     "led": ("seq2seq", LED),
     "longt5": ("seq2seq", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "local_radius": 7}),
+    "t5": ("seq2seq", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
     "fnet": ("classification", {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}),
 }  # fmt: skip
 
@@ -84,6 +87,52 @@ def test_noise_is_barts():
     assert still.noise(sentences, np.random.default_rng(0), 999, ordinary) == [t for s in sentences for t in s]
     drawn = dataclasses.replace(task, random_share=1.0)
     assert 999 not in drawn.noise(sentences, np.random.default_rng(0), 999, ordinary)
+
+
+def test_spans_are_t5s():
+    """Source and target make the text again, by a reader that knows sentinels alone."""
+    task, sentinels = lookup("seq2seq")(denoise=True, spans=True, mask_share=0.15, poisson=3.0), list(range(1000, 1100))
+    firsts = set()
+    for number in range(40):
+        text = list(range(200))
+        source, target = task.span_noise(text, np.random.default_rng(number), sentinels)
+        assert [token for token in source if token >= 1000] == sentinels[:10] == [t for t in target if t >= 1000]
+        spans: dict[int, list[int]] = {}
+        for token in target:
+            if token >= 1000:
+                spans[token] = []
+            else:
+                spans[max(spans)].append(token)
+        assert [t for token in source for t in spans.get(token, [token])] == text
+        assert sum(map(len, spans.values())) == 30 and min(map(len, spans.values())) >= 1
+        firsts.add(source.index(1000))
+    assert len(firsts) > 5  # they are drawn
+    for size in range(1, 6):
+        source, target = task.span_noise(list(range(size)), np.random.default_rng(0), sentinels)
+        assert len(source) + len(target) - 2 * bool(target) == size
+    _, target = task.span_noise([7] * 5000, np.random.default_rng(0), sentinels)
+    assert [token for token in target if token != 7] == sentinels  # there are no more of them
+    with pytest.raises(ValueError, match=r"task\.spans=true: it is noise of texts"):
+        lookup("seq2seq")(spans=True)
+
+
+def test_a_base_of_t5s_form_is_trained_and_is_a_stock_checkpoint(tmp_path):
+    for name in ("train", "held-out"):
+        (tmp_path / f"{name}.txt").write_text("The sea was calm. Old men sat by it in silence. " * 30)
+    loaded = load("seq2seq", tmp_path, task={
+        "name": "seq2seq", "denoise": True, "spans": True, "target_tokens": 24, "mask_share": 0.2, "answers": 2,
+    }, model={"family": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+        methods=[{"name": "t5", "family": "t5"}], data={
+        "train": str(tmp_path / "train.txt"), "validation": str(tmp_path / "held-out.txt"), "tokenizer": {"bpe": 280},
+        "block_size": 24,
+    })  # fmt: skip
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    assert loaded.task.sizes(model_config(loaded, loaded.methods[0], None), 24, torch.float32).flops_per_token > 0
+    run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
+    stock = AutoConfig.from_pretrained(run.model)
+    assert type(stock) is T5Config and stock.vocab_size == len(data.tokenizer) == 280 + 2 + 100
+    assert stock.decoder_start_token_id == data.tokenizer.pad_token_id
+    assert run.scores["target_bits_per_byte"] > 0
 
 
 def test_denoising_rows_hold_the_text(tmp_path):

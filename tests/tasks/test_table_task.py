@@ -54,6 +54,12 @@ READ = {
 }  # fmt: skip
 
 
+def test_a_recipe_is_priced_before_its_tokenizer_is_trained(tmp_path):
+    loaded = written(tmp_path, methods=[method("table_plain")])
+    config = model_config(loaded, loaded.methods[0], None)
+    assert loaded.task.sizes(config, 64, torch.float32).flops_per_token > 0
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_method_reads_its_parts_as_if_there_were_no_others(prepared, name):
     loaded, data = prepared
@@ -176,21 +182,23 @@ def test_tables_of_rows_have_their_own_parts(tmp_path):
     assert texts[0].startswith("Table to text: 27.5 <H> <R> <C> model <C> F1 <CAP> Scores. <BKG>")
     assert texts[1] == "Table to text: <R> <C> ours <C> 27.5 <R> <C> base <C> 21 <CAP> Scores."
     run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
-    generator = TableGenerator.from_pretrained(str(run.model))
-    generator.retriever = TfIdf()
+    generator = TableGenerator.from_pretrained(str(run.model))  # which knows the recipe's retriever
+    assert isinstance(generator.retriever, TfIdf)
     found = loaded.task.selected(batch, generator.model.config, False)
     assert generator.source(data.rows[0].table) == found["input_ids"][0][found["attention_mask"][0].bool()].tolist()
     assert 0 <= run.scores["off_target"] <= 1 and run.scores["parent_f"] is not None
 
 
 def test_what_a_recipe_trained_describes_with_the_sources_of_its_rows(tmp_path):
-    short = {"training": {"examples": 8}, "task": {"answers": 1, "prefix": "Say: "}}
+    options = {"answers": 1, "prefix": "Say: ", "selector": "trained", "selector_steps": 2}
+    short = {"training": {"examples": 8}, "task": options}
     planned = method("promptmize", planner="auto", prototypes=1, adapter=False)
     loaded = written(tmp_path, methods=[planned], **short)
     data = loaded.task.prepare(loaded.data, tmp_path / ".data")
     run = train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
     corpus = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     generator = TableGenerator.from_pretrained(str(run.model), corpus=corpus)
+    assert generator.planner is not None and generator.selector is not None
     batch = loaded.task.collate([data.validation[i] for i in range(4)])
     found = loaded.task.selected(batch, generator.model.config, training=False)
     for i in range(4):

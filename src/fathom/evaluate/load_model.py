@@ -25,11 +25,12 @@ from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
 
-READ_BY = {  # families of ours that are no causal language models
+READ_BY = {  # families of ours that continue no text, or only tables
     "fathom_latent": "`fathom generate` and `fathom latents recovery`",
     "fathom_mova": "`fathom video make`",
     "fathom_t5": "`fathom table ask` and `fathom table show`",
     "fathom_table_bart": "`fathom table describe`",
+    "fathom_table_llama": "`fathom table describe`",
     "fathom_table_t5": "`fathom table describe`",
 }
 

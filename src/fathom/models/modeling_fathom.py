@@ -20,6 +20,8 @@ try:
         FathomT5ForConditionalGeneration,
         FathomTableBartConfig,
         FathomTableBartForConditionalGeneration,
+        FathomTableLlamaConfig,
+        FathomTableLlamaForCausalLM,
         FathomTableT5Config,
         FathomTableT5ForConditionalGeneration,
     )
@@ -44,6 +46,8 @@ __all__ = [
     "FathomT5ForConditionalGeneration",
     "FathomTableBartConfig",
     "FathomTableBartForConditionalGeneration",
+    "FathomTableLlamaConfig",
+    "FathomTableLlamaForCausalLM",
     "FathomTableT5Config",
     "FathomTableT5ForConditionalGeneration",
 ]

@@ -2,7 +2,8 @@
 
 Rows have two fields. With `denoise` they are made of any text as BART's pretraining does (arXiv 1910.13461): sentences
 change places, spans of Poisson(λ) tokens become one mask each until a share of the tokens is masked, and some masks are
-random tokens. A row is noised once, by its number.
+random tokens. Or, with `spans`, as T5's does (arXiv 1910.10683): every span becomes a sentinel of its own, and the
+target is the sentinels, each with what it stands for. A row is noised once, by its number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import torch
-from transformers import AutoModelForSeq2SeqLM, LEDConfig
+from transformers import AutoModelForSeq2SeqLM, LEDConfig, T5Config
 
 from fathom.cost.encoders import memory_bytes, seq2seq_flops
 from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
@@ -30,6 +31,7 @@ from fathom.tasks.base import Sample, Score, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
 from fathom.tasks.encoders import EncoderTask, counted_flops, encode_row, is_own, padded
 
+SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # T5's, by their names there
 BATCH = 16  # sources that are answered at once
 SAMPLES = 3
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -50,6 +52,7 @@ class Seq2Seq(EncoderTask):
     poisson: λ, the mean length of a masked span.
     random_share: share of the masks that are random tokens.
     permute_sentences: sentences of a source change places.
+    spans: T5's noise: `mask_share` of the tokens, in spans of `poisson` tokens on average, are the target.
     """
 
     source_field: str = "source"
@@ -63,8 +66,11 @@ class Seq2Seq(EncoderTask):
     poisson: float = 3.5
     random_share: float = 0.1
     permute_sentences: bool = True
+    spans: bool = False
 
-    families: ClassVar[dict[str, Any]] = {"bart": FathomBartConfig, "longt5": FathomLongT5Config, "led": LEDConfig}
+    families: ClassVar[dict[str, Any]] = {
+        "bart": FathomBartConfig, "longt5": FathomLongT5Config, "led": LEDConfig, "t5": T5Config,
+    }  # fmt: skip
     auto = AutoModelForSeq2SeqLM
     specials = ("pad", "mask")
     summary = "Write a target for a source, by an encoder and a decoder."
@@ -96,6 +102,17 @@ class Seq2Seq(EncoderTask):
         check_number("task seq2seq", "mask_share", self.mask_share, 0, 1)
         check_number("task seq2seq", "random_share", self.random_share, 0, 1)
         check_number("task seq2seq", "poisson", self.poisson, 0)
+        if self.spans and not self.denoise:
+            raise ValueError("task.spans=true: it is noise of texts; use it with denoise: true")
+        if self.spans and not (0 < self.mask_share < 1 and self.poisson >= 1):
+            raise ValueError(
+                f"task.mask_share={self.mask_share!r}, poisson={self.poisson!r}: spans need a share between 0 and 1, "
+                "and at least one token on average"
+            )
+
+    @property
+    def markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return SENTINELS if self.spans else ()
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
@@ -107,6 +124,8 @@ class Seq2Seq(EncoderTask):
     def defaults(self, kind, found, data):
         ends = {"decoder_start_token_id": found.get("eos_token_id")} if found.get("eos_token_id") is not None else {}
         positions = max(data.block_size, self.target_tokens)
+        if kind is T5Config:
+            return {"decoder_start_token_id": found.get("pad_token_id", 0)}
         if kind is LEDConfig:
             sizes = {"max_encoder_position_embeddings": positions, "max_decoder_position_embeddings": positions}
             return {**ends, **sizes}
@@ -186,8 +205,9 @@ class Seq2Seq(EncoderTask):
                 }
 
     def _noised(self, source: Source, tokenizer: Any, size: int, mask: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Whole sentences of a document up to a target's tokens, noised, and as they were."""
-        room, number = min(size, self.target_tokens - 1), 0
+        """Whole sentences of a document up to a source's and a target's tokens, noised, and what restores them."""
+        room, number = (size if self.spans else min(size, self.target_tokens - 1)), 0
+        sentinels = tokenizer.convert_tokens_to_ids(list(self.markers))
         special = set(tokenizer.all_special_ids)
         ordinary = np.array([token for token in range(len(tokenizer)) if token not in special])
         for document in source.documents():
@@ -196,7 +216,11 @@ class Seq2Seq(EncoderTask):
                 if held and (ids is None or sum(map(len, held)) + len(ids) > room):
                     random = np.random.default_rng([0, number])
                     number += 1
-                    yield self.noise(held, random, mask, ordinary), list(itertools.chain(*held))
+                    text = list(itertools.chain(*held))
+                    if self.spans:
+                        yield self.span_noise(text, random, sentinels)
+                    else:
+                        yield self.noise(held, random, mask, ordinary), text
                     held = []
                 held += [ids] if ids else []
 
@@ -221,6 +245,32 @@ class Seq2Seq(EncoderTask):
             if not hidden[place]:
                 found.append(token)
         return found
+
+    def span_noise(
+        self, text: list[int], random: np.random.Generator, sentinels: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """The text with a sentinel for every span, and the sentinels with what they stand for.
+
+        The number of masked tokens and of spans is fixed; where spans begin and how long they are is drawn, each way of
+        cutting alike. A text begins with a token of its own, so that spans and what is between alternate. A text of one
+        token has no span.
+        """
+        masked = min(max(1, round(self.mask_share * len(text))), len(text) - 1)
+        count = min(max(1, round(masked / self.poisson)), len(sentinels), masked, len(text) - masked)
+        if count < 1:
+            return text, []
+
+        def parts(total: int) -> list[int]:
+            """`count` lengths of at least 1 that make the total."""
+            cuts = sorted(random.choice(total - 1, size=count - 1, replace=False) + 1)
+            return np.diff([0, *cuts, total]).tolist()
+
+        source, target, at = [], [], 0
+        for sentinel, kept, hidden in zip(sentinels, parts(len(text) - masked), parts(masked), strict=False):
+            source += [*text[at : at + kept], sentinel]
+            target += [sentinel, *text[at + kept : at + kept + hidden]]
+            at += kept + hidden
+        return source, target
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         from rouge_score.rouge_scorer import RougeScorer

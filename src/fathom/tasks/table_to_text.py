@@ -16,7 +16,7 @@ import functools
 import importlib.util
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -57,7 +57,7 @@ BATCH = 16  # tables that are described at once
 SAMPLES = 3
 SHARED = (  # options that a model's config keeps, so that its sources have the same form later
     "prefix", "table_tokens", "plan_tokens", "prototype_tokens", "source_tokens", "plan_item", "sentences",
-    "sentence_tokens", "strip_stopwords", "query_for_train", "candidates",
+    "sentence_tokens", "strip_stopwords", "query_for_train", "candidates", "retriever",
 )  # fmt: skip
 NO_PART = 255  # of padding
 OF_METHODS = ("auto", "none", "oracle", "prototype", "prefix", "free_prefix", 0)  # what a method may say for itself
@@ -79,10 +79,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Descriptions(PreparedData):
-    """Examples, the held-out rows that they were made of, and the folder of the planner whose plans they have."""
+    """Examples, the held-out rows that they were made of, and by its role the folder of every part that learned to make
+    their sources (`kept.py`)."""
 
     rows: tuple[Row, ...] = ()
-    planner: Path | None = None
+    kept: dict[str, Path] = dataclasses.field(default_factory=dict)
 
 
 @register_task("table_to_text")
@@ -268,7 +269,7 @@ class TableToText(EncoderTask):
 
     def defaults(self, kind, found, data):
         start = "eos_token_id" if kind is FathomTableBartConfig else "pad_token_id"
-        fields = {"decoder_start_token_id": found[start]} if found.get(start) is not None else {}
+        fields = {"decoder_start_token_id": found.get(start, 0)}  # 0: there is no tokenizer yet, as for `fathom cost`
         positions = max(self.room_of_all, self.target_tokens)
         if kind is FathomTableBartConfig:
             fields |= {"max_position_embeddings": positions, "forced_eos_token_id": found.get("eos_token_id")}
@@ -337,7 +338,7 @@ class TableToText(EncoderTask):
                 f"{cut} of {len(rows)} training tables are longer than table_tokens={self.table_tokens} and cut."
             )
         return Descriptions(
-            training, validation, tokenizer, targets, size, notes=tuple(notes), rows=others, planner=prompts.planner_at
+            training, validation, tokenizer, targets, size, notes=tuple(notes), rows=others, kept=prompts.kept
         )
 
     def _rows(self, source: Source) -> Iterator[Row]:
@@ -426,18 +427,14 @@ class TableToText(EncoderTask):
             return values
         assert isinstance(data, Descriptions) and data.validation is not None
         model = self.auto.from_pretrained(checkpoint)
-        if getattr(model.config.method, "plans", False) and data.planner is not None:  # what it describes with later
-            self.planner_of(data, checkpoint)
+        for role, folder in data.kept.items():  # what it describes with later
+            if reads(model.config.method, role):
+                shutil.copytree(folder, checkpoint / role, dirs_exist_ok=True)
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         count = min(self.answers, len(data.validation))
         said = [sample.text for sample in self._answers(model, data, count)]
         values |= {"target_bits_per_byte": bits_of_loss(data, loss)}
         return values | (description_scores(said, data.rows[:count]) if self.stage == "describe" else {})
-
-    def planner_of(self, data: Descriptions, checkpoint: Path) -> None:
-        """Put the planner beside the model's weights, where `TableGenerator` finds it."""
-        assert data.planner is not None
-        shutil.copytree(data.planner, checkpoint / "planner", dirs_exist_ok=True)
 
     @torch.no_grad()
     def _answers(self, model: Any, data: PreparedData, count: int) -> Iterator[Sample]:
@@ -480,9 +477,14 @@ class Prompts:
         self.held_out = [text for row in held_out for text in (*row.references, *_background(row))]
         self.pairs = [(row.table, text) for row in rows for text in row.references if isinstance(row.table, Table)]
         key = cache_key(*map(str, task.section.values()), tokenizer_hash(tokenizer), *hashes)
-        plans = self.pairs and task.planner != "none" and task.stage == "describe"
-        self.planner_at = cache / f"planner-{key}" if plans else None
+        describes = task.stage == "describe"
+        learned: dict[str, Any] = {
+            "planner": describes and self.pairs and task.planner != "none",
+            "selector": describes and self.pairs and corpus and task.prototypes and task.selector == "trained",
+        }
         self.grids = [(row.table, row.references[0]) for row in rows if isinstance(row.table, Grid)]
+        learned["retriever"] = describes and self.grids and task.retriever in ("tsdae", "cross_encoder")
+        self.kept = {role: cache / f"{role}-{key}" for role, wanted in learned.items() if wanted}
         self.linearizer = TableLinearizer(
             tokenizer, task.prefix, task.table_tokens, prototype_tokens=task.prototype_tokens, plan_item=task.plan_item
         )
@@ -510,44 +512,52 @@ class Prompts:
 
         return Candidates(self.corpus)
 
+    def _learned(self, role: str, make: Callable[[], Any]) -> Any:
+        """The part of that role, made once for these rows and options, as it is kept."""
+        from fathom.tables.text.kept import keep, load_kept
+
+        build_once(self.kept[role], lambda work: keep(make(), work))
+        return load_kept(self.kept[role])
+
     @functools.cached_property
     def selector(self) -> Any:
         from fathom.tables.text.prototypes import PrototypeSelector
         from fathom.tables.text.stages import Stage
 
-        selector = PrototypeSelector(self.task.selector_model, self.tokenizer)
-        examples = [(t, text, self.candidates.find(t, self.task.candidates, [text])) for t, text in self.pairs]
-        selector.fit(
-            examples,
-            Stage(
-                steps=self.task.selector_steps, batch_size=4, lr=2e-5 if self.task.selector_model else 1e-3, warmup=100
-            ),
-        )
-        return selector
+        task = self.task
+
+        def make() -> PrototypeSelector:
+            selector = PrototypeSelector(task.selector_model, self.tokenizer)
+            examples = [(t, text, self.candidates.find(t, task.candidates, [text])) for t, text in self.pairs]
+            rate = 2e-5 if task.selector_model else 1e-3
+            selector.fit(examples, Stage(steps=task.selector_steps, batch_size=4, lr=rate, warmup=100))
+            return selector
+
+        return self._learned("selector", make)
 
     @functools.cached_property
     def planner(self) -> Any:
-        from fathom.tables.text.generator import load_planner, make_planner, save_planner
+        from fathom.tables.text.generator import make_planner
 
-        task, at = self.task, self.planner_at
-        assert at is not None  # asked for by tables of slots alone
-
-        def build(work: Path) -> None:
-            made = make_planner(task.planner, self.pairs, self.tokenizer, task.planner_model, task.planner_steps)
-            save_planner(made, work)
-
-        build_once(at, build)
-        return load_planner(at)
+        task = self.task
+        return self._learned(
+            "planner",
+            lambda: make_planner(task.planner, self.pairs, self.tokenizer, task.planner_model, task.planner_steps),
+        )
 
     @functools.cached_property
     def retriever(self) -> Any:
         from fathom.tables.text.retrieval import make_retriever
 
         task = self.task
-        return make_retriever(
-            task.retriever, [grid for grid, _ in self.grids], [text for _, text in self.grids],
-            self.tokenizer, task.retriever_model, task.retriever_steps, task.query_for_train, self.held_out,
-        )  # fmt: skip
+
+        def make() -> Any:
+            return make_retriever(
+                task.retriever, [grid for grid, _ in self.grids], [text for _, text in self.grids],
+                self.tokenizer, task.retriever_model, task.retriever_steps, task.query_for_train, self.held_out,
+            )  # fmt: skip
+
+        return self._learned("retriever", make) if "retriever" in self.kept else make()
 
     def _slots(self, row: Row, text: str) -> list[tuple[int, list[int]]]:
         from fathom.tables.text.plan import gold_plan
@@ -576,6 +586,13 @@ class Prompts:
             found = self.retriever.top(asked, grid.background, task.sentences)
             chosen = self.linearizer.sentences(found, task.strip_stopwords, task.sentence_tokens)
         return source_parts(grid, chosen, self.linearizer, task.source_tokens)
+
+
+def reads(method: Any, role: str) -> bool:
+    """Whether a method's sources have what the part of that role makes."""
+    if role == "retriever":
+        return bool(getattr(method, "background", False))
+    return bool(getattr(method, {"planner": "plans", "selector": "prototypes"}[role], False))
 
 
 def _background(row: Row) -> Sequence[str]:

@@ -31,7 +31,8 @@ PLACES = {
     "bart": (r".*\.fc2", r".*(encoder|decoder)\.layers\.{last}\.final_layer_norm"),
     "llama": (r".*\.mlp\.down_proj", r"(.*\.)?norm"),
 }
-OF_FAMILY = {"fathom_table_t5": "t5", "fathom_table_bart": "bart", "fathom_bart": "bart", "fathom_t5": "t5"}
+OF_FAMILY = {"fathom_table_t5": "t5", "fathom_table_bart": "bart", "fathom_table_llama": "llama"}
+OF_FAMILY |= {"fathom_bart": "bart", "fathom_t5": "t5"}
 
 if NAME.upper() not in list(PeftType):  # peft's list of methods is an enumeration, which Python extends in no other way
     _member: Any = str.__new__(PeftType, NAME.upper())

@@ -1,4 +1,4 @@
-"""Configs of T5 and BART with a section `table`: which parts of a source a model reads, and its knowledge adapter.
+"""Configs of T5, BART and Llama with a section `table`: which parts of a source a model reads, and its adapter.
 
 `import fathom` imports this module: it must stay light.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import BartConfig, PreTrainedConfig, T5Config
+from transformers import BartConfig, LlamaConfig, PreTrainedConfig, T5Config
 
 from fathom.models.encoder_configs import EncoderSection
 from fathom.models.registry import filled
@@ -59,3 +59,21 @@ class FathomTableBartConfig(TableSection, BartConfig):
     auto_class = ("AutoModelForSeq2SeqLM", "FathomTableBartForConditionalGeneration")
 
     table: Any = None
+
+
+class FathomTableLlamaConfig(TableSection, LlamaConfig):
+    """Llama's config with a section `table`; see `fathom methods`. A decoder has no cross-attention for a prefix."""
+
+    model_type = "fathom_table_llama"
+    stock = LlamaConfig
+    auto_class = ("AutoModelForCausalLM", "FathomTableLlamaForCausalLM")
+
+    table: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.method.prefixes:
+            raise ValueError(
+                f"table.planner={self.table['planner']!r}: a decoder alone has no cross-attention that reads a prefix; "
+                "use T5 or BART, or peft's PrefixTuningConfig on the model"
+            )

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from fathom.tables.text.encoder import batch, load_encoder, special
 from fathom.tables.text.linearize import Table, plain_ids, slot_text
@@ -78,7 +79,7 @@ class CRFPlanner(ContentPlanner):
         self,
         keys: Sequence[str],
         tokenizer: Any,
-        model: str | None = None,
+        model: str | PreTrainedConfig | None = None,
         beam: int = 256,
         seed: int = 0,
         **small: int,

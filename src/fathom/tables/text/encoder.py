@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedConfig
 
 from fathom.models.local_paths import refuse_absent
 from fathom.tables.text.linearize import END, SEPARATOR, with_markers
@@ -19,8 +19,11 @@ from fathom.tables.text.linearize import END, SEPARATOR, with_markers
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 
 
-def load_encoder(model: str | None, tokenizer: Any, positions: int, seed: int = 0, **small: int) -> tuple[Any, Any]:
-    """Encoder and tokenizer: of the folder or hub name `model`, or a new small one for `tokenizer`.
+def load_encoder(
+    model: str | PreTrainedConfig | None, tokenizer: Any, positions: int, seed: int = 0, **small: int
+) -> tuple[Any, Any]:
+    """Encoder and tokenizer: of the folder or hub name `model`, or for `tokenizer` a new one, of the config `model` or
+    small.
 
     A table's markers become tokens. An encoder without segments (RoBERTa) gets two new ones.
     """
@@ -30,12 +33,16 @@ def load_encoder(model: str | None, tokenizer: Any, positions: int, seed: int = 
         sizes: dict[str, Any] = {**SMALL, **small, "max_position_embeddings": positions}
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         encoder = BertModel(BertConfig(vocab_size=len(tokenizer), pad_token_id=pad, **sizes), add_pooling_layer=False)
+    elif isinstance(model, PreTrainedConfig):
+        encoder = AutoModel.from_config(model)
     else:
         refuse_absent(model, f"encoder {model!r}")
         tokenizer = with_markers(AutoTokenizer.from_pretrained(model), (SEPARATOR, END))
         encoder = AutoModel.from_pretrained(model)
         if encoder.config.vocab_size < len(tokenizer):
             encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # nobody reads what it makes, and TSDAE's decoder has none to share
     segments = getattr(encoder.embeddings, "token_type_embeddings", None)
     if segments is not None and segments.num_embeddings < 2:
         new = nn.Embedding(2, segments.embedding_dim)
@@ -54,13 +61,14 @@ def special(tokenizer: Any, *kinds: str) -> int:
 
 
 def batch(
-    rows: Sequence[Sequence[int]], pad: int, segments: Sequence[Sequence[int]] | None = None
+    rows: Sequence[Sequence[int]], pad: int, segments: Sequence[Sequence[int]] | None = None, left: bool = False
 ) -> dict[str, Tensor]:
-    """Rows padded on the right, with their mask."""
+    """Rows padded on the right, or on the left, with their mask."""
     size = max(map(len, rows))
 
     def filled(some: Sequence[Sequence[int]], fill: int) -> Tensor:
-        return torch.tensor([[*row, *[fill] * (size - len(row))] for row in some])
+        fills = [[fill] * (size - len(row)) for row in some]
+        return torch.tensor([[*more, *row] if left else [*row, *more] for row, more in zip(some, fills, strict=True)])
 
     found = {"input_ids": filled(rows, pad), "attention_mask": filled([[1] * len(row) for row in rows], 0)}
     return found if segments is None else {**found, "token_type_ids": filled(segments, 0)}

@@ -1,49 +1,55 @@
 """`TableGenerator`: tables and some descriptions in, a model that describes tables out. All stages in one place.
 
-generator = TableGenerator.from_pretrained("a T5 or BART", AKG())
+generator = TableGenerator.from_pretrained("a T5, BART or Llama", AKG())
 generator.fit(pairs, corpus)
 generator.describe(table)
 generator.save_pretrained("out")
+
+A Llama reads source, cue and description in one sequence, of which the description alone has a loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from fathom.models.local_paths import refuse_absent
 from fathom.tables.text.base import SlotMethod, TableMethod, planner_for
-from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
 from fathom.tables.text.crf import CRFPlanner
 from fathom.tables.text.ctrlscitab import GRID_MARKERS, GRID_PREFIX, CTRLSciTab, query, source_parts
 from fathom.tables.text.encoder import batch, special
+from fathom.tables.text.kept import PLANNER, RETRIEVER, SELECTOR, keep, load_beside
 from fathom.tables.text.knowledge import knowledge_pairs
 from fathom.tables.text.linearize import MARKERS, T5_PREFIX, Grid, Table, TableLinearizer, with_markers
-from fathom.tables.text.models import FathomTableBartForConditionalGeneration, FathomTableT5ForConditionalGeneration
+from fathom.tables.text.models import (
+    FathomTableBartForConditionalGeneration,
+    FathomTableLlamaForCausalLM,
+    FathomTableT5ForConditionalGeneration,
+)
 from fathom.tables.text.plan import ContentPlanner, Plan, PointerPlanner, Seq2SeqPlanner, gold_plan
 from fathom.tables.text.prototypes import Candidates, PrototypeSelector
+from fathom.tables.text.retrieval import Random, TfIdf, make_retriever
 from fathom.tables.text.stages import Stage, train
-from fathom.writing import write_json
 
 MODELS = {
     model: cls
     for config, cls in (
         (FathomTableT5Config, FathomTableT5ForConditionalGeneration),
         (FathomTableBartConfig, FathomTableBartForConditionalGeneration),
+        (FathomTableLlamaConfig, FathomTableLlamaForCausalLM),
     )
     for model in (config.model_type, config.stock.model_type)
 }
 TARGET_TOKENS, KNOWLEDGE_TOKENS = 90, 512
-PLANNER = "planner"  # folder beside the weights
+CUE = "\nText:"  # ends the source where source and description are one sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Stages:
     knowledge: Stage = dataclasses.field(
         default=Stage(steps=1000, batch_size=8, lr=1e-3, schedule="constant", optimizer="adafactor")
     )
+    retriever_steps: int = 1000
     generator: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=8, lr=3e-5, warmup=100))
 
 
@@ -77,6 +84,8 @@ class TableGenerator:
         prefixes = ("", T5_PREFIX if method.slots else GRID_PREFIX)
         before = prefixes["t5" in model.config.model_type] if method.prefix is None else method.prefix
         self.linearizer = TableLinearizer(tokenizer, before, **limits)
+        self.causal = not model.config.is_encoder_decoder
+        self.cue = self.linearizer.ids(CUE) if self.causal else []
 
     @property
     def method(self) -> TableMethod:
@@ -86,7 +95,7 @@ class TableGenerator:
     def from_pretrained(
         cls, folder: str, method: TableMethod | None = None, corpus: Iterable[str] | None = None
     ) -> Any:
-        """The generator of a stock T5 or BART with a method, or of what `save_pretrained` or a recipe has written.
+        """The generator of a stock T5, BART or Llama with a method, or of what `save_pretrained` or a recipe wrote.
 
         corpus: sentences that prototypes are found among.
         """
@@ -99,23 +108,31 @@ class TableGenerator:
         model = MODELS[kind].from_pretrained(folder, **changes)
         if model.config.vocab_size < len(tokenizer):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        planner = load_planner(Path(folder) / PLANNER) if (Path(folder) / PLANNER).is_dir() else None
         candidates = None if corpus is None else Candidates(corpus)
-        return cls(model.eval(), tokenizer, planner=planner, candidates=candidates)
+        beside = {role: load_beside(Path(folder), role) for role in (PLANNER, SELECTOR, RETRIEVER)}
+        if beside[RETRIEVER] is None and isinstance(model.config.method, CTRLSciTab):
+            beside[RETRIEVER] = {"tfidf": TfIdf(), "random": Random()}.get(model.config.method.retriever)
+        return cls(model.eval(), tokenizer, candidates=candidates, **beside)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Model, tokenizer and planner. A corpus is given again when it is loaded."""
+        """Model, tokenizer, and what has learned beside it. A corpus is given again when it is loaded."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        if self.planner is not None:
-            save_planner(self.planner, Path(folder) / PLANNER)
+        for role in (PLANNER, SELECTOR, RETRIEVER):
+            part = getattr(self, role)
+            if isinstance(part, nn.Module):  # what has not learned is named by the config
+                keep(part, Path(folder) / role)
 
     # -- what the model reads ----------------------------------------------------------------------------------------
 
-    def source(self, table: Table | Grid, plan: Plan | None = None, without: Sequence[str] = ()) -> list[int]:
+    def source(
+        self, table: Table | Grid, plan: Plan | None = None, without: Sequence[str] = (),
+        background: Sequence[str] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Ids of a table with what its method reads beside it.
 
         plan: instead of the planner's. without: sentences that are no prototypes, such as the table's references.
+        background: instead of what the retriever chooses.
         Raises ValueError where a planner, a corpus or a retriever is needed and none is there, and for a plan with an
         item that is no key.
         """
@@ -123,12 +140,11 @@ class TableGenerator:
         if isinstance(method, CTRLSciTab):
             if not isinstance(table, Grid):
                 raise ValueError("table: ctrlscitab reads tables of rows; give a Grid")
-            chosen: list[str] = []
-            if method.background and table.background:
+            if background is None and method.background and table.background:
                 if self.retriever is None:
                     raise ValueError("retriever=None: this method reads retrieved background; give one")
-                found = self.retriever.top(query(table), table.background, method.sentences)
-                chosen = self.linearizer.sentences(found, method.strip_stopwords, method.sentence_tokens)
+                background = self.retriever.top(query(table), table.background, method.sentences)
+            chosen = self.linearizer.sentences(background or (), method.strip_stopwords, method.sentence_tokens)
             lines, most, read = self.linearizer, method.source_tokens, method.parts(training=False)
             parts = source_parts(table, chosen, lines, most)
             return self._within([token for part, ids in parts if part in read for token in ids][:most])
@@ -146,9 +162,9 @@ class TableGenerator:
 
     @property
     def _positions(self) -> float:
-        """How long a text may be: BART has a vector for each place, T5 none."""
+        """How long a text may be: BART has a vector for each place, Llama was trained on so many, T5 has no limit."""
         config = self.model.config
-        return config.max_position_embeddings if "bart" in config.model_type else math.inf
+        return math.inf if "t5" in config.model_type else config.max_position_embeddings
 
     def _within(self, ids: list[int]) -> list[int]:
         if len(ids) > self._positions:
@@ -157,7 +173,7 @@ class TableGenerator:
                 f"source of {len(ids)} tokens: the model has max_position_embeddings={self._positions}; give method "
                 f"{self.method.name!r} fewer {limits}"
             )
-        return ids
+        return ids + self.cue
 
     def prototypes(self, table: Table, without: Sequence[str] = ()) -> list[str]:
         method = self.method
@@ -173,34 +189,51 @@ class TableGenerator:
     @torch.no_grad()
     def describe(
         self, tables: Table | Grid | Sequence[Table | Grid], plans: Sequence[Plan] | None = None, beams: int = 4,
-        max_new_tokens: int = TARGET_TOKENS, batch_size: int = 8,
+        max_new_tokens: int = TARGET_TOKENS, batch_size: int = 8, backgrounds: Sequence[Sequence[str]] | None = None,
     ) -> list[str]:  # fmt: skip
-        """A description of every table, by beam search. plans: of every table, instead of the planner's."""
-        most = int(min(max_new_tokens, self._positions - 1))  # what BART has places for
+        """A description of every table, by beam search.
+
+        plans, backgrounds: of every table, instead of the planner's and the retriever's.
+        """
         some = [tables] if isinstance(tables, Table | Grid) else list(tables)
-        sources = [self.source(table, None if plans is None else plans[i]) for i, table in enumerate(some)]
+        sources = [
+            self.source(
+                table, None if plans is None else plans[i], background=None if backgrounds is None else backgrounds[i]
+            )
+            for i, table in enumerate(some)
+        ]
         found: list[str] = []
+        pad, end = special(self.tokenizer, "pad"), special(self.tokenizer, "eos")
         for start in range(0, len(sources), batch_size):
-            given = batch(sources[start : start + batch_size], special(self.tokenizer, "pad"))
+            given = batch(sources[start : start + batch_size], pad, left=self.causal)
             given = {name: value.to(self.model.device) for name, value in given.items()}
-            out = self.model.generate(**given, num_beams=beams, do_sample=False, max_new_tokens=most)
-            found += [text.strip() for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
+            read = given["input_ids"].shape[1] if self.causal else 0  # generate() gives a decoder's source back
+            most = int(min(max_new_tokens, self._positions - max(read, 1)))  # what there are places for
+            ends = {"pad_token_id": pad, "eos_token_id": end} if self.causal else {}
+            out = self.model.generate(**given, num_beams=beams, do_sample=False, max_new_tokens=most, **ends)
+            found += [text.strip() for text in self.tokenizer.batch_decode(out[:, read:], skip_special_tokens=True)]
         return found
 
     # -- the stages --------------------------------------------------------------------------------------------------
 
     def fit(
-        self, pairs: Sequence[tuple[Table, str]], corpus: Iterable[str] = (), stages: Stages = Stages(),
-        selector_model: str | None = None, planner_model: str | None = None, rerank: bool = True,
+        self, pairs: Sequence[tuple[Any, str]], corpus: Iterable[str] = (), stages: Stages = Stages(),
+        selector_model: str | None = None, planner_model: str | None = None, retriever_model: str | None = None,
+        rerank: bool = True, target_tokens: int = TARGET_TOKENS,
     ) -> dict[str, list[float]]:  # fmt: skip
         """Losses of every stage, by its name. Each trains its own parameters and leaves the others' bits as they were.
 
+        pairs: tables (`Table`, for ctrlscitab `Grid`) with their descriptions, of at most `target_tokens`.
         rerank: a selector sorts prototypes; without, they stay in BM25's order.
         """
         method = self.method
         losses: dict[str, list[float]] = {}
-        if not isinstance(method, SlotMethod):
-            raise ValueError(f"method {method.name!r}: fit is for methods of slots; train it by a recipe")
+        if isinstance(method, CTRLSciTab):
+            if method.background:
+                self.retriever = self._fit_retriever(pairs, stages.retriever_steps, retriever_model)
+            losses["generator"] = self.fit_generator(pairs, stages.generator, target_tokens)
+            return losses
+        assert isinstance(method, SlotMethod)
         texts = list(corpus)
         if texts:
             self.candidates = Candidates(texts)
@@ -214,14 +247,30 @@ class TableGenerator:
             losses["selector"] = self.selector.fit(examples, stages.selector)
         if method.adapter:
             losses["knowledge"] = self.fit_knowledge(tables, stages.knowledge, [text for _, text in pairs])
-        losses["generator"] = self.fit_generator(pairs, stages.generator)
+        losses["generator"] = self.fit_generator(pairs, stages.generator, target_tokens)
         return losses
+
+    def _fit_retriever(self, pairs: Sequence[tuple[Grid, str]], steps: int, model: str | None) -> Any:
+        method = self.method
+        assert isinstance(method, CTRLSciTab)
+        for option, value in (("retriever", method.retriever), ("query_for_train", method.query_for_train)):
+            if value == "oracle":
+                raise ValueError(
+                    f"{option}='oracle': it reads references, which a table to describe has not; use a recipe"
+                )
+        grids, texts = [grid for grid, _ in pairs], [text for _, text in pairs]
+        return make_retriever(method.retriever, grids, texts, self.tokenizer, model, steps)
 
     def _no_corpus(self) -> bool:
         raise ValueError(f"corpus=(): method {self.method.name!r} learns from sentences of the domain; give some")
 
-    def fit_knowledge(self, tables: Sequence[Table], stage: Stage, without: Sequence[str] = ()) -> list[float]:
-        """Stage 2: the adapter alone learns to fill in what tables say in sentences of the corpus."""
+    def fit_knowledge(
+        self, tables: Sequence[Table], stage: Stage, without: Sequence[str] = (), part: str = "knowledge"
+    ) -> list[float]:
+        """Stage 2: the adapter alone learns to fill in what tables say in sentences of the corpus.
+
+        part: "host" trains the host instead, what an adapter is compared with.
+        """
         method = self.method
         assert isinstance(method, SlotMethod)
         assert self.candidates is not None or self._no_corpus()
@@ -233,40 +282,55 @@ class TableGenerator:
             ids = self.linearizer.ids(masked)
             if method.knowledge_with_table:
                 ids = [*self.linearizer.table(table), *ids]
-            examples.append((ids[:KNOWLEDGE_TOKENS], self.target(text, KNOWLEDGE_TOKENS)))
+            examples.append(([*ids[:KNOWLEDGE_TOKENS], *self.cue], self.target(text, KNOWLEDGE_TOKENS)))
         if not examples:
             raise ValueError(
                 "corpus: no sentence of it shares a word with a table, so the adapter has nothing to learn"
             )
-        self.model.train_part("knowledge")
+        self.model.train_part(part)
         losses = train(self.model, examples, self.loss, stage)
         self.model.train_part(method.trains)
         return losses
 
-    def fit_generator(self, pairs: Sequence[tuple[Table, str]], stage: Stage) -> list[float]:
-        """Stage 3: the host learns descriptions, with the references' own plans as prompts."""
+    def fit_generator(
+        self, pairs: Sequence[tuple[Table | Grid, str]], stage: Stage, most: int = TARGET_TOKENS,
+        watch: Callable[[int], None] | None = None, backgrounds: Sequence[Sequence[str]] | None = None,
+    ) -> list[float]:  # fmt: skip
+        """Stage 3: the host learns descriptions of at most so many tokens, with the references' own plans as prompts.
+
+        watch: called after every step with the number of steps done.
+        backgrounds: of every pair, instead of what the retriever chooses.
+        """
         method = self.method
-        assert isinstance(method, SlotMethod)
         draw = torch.Generator().manual_seed(stage.seed)
         examples = []
-        for table, text in pairs:
-            plan = gold_plan(table, text) if method.plans else None
-            if plan is not None and method.plan_noise and torch.rand((), generator=draw) < method.plan_noise:
-                plan = None  # the planner's
-            examples.append((self.source(table, plan, without=[text]), self.target(text, TARGET_TOKENS)))
-        return train(self.model, examples, self.loss, stage)
+        for number, (table, text) in enumerate(pairs):
+            plan, given = None, None if backgrounds is None else backgrounds[number]
+            if isinstance(method, SlotMethod) and method.plans:
+                slots = table.slots() if isinstance(table, Grid) else table
+                noisy = method.plan_noise and torch.rand((), generator=draw) < method.plan_noise
+                plan = None if noisy else gold_plan(slots, text)  # None: the planner's
+            examples.append((self.source(table, plan, [text], given), self.target(text, most)))
+        return train(self.model, examples, self.loss, stage, watch)
 
     def target(self, text: str, most: int) -> list[int]:
+        text = f" {text}" if self.causal else text  # it goes on from the source
         return [*self.linearizer.plain(text)[: most - 1], special(self.tokenizer, "eos")]
 
     def loss(self, examples: list[tuple[list[int], list[int]]]) -> Tensor:
         """Cross-entropy of targets."""
         sources, targets = zip(*examples, strict=True)
-        given = batch(sources, special(self.tokenizer, "pad"))
         size = max(map(len, targets))
-        labels = torch.tensor([[*row, *[-100] * (size - len(row))] for row in targets])
+        if self.causal:  # padded on the left, so that the last places hold all targets and logits are theirs alone
+            rows = [[*source, *target] for source, target in examples]
+            given = batch(rows, special(self.tokenizer, "pad"), left=True)
+            labels = torch.tensor([[*[-100] * (size + 1 - len(row)), *row] for row in targets])
+            more: dict[str, Any] = {"logits_to_keep": size + 1}
+        else:
+            given, more = batch(sources, special(self.tokenizer, "pad")), {}
+            labels = torch.tensor([[*row, *[-100] * (size - len(row))] for row in targets])
         given = {name: value.to(self.model.device) for name, value in {**given, "labels": labels}.items()}
-        return self.model(**given).loss
+        return self.model(**given, **more).loss
 
 
 def make_planner(
@@ -301,38 +365,3 @@ def small_seq2seq(tokenizer: Any, seed: int) -> nn.Module:
     fields: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
     fields |= {"vocab_size": len(tokenizer), "eos_token_id": special(tokenizer, "eos")}
     return T5ForConditionalGeneration(T5Config(**fields, pad_token_id=pad, decoder_start_token_id=pad))  # type: ignore[call-arg]
-
-
-def save_planner(planner: ContentPlanner, folder: Path) -> None:
-    """Write a trained planner to a folder: its host's config, its tokenizer, its weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = {PointerPlanner: "pointer", CRFPlanner: "crf", Seq2SeqPlanner: "seq2seq"}[type(planner)]  # type: ignore[index]
-    host: Any = planner.model if kind == "seq2seq" else planner.encoder
-    host.config.save_pretrained(folder)
-    planner.tokenizer.save_pretrained(folder)  # type: ignore[operator, union-attr]
-    write_json(folder / "planner.json", {"planner": kind, "keys": getattr(planner, "keys", [])})
-    save_file(
-        {name: value.contiguous().clone() for name, value in planner.state_dict().items()},
-        folder / "planner.safetensors",
-    )
-
-
-def load_planner(folder: Path) -> ContentPlanner:
-    """The planner that `save_planner` wrote to this folder."""
-    said = json.loads((folder / "planner.json").read_text(encoding="utf-8"))
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    planner: Any
-    if said["planner"] == "seq2seq":
-        from transformers import AutoModelForSeq2SeqLM
-
-        planner = Seq2SeqPlanner(AutoModelForSeq2SeqLM.from_config(config), tokenizer)
-    else:
-        kind = {"pointer": PointerPlanner, "crf": CRFPlanner}[said["planner"]]
-        sizes = {
-            name: getattr(config, name)
-            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        }
-        planner = kind(*([said["keys"]] if said["planner"] == "crf" else []), tokenizer, **sizes)
-        planner.encoder = AutoModel.from_config(config, add_pooling_layer=False)
-    planner.load_state_dict(load_file(folder / "planner.safetensors"))
-    return planner.eval()

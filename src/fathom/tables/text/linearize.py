@@ -149,14 +149,17 @@ class Grid:
         return tuple(cell for row in self.rows for cell in row)
 
     def slots(self) -> Table:
-        """As slots: of one row, `column: value`; of several, `first cell column: value`."""
-        if len(self.rows) == 1:
-            return Table(tuple(zip(self.header, self.rows[0], strict=True)))
+        """As slots: of one row, or of one column, `column: value`; of more, `first cell column: value`. A cell without
+        either name is of `column 2`, by its place."""
+        places = [f"column {place}" for place in range(1, len(self.header) + 1)]
+        if len(self.rows) == 1 or len(self.header) == 1:
+            names = [name.strip() or place for name, place in zip(self.header, places, strict=True)]
+            return Table(tuple(slot for row in self.rows for slot in zip(names, row, strict=True)))
         return Table(
             tuple(
-                (f"{row[0]} {name}".strip(), value)
+                (f"{row[0]} {name}".strip() or place, value)
                 for row in self.rows
-                for name, value in zip(self.header[1:], row[1:], strict=True)
+                for name, place, value in zip(self.header[1:], places[1:], row[1:], strict=True)
             )
         )
 
@@ -164,7 +167,8 @@ class Grid:
 def read_csv(
     path: str | Path, highlights: Iterable[str] = (), background: Iterable[str] = (), caption: str = ""
 ) -> Grid:
-    """The table of a CSV file, whose first row is the header.
+    """The table of a CSV file, whose first row is the header. Rows and columns without any text are left out:
+    spreadsheets end in them.
 
     Raises FileNotFoundError, or ValueError for an empty or ragged table and for an unknown highlighted cell.
     """
@@ -173,7 +177,8 @@ def read_csv(
         raise FileNotFoundError(f"{path}: no such file")
     try:
         text = path.read_text("utf-8-sig")
-        rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(text)) if row]
+        rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(text))]
+        rows = [row for row in rows if any(row)]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
     except csv.Error as error:
@@ -185,6 +190,9 @@ def read_csv(
     for mark, name in ((";", "semicolons"), ("\t", "tabs")):
         if all(len(row) == 1 and mark in row[0] for row in rows):
             raise ValueError(f"{path}: every line is one cell with {name} in it; part its cells with commas")
+    if len(set(map(len, rows))) == 1:
+        columns = [column for column in zip(*rows, strict=True) if any(column)]
+        rows = list(zip(*columns, strict=True))
     try:
         return Grid(rows[0], tuple(rows[1:]), caption, tuple(highlights), tuple(background))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""T5 and BART as generators of descriptions: transformers' own classes with a section `table` in their config.
+"""T5, BART and Llama as generators of descriptions: transformers' own classes with a section `table` in their config.
 
 The section says which parts of a source the model reads and whether it has a knowledge adapter. Nothing else differs:
 without an adapter the weights are those of a stock checkpoint, under their names.
@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import (
     BartForConditionalGeneration,
+    LlamaForCausalLM,
     PreTrainedModel,
     T5ForConditionalGeneration,
 )
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fathom.models.encoder_model import EncoderModel
 from fathom.tables.text.base import SlotMethod
-from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
+from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
 
 KNOWLEDGE, PREFIX = ".knowledge_adapter.", "prefix."  # what names of parameters beside the host's have
 
@@ -93,24 +94,6 @@ class TableModel(EncoderModel):
             known, before = KNOWLEDGE in name, name.startswith(PREFIX)
             wanted = {"all": True, "host": not known, "knowledge": known, "prefix": before}
             parameter.requires_grad_(wanted[part])
-
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, encoder_outputs: Any = None,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """As in transformers; the decoder reads the prefix before the source."""
-        if self.prefix is None:
-            return super().forward(input_ids, attention_mask, encoder_outputs=encoder_outputs, **kwargs)  # type: ignore[misc]
-        if encoder_outputs is None:
-            encoder_outputs = self.get_encoder()(
-                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=kwargs.pop("inputs_embeds", None)
-            )
-        states: Tensor = encoder_outputs[0]
-        before = self.prefix(states, attention_mask)
-        if attention_mask is not None:
-            attention_mask = torch.cat([attention_mask.new_ones(before.shape[:2]), attention_mask], dim=1)
-        memory = BaseModelOutput(last_hidden_state=torch.cat([before.to(states.dtype), states], dim=1))  # type: ignore[arg-type]
-        return super().forward(None, attention_mask, encoder_outputs=memory, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +166,29 @@ def is_part(name: str) -> bool:
     return KNOWLEDGE in name or name.startswith(PREFIX)
 
 
-class FathomTableT5ForConditionalGeneration(TableModel, T5ForConditionalGeneration):
+class ReadsPrefix(TableModel):
+    """A `TableModel` with cross-attention, in which the decoder reads the prefix before the source."""
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, encoder_outputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As in transformers; the decoder reads the prefix before the source."""
+        if self.prefix is None:
+            return super().forward(input_ids, attention_mask, encoder_outputs=encoder_outputs, **kwargs)  # type: ignore[misc]
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=kwargs.pop("inputs_embeds", None)
+            )
+        states: Tensor = encoder_outputs[0]
+        before = self.prefix(states, attention_mask)
+        if attention_mask is not None:
+            attention_mask = torch.cat([attention_mask.new_ones(before.shape[:2]), attention_mask], dim=1)
+        memory = BaseModelOutput(last_hidden_state=torch.cat([before.to(states.dtype), states], dim=1))  # type: ignore[arg-type]
+        return super().forward(None, attention_mask, encoder_outputs=memory, **kwargs)  # type: ignore[misc]
+
+
+class FathomTableT5ForConditionalGeneration(ReadsPrefix, T5ForConditionalGeneration):
     """`T5ForConditionalGeneration` with a section `table`; `from_pretrained` reads stock T5 checkpoints too."""
 
     config_class = FathomTableT5Config
@@ -193,11 +198,24 @@ class FathomTableT5ForConditionalGeneration(TableModel, T5ForConditionalGenerati
         self.add_parts()
 
 
-class FathomTableBartForConditionalGeneration(TableModel, BartForConditionalGeneration):
+class FathomTableBartForConditionalGeneration(ReadsPrefix, BartForConditionalGeneration):
     """`BartForConditionalGeneration` with a section `table`; `from_pretrained` reads stock BART checkpoints too."""
 
     config_class = FathomTableBartConfig
 
     def __init__(self, config: FathomTableBartConfig):
+        super().__init__(config)
+        self.add_parts()
+
+
+class FathomTableLlamaForCausalLM(TableModel, LlamaForCausalLM):
+    """`LlamaForCausalLM` with a section `table`: the description goes on from the source in one sequence.
+
+    `from_pretrained` reads stock Llama checkpoints too.
+    """
+
+    config_class = FathomTableLlamaConfig
+
+    def __init__(self, config: FathomTableLlamaConfig):
         super().__init__(config)
         self.add_parts()

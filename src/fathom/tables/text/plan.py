@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from fathom.tables.text.encoder import batch, load_encoder, special
 from fathom.tables.text.linearize import Table, content_words, plain_ids, slot_text, words
@@ -77,7 +78,9 @@ class PointerPlanner(ContentPlanner):
     Slots have no positions, so that permuting them permutes the logits. Chosen slots are masked.
     """
 
-    def __init__(self, tokenizer: Any, model: str | None = None, seed: int = 0, beams: int = 1, **small: int):
+    def __init__(
+        self, tokenizer: Any, model: str | PreTrainedConfig | None = None, seed: int = 0, beams: int = 1, **small: int
+    ):
         super().__init__()
         self.encoder, self.tokenizer = load_encoder(model, tokenizer, 128, seed, **small)
         width, self.beams = self.encoder.config.hidden_size, beams

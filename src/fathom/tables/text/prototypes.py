@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from fathom.tables.text.encoder import batch, load_encoder, special
 from fathom.tables.text.linearize import END, SEPARATOR, Table, plain_ids, words
@@ -59,7 +60,7 @@ class Candidates:
 class PrototypeSelector(nn.Module):
     """s(T, c): how much a sentence looks like the description of a table.
 
-    model: folder or hub name of a BERT or RoBERTa; None: a small one from scratch, with `tokenizer`.
+    model: folder or hub name of a BERT or RoBERTa, or the config of a new one; None: a small one from scratch.
     dropped: keys that are left out of the table.
     margin: δ of the loss.
     """
@@ -67,8 +68,8 @@ class PrototypeSelector(nn.Module):
     table_tokens, sentence_tokens = 250, 80
 
     def __init__(
-        self, model: str | None = None, tokenizer: Any = None, dropped: Sequence[str] = (), margin: float = 0.05,
-        seed: int = 0, **small: int,
+        self, model: str | PreTrainedConfig | None = None, tokenizer: Any = None, dropped: Sequence[str] = (),
+        margin: float = 0.05, seed: int = 0, **small: int,
     ):  # fmt: skip
         super().__init__()
         positions = self.table_tokens + self.sentence_tokens + 3

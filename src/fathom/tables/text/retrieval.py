@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from fathom.tables.text.ctrlscitab import BACKGROUND_MARK, query
 from fathom.tables.text.encoder import batch, load_encoder, special
@@ -82,11 +82,12 @@ class Random(Retriever):
 
 
 class TSDAE(nn.Module, Retriever):
-    """model: folder or hub name of a BERT; None: a small one from scratch, with `tokenizer`."""
+    """model: folder or hub name of a BERT, or the config of a new one; None: a small one from scratch."""
 
     def __init__(
-        self, model: str | None = None, tokenizer: Any = None, deleted: float = DELETED, seed: int = 0, **small: int
-    ):
+        self, model: str | PreTrainedConfig | None = None, tokenizer: Any = None, deleted: float = DELETED,
+        seed: int = 0, **small: int,
+    ):  # fmt: skip
         super().__init__()
         if not 0 <= deleted < 1:
             raise ValueError(f"deleted={deleted!r}: use a share in [0, 1)")
@@ -148,7 +149,7 @@ class TSDAE(nn.Module, Retriever):
 class CrossEncoder(nn.Module, Retriever):
     """CLS → linear → linear → 2 logits of "evidence" and "none", as in FinQA."""
 
-    def __init__(self, model: str | None = None, tokenizer: Any = None, seed: int = 0, **small: int):
+    def __init__(self, model: str | PreTrainedConfig | None = None, tokenizer: Any = None, seed: int = 0, **small: int):
         super().__init__()
         self.encoder, self.tokenizer = load_encoder(model, tokenizer, TOKENS, seed, **small)
         width = self.encoder.config.hidden_size

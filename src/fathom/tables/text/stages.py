@@ -55,9 +55,12 @@ class Stage:
 
 
 def train(
-    model: nn.Module, examples: Sequence[Any], loss_of: Callable[[list[Any]], Tensor], stage: Stage
-) -> list[float]:
+    model: nn.Module, examples: Sequence[Any], loss_of: Callable[[list[Any]], Tensor], stage: Stage,
+    watch: Callable[[int], None] | None = None,
+) -> list[float]:  # fmt: skip
     """Losses of all steps. Trains the parameters that have gradients; examples come in a new order every epoch.
+
+    watch: called after every step with the number of steps done; the model trains on as it was.
 
     Raises ValueError without examples, and where nothing trains.
     """
@@ -83,5 +86,8 @@ def train(
         nn.utils.clip_grad_norm_(parameters, stage.clip)
         optimiser.step()
         losses.append(float(loss.detach()))
+        if watch is not None:
+            watch(step + 1)
+            model.train()
     model.train(was)
     return losses
