@@ -12,22 +12,40 @@ from fathom_cli.options import Json
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's.")],
-    method: Annotated[str, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="New folder for the grown checkpoint.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's; or a recipe of growths.")
+    ],
+    method: Annotated[
+        str | None, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="New folder for the grown checkpoint; of a recipe, for its runs."),
+    ] = None,
     branch: Annotated[
         list[str] | None, typer.Option(help="Folder of a model trained from it on one text; give one for each.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, as name=value.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
+    jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
     json_output: Json = False,
 ) -> None:
-    """Make a mixture of experts of a dense checkpoint, layer by layer.
+    """Make a mixture of experts of a dense checkpoint, layer by layer; or train all stages of a recipe and compare.
 
     \b
     Example:
       fathom grow runs/base/model --method innovator --set disciplines=2 --branch physics --branch biology -o grown
+      fathom grow recipes/growth_cpu.yaml --jobs 2
     """
+    if checkpoint.endswith((".yaml", ".yml")):
+        if method is not None or branch or set_ or seed:
+            raise ValueError(
+                f"{checkpoint}: is a recipe, which names methods, branches, options and seeds; leave them out"
+            )
+        _recipe(Path(checkpoint), output or Path("runs"), jobs, json_output)
+        return
+    if method is None or output is None:
+        raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
     from fathom.growth import methods
     from fathom.growth.grow import grow
     from fathom.models.registry import nearest
@@ -67,3 +85,30 @@ def _built(kind: Any, given: list[str]) -> Any:
             )
         options[name] = convert(parse_yaml(value), hints[name], f"--set {name}")
     return kind(**options)
+
+
+def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
+    """All stages of a recipe, a table and a picture."""
+    from fathom.report.growing import BASE, RESULTS, load_growths, run_growths, show
+
+    try:
+        results = run_growths(load_growths(path), output, jobs, say=lambda words: typer.echo(words, err=json_output))
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        raise typer.Exit(130) from None
+    folder = output / results["name"]
+    picture = show(results, folder / "growths.png")
+    if json_output:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        groups = results["groups"]
+        base = next(run for run in results["runs"] if run["method"] == BASE)
+        typer.echo(f"\n{'bits per byte':<28}{''.join(f'{group:>20}' for group in groups)}{'training FLOPs':>16}")
+        for run in results["runs"]:
+            change = "".join(f"{run[g]:>12.4f}{run[g] - base[g]:>+8.4f}" for g in groups)
+            seed = "" if run["method"] == BASE else f", seed {run['seed']}"
+            typer.echo(f"{run['method'] + seed:<28}{change}{run['train_flops']:>16.3g}")
+        typer.echo(f"Results: {folder / RESULTS}, {picture}")
+    if results["failures"]:
+        typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results["failures"]), err=True)
+        raise typer.Exit(1)
