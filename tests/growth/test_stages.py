@@ -15,6 +15,7 @@ from tiny import tiny_model
 TEXTS = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
 STEP = 2 * 8  # tokens
 BRANCHES = {"branches": ["sky", "sea"], "trains": "feed_forward", "share": 0.4}
+LOSS = {"discipline": 0.1, "discipline_anneals": True, "selection": "expert"}
 SURGERY = {"grow": {"name": "innovator", "disciplines": 2, "slices": 4}}
 
 
@@ -40,7 +41,7 @@ def recipe(folder, **changes):
             {"name": "continued", "stages": [{"share": 1}]},
             {"name": "innovator", "stages": [
                 BRANCHES, SURGERY,
-                {"trains": "router", "share": 0.2, "feed_forward": {"discipline": 0.1, "selection": "expert"}},
+                {"trains": "router", "share": 0.2, "feed_forward": LOSS},
                 {"share": 0.4, "weights": {"sea": 1}, "feed_forward": {"discipline": 0.0}},
             ]},
             {"name": "merge", "stages": [BRANCHES, {"grow": {"name": "merge"}}]},
