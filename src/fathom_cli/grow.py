@@ -26,6 +26,10 @@ def command(
         list[str] | None, typer.Option(help="Folder of a model trained from it on one text; give one for each.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, as name=value.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="For router=prompt and split=clustered: what to look at the base with, one a discipline."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
     jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
     json_output: Json = False,
@@ -38,7 +42,7 @@ def command(
       fathom grow recipes/growth_cpu.yaml --jobs 2
     """
     if checkpoint.endswith((".yaml", ".yml")):
-        if method is not None or branch or set_ or seed:
+        if method is not None or branch or set_ or text or seed:
             raise ValueError(
                 f"{checkpoint}: is a recipe, which names methods, branches, options and seeds; leave them out"
             )
@@ -55,7 +59,7 @@ def command(
         raise ValueError(
             f"--method {method}: no such method{nearest(method, list(known))}; there are {', '.join(known)}"
         )
-    made = grow(checkpoint, _built(known[method], set_ or []), output, branch or [], seed)
+    made = grow(checkpoint, _built(known[method], set_ or []), output, branch or [], seed, text or [])
     if json_output:
         typer.echo(json.dumps(made, indent=2))
         return

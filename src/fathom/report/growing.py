@@ -42,7 +42,7 @@ from fathom.cost import parameter_counts
 from fathom.data import DataConfig, PreparedData, load_tokenizer
 from fathom.growth import methods as growth_methods
 from fathom.growth.base import GrowthMethod
-from fathom.growth.grow import Source, grow
+from fathom.growth.grow import Source, check_texts, grow
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import nearest
@@ -73,6 +73,7 @@ class Stage:
         share: of the method's FLOPs; of all branches together. 0 only with `grow`.
         branches: sources, each of which trains a model of its own from what the stage starts from.
         grow: surgery: the growth method's `name` and its options.
+        texts: sources that surgery looks at the base with, where an option needs some.
         trains, lr, tokens: as in a recipe's training; None: the recipe's own.
         weights: of the sources; None: theirs.
         feed_forward: options of the model's network that change from here on.
@@ -81,6 +82,7 @@ class Stage:
     share: float = 0.0
     branches: tuple[str, ...] = ()
     grow: dict[str, Any] | None = None
+    texts: tuple[str, ...] = ()
     trains: Trains = "all"
     lr: float | None = None
     weights: dict[str, float] | None = None
@@ -126,6 +128,7 @@ class Growths:
 
     def _check(self, stage: Stage, where: str) -> None:
         check_keys(stage.branches, self.data.train, f"{where}.branches")
+        check_keys(stage.texts, self.data.train, f"{where}.texts")
         check_keys(stage.weights or {}, self.data.train, f"{where}.weights")
         if stage.grow is None and not stage.share > 0:
             raise ValueError(f"{where}.share={stage.share!r}: a stage that trains needs a share above 0")
@@ -141,6 +144,7 @@ class Unit:
         kind: "train", "grow", "score"; "given" is a checkpoint that lies there.
         start: unit whose model it starts from.
         branches: units whose models are the branches of surgery.
+        texts: that surgery looks at the base with.
         config: of the model that it makes.
     """
 
@@ -151,6 +155,7 @@ class Unit:
     branches: tuple[str, ...] = ()
     method: MethodConfig | None = None
     growth: GrowthMethod | None = None
+    texts: tuple[str, ...] = ()
     tokens: int = 0
     flops: float = 0.0
     seed: int = 0
@@ -170,13 +175,17 @@ def load_growths(path: str | Path) -> Growths:
 
 
 def run_growths(
-    recipe: Growths, output: Path, jobs: int = 1, say: Callable[[str], None] = print, until: Callable[[], bool] = bool
+    recipe: Growths,
+    output: Path,
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
+    skip: Callable[[Unit], bool] = lambda unit: False,
 ) -> dict[str, Any]:
     """Train the base, then every stage of every method; returns what `growths.json` says.
 
     Args:
         jobs: stages side by side, branches too, each in a process of its own.
-        until: asked before a stage begins; True: none begins any more.
+        skip: asked before a stage begins: whether it may not any more, as the time that is left is too short for it.
 
     Raises ValueError for what does not fit together, before anything trains.
     """
@@ -192,7 +201,7 @@ def run_growths(
     units = {unit.name: unit for unit in (base, _named(Unit("score", "score", base.config, base.name)))}
     ways = {(way.name, seed): way for way in recipe.methods for seed in way.seeds or recipe.seeds}
     plans = {BASE: list(units.values())}
-    for name, seed in sorted(ways, key=lambda key: key[1]):  # a seed of all methods before the next
+    for name, seed in ways:
         plans[f"{name}, seed {seed}"] = plan(recipe, ways[name, seed], seed, base)
     for planned in plans.values():
         units.update({unit.name: unit for unit in planned})
@@ -205,9 +214,9 @@ def run_growths(
 
     def offer() -> None:
         for name in list(waiting):
-            if len(running) == len(devices) or until():
+            if len(running) == len(devices):
                 return
-            if all(need in done for need in units[name].needs):
+            if all(need in done for need in units[name].needs) and not skip(units[name]):
                 waiting.remove(name)
                 running.add(name)
                 ready[name] = carry_out, units[name], recipe, folder, base_data if name == BASE else data, held
@@ -247,7 +256,9 @@ def plan(recipe: Growths, way: Way, seed: int, base: Unit) -> list[Unit]:
             growth = _growth(stage.grow, where)
             section = growth.section(config, len(branches))
             grown = FathomConfig.from_dict({**config.to_dict(), "feed_forward": section})
-            unit = _named(Unit("grow", "grow", grown, before, tuple(branches), growth=growth, seed=seed))
+            texts = tuple(recipe.data.train[name].text for name in stage.texts)  # type: ignore[index,union-attr]
+            check_texts(texts, growth)
+            unit = _named(Unit("grow", "grow", grown, before, tuple(branches), None, growth, texts, seed=seed))
             units.append(unit)
             before, config, branches = unit.name, grown, []
             score()
@@ -294,7 +305,7 @@ def carry_out(
         assert unit.growth is not None and start is not None
         if not (home / GROWN).is_file():
             branches = [model_of(recipe, folder, branch) for branch in unit.branches]
-            grow(start, unit.growth, home, branches, unit.seed)
+            grow(start, unit.growth, home, branches, unit.seed, unit.texts)
         return json.loads((home / GROWN).read_text(encoding="utf-8"))
     if unit.kind == "score":
         assert start is not None
