@@ -34,7 +34,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.feed_forward import moe
-from fathom.feed_forward.base import NoOptions
+from fathom.feed_forward.base import NoOptions, TokenFacts
 from fathom.feed_forward.dense import Dense
 from fathom.models.registry import build_options, lookup
 from fathom.report.provenance import provenance
@@ -103,13 +103,14 @@ def filled(network: nn.Module) -> nn.Module:
     return network.to(DEVICE)
 
 
-def step_of(network: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def step_of(network: Any, x: torch.Tensor, parameters: list[nn.Parameter]) -> Callable[[], None]:
     def step() -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             out = network(x)
-        out = out[0] if isinstance(out, tuple) else out
-        out.backward(torch.ones_like(out))
-        for parameter in network.parameters():
+        out, said = out if isinstance(out, tuple) else (out, {})
+        losses = [value for name, value in said.items() if name.endswith("_loss")]
+        torch.autograd.backward([out, *losses], [torch.ones_like(out), *map(torch.ones_like, losses)])
+        for parameter in parameters:
             parameter.grad = None
         x.grad = None
 
@@ -128,7 +129,7 @@ def kernels(sizes: dict[str, int], x: torch.Tensor, network: nn.Module) -> dict[
 
         return run
 
-    step = step_of(network, x)
+    step = step_of(network, x, list(network.parameters()))
     step()
     moe.one_by_one = counted("one_by_one", ours)
     torch.nn.functional.grouped_mm = counted("grouped_mm", grouped)  # type: ignore[assignment]
@@ -168,6 +169,7 @@ def layers(sizes: dict[str, int], x: torch.Tensor, ours: nn.Module, repeats: int
         contestants |= {f"{name}_compiled": torch.compile(network) for name, network in list(contestants.items())}
     else:
         contestants |= {
+            "moe_with_statistics": lambda x: ours(x, TokenFacts(None, None)),  # as in training
             "stock_grouped": filled(stock_block(sizes, "grouped_mm")),
             "stock_grouped_bf16_weights": filled(stock_block(sizes, "grouped_mm")).to(torch.bfloat16),
             "stock_loop": filled(stock_block(sizes, "eager")),
@@ -177,7 +179,8 @@ def layers(sizes: dict[str, int], x: torch.Tensor, ours: nn.Module, repeats: int
     failed: dict[str, str] = {}
     for name, network in contestants.items():
         begin = x.detach()[None].to(torch.bfloat16 if "bf16" in name else x.dtype).requires_grad_()
-        steps[name] = step_of(network, begin)
+        own = network if isinstance(network, nn.Module) else ours
+        steps[name] = step_of(network, begin, list(own.parameters()))
         try:
             steps[name]()
             steps[name]()
