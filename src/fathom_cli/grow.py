@@ -93,10 +93,14 @@ def _built(kind: Any, given: list[str]) -> Any:
 
 def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
     """All stages of a recipe, a table and a picture."""
+    import contextlib
+    import sys
+
     from fathom.report.growing import BASE, RESULTS, load_growths, run_growths, show
 
     try:
-        results = run_growths(load_growths(path), output, jobs, say=lambda words: typer.echo(words, err=json_output))
+        with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
+            results = run_growths(load_growths(path), output, jobs)
     except KeyboardInterrupt:
         typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
         raise typer.Exit(130) from None

@@ -11,6 +11,7 @@ from fathom.cost import training_flops_per_token
 from fathom.report import growing
 from fathom.report.growing import load_growths, model_of, run_growths, show
 from tiny import tiny_model
+from tiny_checkpoint import run_cli
 
 TEXTS = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
 STEP = 2 * 8  # tokens
@@ -52,7 +53,7 @@ def recipe(folder, **changes):
     return folder / "growths.yaml"
 
 
-def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch):
+def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, capsys):
     loaded, folder = load_growths(recipe(tmp_path)), tmp_path / "runs" / "growths"
     results = run_growths(loaded, tmp_path / "runs", say=lambda words: None)
     runs = {run["method"]: run for run in results["runs"]}
@@ -92,8 +93,14 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch):
     monkeypatch.setattr(growing, "grow", refuse)
     monkeypatch.setattr(growing, "scores", refuse)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
-    again = run_growths(loaded, tmp_path / "runs", say=lambda words: None)
-    assert json.dumps(again) == json.dumps(json.loads((folder / "growths.json").read_text())) == json.dumps(results)
+    given = ("grow", tmp_path / "growths.yaml", "-o", tmp_path / "runs")
+    code, out, _ = run_cli(monkeypatch, capsys, *given, "--json")
+    assert code == 0 and json.loads(out) == json.loads((folder / "growths.json").read_text())
+    assert json.loads(out) == json.loads(json.dumps(results))
+    code, out, _ = run_cli(monkeypatch, capsys, *given)
+    assert code == 0 and "innovator, seed 0" in out and (folder / "growths.png").exists()
+    code, _, err = run_cli(monkeypatch, capsys, *given, "--method", "btx")
+    assert code == 2 and "is a recipe, which names methods" in err
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
 
 

@@ -178,7 +178,7 @@ def run_growths(
     recipe: Growths,
     output: Path,
     jobs: int = 1,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], object] = print,
     skip: Callable[[Unit], bool] = lambda unit: False,
 ) -> dict[str, Any]:
     """Train the base, then every stage of every method; returns what `growths.json` says.
