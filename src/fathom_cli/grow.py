@@ -96,7 +96,7 @@ def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
     import contextlib
     import sys
 
-    from fathom.report.growing import BASE, RESULTS, load_growths, run_growths, show
+    from fathom.report.growing import RESULTS, load_growths, run_growths, show
 
     try:
         with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
@@ -110,12 +110,16 @@ def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
         typer.echo(json.dumps(results, indent=2))
     else:
         groups = results["groups"]
-        base = next(run for run in results["runs"] if run["method"] == BASE)
-        typer.echo(f"\n{'bits per byte':<28}{''.join(f'{group:>20}' for group in groups)}{'training FLOPs':>16}")
-        for run in results["runs"]:
-            change = "".join(f"{run[g]:>12.4f}{run[g] - base[g]:>+8.4f}" for g in groups)
-            seed = "" if run["method"] == BASE else f", seed {run['seed']}"
-            typer.echo(f"{run['method'] + seed:<28}{change}{run['train_flops']:>16.3g}")
+        typer.echo(f"\n{'bits per byte':<28}{''.join(f'{group:>28}' for group in groups)}{'training FLOPs':>16}")
+        for row in results["methods"]:
+            cells = ""
+            for group in groups:
+                deviation = row[f"{group}_deviation"]
+                spread = "" if deviation is None else f" ±{deviation:.4f}"
+                cells += f"{row[group]:>12.4f}{row[f'{group}_change']:>+8.4f}{spread:>8}"
+            seeds = "" if row["seeds"] == 1 else f", {row['seeds']} seeds"
+            typer.echo(f"{row['method'] + seeds:<28}{cells}{row['train_flops']:>16.3g}")
+        typer.echo("Beside each: the change against the base, and ± the standard deviation over seeds.")
         typer.echo(f"Results: {folder / RESULTS}, {picture}")
     if results["failures"]:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results["failures"]), err=True)

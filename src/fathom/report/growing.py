@@ -463,22 +463,41 @@ def _results(
                 **done[last.name],
             }
             runs.append(run)
+    methods = summary(runs, list(recipe.held_out))
     stages = {name: {"kind": units[name].kind, **outcome} for name, outcome in done.items() if "texts" not in outcome}
-    return {"name": recipe.name, "groups": list(recipe.held_out), "runs": runs, "stages": stages, "failures": failures}
+    return {
+        "name": recipe.name,
+        "groups": list(recipe.held_out),
+        "methods": methods,
+        "runs": runs,
+        "stages": stages,
+        "failures": failures,
+    }
+
+
+def summary(runs: list[dict[str, Any]], groups: list[str]) -> list[dict[str, Any]]:
+    """Of each method, over its seeds: every group's mean bits per byte, their standard deviation where there are
+    several seeds, and the change against the base."""
+    base = next((run for run in runs if run["method"] == BASE), None)
+    rows = []
+    for name in dict.fromkeys(run["method"] for run in runs):
+        mine = [run for run in runs if run["method"] == name]
+        row: dict[str, Any] = {"method": name, "seeds": len(mine), "train_flops": mine[0]["train_flops"]}
+        for group in groups:
+            values = [run[group] for run in mine]
+            row[group] = statistics.fmean(values)
+            row[f"{group}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
+            row[f"{group}_change"] = None if base is None else row[group] - base[group]
+        rows.append(row)
+    return rows
 
 
 def show(results: dict[str, Any], path: Path) -> Path:
     """A picture: of each method the first group's bits per byte (kept or forgotten) against the last's (gained), the
     mean over its seeds, with an arrow from the base. Lower and further left is better."""
     first, last = results["groups"][0], results["groups"][-1]
-    names = list(dict.fromkeys(run["method"] for run in results["runs"]))
-    points = {
-        name: [
-            statistics.fmean(run[group] for run in results["runs"] if run["method"] == name) for group in (first, last)
-        ]
-        for name in names
-    }
-    looks = styles(names)
+    points = {row["method"]: (row[first], row[last]) for row in results["methods"]}
+    looks = styles(list(points))
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     x0, y0 = points[BASE]
