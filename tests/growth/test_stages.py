@@ -11,7 +11,7 @@ from fathom.cost import training_flops_per_token
 from fathom.report import growing
 from fathom.report.growing import load_growths, model_of, run_growths, show
 from tiny import tiny_model
-from tiny_checkpoint import run_cli
+from tiny_checkpoint import run_cli, save_fathom
 
 TEXTS = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
 STEP = 2 * 8  # tokens
@@ -103,6 +103,24 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
     code, _, err = run_cli(monkeypatch, capsys, *given, "--method", "btx")
     assert code == 2 and "is a recipe, which names methods" in err
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+
+
+def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
+    """Nothing trains: the start of a mixture is scored beside the base."""
+    base = save_fathom(tmp_path / "checkpoint")
+    start = {"grow": {"name": "innovator", "disciplines": 2, "slices": 4, "router": "prompt"}, "texts": ["sky", "sea"]}
+    exact = {**start, "grow": {**start["grow"], "shared_gate": 0.5, "routed_scaling": "match"}}
+    ways = [{"name": name, "stages": [stage]} for name, stage in (("start", start), ("exact", exact))]
+    results = run_growths(
+        load_growths(recipe(tmp_path, base={"checkpoint": str(base)}, methods=ways)),
+        tmp_path / "runs",
+        say=lambda words: None,
+    )
+    assert not results["failures"]
+    scored = {row["method"]: row["sky"] for row in results["methods"]}
+    assert scored["exact"] == pytest.approx(scored["base"], abs=1e-5) and scored["start"] != scored["base"]
+    for row in results["methods"]:
+        assert row["train_flops"] == 0.0 and row["sea_deviation"] is None
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def run_growths(
                 say(f"{name} failed: {outcome}")
             else:
                 done[name] = outcome
-                say(f"{name}: {_said(outcome)}")
+                say(f"{name}: {_said(units[name].kind, outcome)}")
                 write_json(folder / RESULTS, _results(recipe, plans, units, done, failures))
             offer()
     if not done:
@@ -427,10 +427,12 @@ def _of_training(result: TrainResult) -> dict[str, Any]:
     }
 
 
-def _said(outcome: dict[str, Any]) -> str:
-    if "texts" in outcome:
+def _said(kind: str, outcome: dict[str, Any]) -> str:
+    if kind == "given":
+        return f"given, {outcome['checkpoint']}"
+    if kind == "score":
         return ", ".join(f"{group} {bits:.4f} bits per byte" for group, bits in outcome.items() if group != "texts")
-    if "start" in outcome:
+    if kind == "grow":
         return f"grown; before training it is {outcome['start']}"
     loss = outcome["train_loss"]
     return f"{outcome['tokens']:,} tokens, loss {math.nan if loss is None else loss:.3f}"
@@ -464,7 +466,9 @@ def _results(
             }
             runs.append(run)
     methods = summary(runs, list(recipe.held_out))
-    stages = {name: {"kind": units[name].kind, **outcome} for name, outcome in done.items() if "texts" not in outcome}
+    stages = {
+        name: {"kind": units[name].kind, **outcome} for name, outcome in done.items() if units[name].kind != "score"
+    }
     return {
         "name": recipe.name,
         "groups": list(recipe.held_out),
