@@ -202,7 +202,8 @@ def decode(sizes: dict[str, int], layers: int, new: int, repeats: int) -> dict[s
         ("moe_always_grouped", mixture(sizes), sizes["shared"], "always_grouped"),
     ):
         torch.manual_seed(0)
-        models[name] = FathomForCausalLM(config(sizes, section, layers, width)).to(DEVICE, torch.bfloat16).eval()
+        made: Any = FathomForCausalLM(config(sizes, section, layers, width))
+        models[name] = made.to(DEVICE, torch.bfloat16).eval()
         if experts:
             models[name].set_experts_implementation(experts)
     numbers = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}

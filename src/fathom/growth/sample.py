@@ -39,7 +39,7 @@ def look(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
     networks: list[Any] = [layer.mlp for layer in model.model.layers]
     means: list[list[Tensor]] = [[] for _ in networks]
     fired: list[list[Tensor]] = [[] for _ in networks]
-    now: dict[str, Any] = {}
+    now: dict[tuple[int, str], Tensor] = {}
 
     def keep(layer: int, what: str) -> Any:
         return lambda module, given: now.__setitem__((layer, what), given[0].flatten(0, -2))
