@@ -48,7 +48,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.registry import nearest
 from fathom.report.compare import _devices, _run, _workers
 from fathom.report.style import styles
-from fathom.tasks.causal_lm import CausalLM, bits_of_loss
+from fathom.tasks.causal_lm import CausalLM, bits_of_loss, loss_of_blocks
 from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.loading import build, check_keys, parse_yaml
@@ -61,7 +61,6 @@ TOKENIZER = "tokenizer"
 RESULTS = "growths.json"
 GROWN = "growth.json"  # in the folder of a grown checkpoint
 SCORES = "scores.json"
-SCORED_BLOCKS = 16  # a forward
 KEPT = 0.99  # of the general ability, that Innovator's paper keeps
 
 
@@ -328,7 +327,6 @@ def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
     return home if (home / GROWN).is_file() else (home / "model").resolve()
 
 
-@torch.no_grad()
 def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str) -> dict[str, Any]:
     """Bits per byte of every held-out text, in blocks as training reads them; of a group their mean."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -337,14 +335,7 @@ def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str
     for group, members in held.items():
         for name, data in members.items():
             assert data.validation is not None
-            total, count = 0.0, 0
-            for first in range(0, len(data.validation), SCORED_BLOCKS):
-                ids = data.validation[first : first + SCORED_BLOCKS]["input_ids"].to(device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    loss = network(input_ids=ids, labels=ids).loss
-                targets = len(ids) * (ids.shape[1] - 1)
-                total, count = total + float(loss) * targets, count + targets
-            bits = bits_of_loss(data, total / count)
+            bits = bits_of_loss(data, loss_of_blocks(network, data.validation, autocast=precision == "bf16"))
             assert bits is not None
             texts.setdefault(group, {})[name] = bits
     return {**{group: sum(bits.values()) / len(bits) for group, bits in texts.items()}, "texts": texts}
