@@ -12,22 +12,44 @@ from fathom_cli.options import Json
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's.")],
-    method: Annotated[str, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="New folder for the grown checkpoint.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's; or a recipe of growths.")
+    ],
+    method: Annotated[
+        str | None, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="New folder for the grown checkpoint; of a recipe, for its runs."),
+    ] = None,
     branch: Annotated[
         list[str] | None, typer.Option(help="Folder of a model trained from it on one text; give one for each.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, as name=value.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="For router=prompt and split=clustered: what to look at the base with, one a discipline."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
+    jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
     json_output: Json = False,
 ) -> None:
-    """Make a mixture of experts of a dense checkpoint, layer by layer.
+    """Make a mixture of experts of a dense checkpoint, layer by layer; or train all stages of a recipe and compare.
 
     \b
     Example:
       fathom grow runs/base/model --method innovator --set disciplines=2 --branch physics --branch biology -o grown
+      fathom grow recipes/growth_cpu.yaml --jobs 2
     """
+    if checkpoint.endswith((".yaml", ".yml")):
+        if method is not None or branch or set_ or text or seed:
+            raise ValueError(
+                f"{checkpoint}: is a recipe, which names methods, branches, options and seeds; leave them out"
+            )
+        _recipe(Path(checkpoint), output or Path("runs"), jobs, json_output)
+        return
+    if method is None or output is None:
+        raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
     from fathom.growth import methods
     from fathom.growth.grow import grow
     from fathom.models.registry import nearest
@@ -37,7 +59,7 @@ def command(
         raise ValueError(
             f"--method {method}: no such method{nearest(method, list(known))}; there are {', '.join(known)}"
         )
-    made = grow(checkpoint, _built(known[method], set_ or []), output, branch or [], seed)
+    made = grow(checkpoint, _built(known[method], set_ or []), output, branch or [], seed, text or [])
     if json_output:
         typer.echo(json.dumps(made, indent=2))
         return
@@ -67,3 +89,38 @@ def _built(kind: Any, given: list[str]) -> Any:
             )
         options[name] = convert(parse_yaml(value), hints[name], f"--set {name}")
     return kind(**options)
+
+
+def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
+    """All stages of a recipe, a table and a picture."""
+    import contextlib
+    import sys
+
+    from fathom.report.growing import RESULTS, load_growths, run_growths, show
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
+            results = run_growths(load_growths(path), output, jobs)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        raise typer.Exit(130) from None
+    folder = output / results["name"]
+    picture = show(results, folder / "growths.png")
+    if json_output:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        groups = results["groups"]
+        typer.echo(f"\n{'bits per byte':<28}{''.join(f'{group:>28}' for group in groups)}{'training FLOPs':>16}")
+        for row in results["methods"]:
+            cells = ""
+            for group in groups:
+                deviation = row[f"{group}_deviation"]
+                spread = "" if deviation is None else f" ±{deviation:.4f}"
+                cells += f"{row[group]:>12.4f}{row[f'{group}_change']:>+8.4f}{spread:>8}"
+            seeds = "" if row["seeds"] == 1 else f", {row['seeds']} seeds"
+            typer.echo(f"{row['method'] + seeds:<28}{cells}{row['train_flops']:>16.3g}")
+        typer.echo("Beside each: the change against the base, and ± the standard deviation over seeds.")
+        typer.echo(f"Results: {folder / RESULTS}, {picture}")
+    if results["failures"]:
+        typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results["failures"]), err=True)
+        raise typer.Exit(1)

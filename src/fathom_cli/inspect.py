@@ -30,6 +30,7 @@ def command(
     depth_attention: from which earlier layers every layer takes its values, and for which tokens.
     act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
     kind.
+    moe: which experts and groups tokens run, layer by layer, and the text shaded by group.
 
     \b
     Example:

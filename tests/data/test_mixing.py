@@ -1,10 +1,12 @@
 """Named sources with weights: shares, labels, the same blocks after resuming, caps."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
+from fathom import FathomForCausalLM
 from fathom.data import DataConfig, collate, prepare
 from fathom.data.config import NamedSource
 from fathom.train import Recipe, Training, load_recipe, train_run
@@ -70,6 +72,35 @@ def test_a_run_labels_its_blocks_and_says_how_often_it_read_them(mixture, tmp_pa
         train_run(recipe, method, seed=0, folder=tmp_path / "other", data=again)
 
 
+def test_named_held_out_texts_are_scored_together_and_apart(mixture, tmp_path):
+    config, data = mixture
+    for name, words in WORDS.items():
+        (tmp_path / f"{name}.txt").write_text(words * (7 if name == "sky" else 4))
+    held = {name: str(tmp_path / f"{name}.txt") for name in WORDS}
+    config = dataclasses.replace(config, validation=held)
+    data = prepare(config, tmp_path / "cache")
+    model = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    recipe = Recipe("tiny", Training(tokens=4 * 2 * 8, sequences=2, lr=1e-2), model, data=config)
+    result = train_run(recipe, MethodConfig("vanilla"), seed=0, folder=tmp_path / "run", data=data)
+    network = FathomForCausalLM.from_pretrained(result.model).eval()
+    nats, sizes = {}, {}
+    for name, text in held.items():  # each text by itself, from its logits
+        alone = prepare(dataclasses.replace(config, validation=text), tmp_path / "cache")
+        blocks = torch.stack([block["input_ids"] for block in alone.validation])
+        with torch.no_grad():
+            logits = network(blocks).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="sum")
+        nats[name], sizes[name] = loss.item(), alone.validation_bytes
+    for name in held:
+        found = result.scores[f"bits_per_byte of {name}"]
+        assert found == pytest.approx(nats[name] / math.log(2) / sizes[name], rel=1e-5)
+    whole = sum(nats.values()) / math.log(2) / sum(sizes.values())
+    assert result.scores["bits_per_byte"] == pytest.approx(whole, rel=1e-5)
+    assert recipe.task.remarks(result.scores)[0].startswith("bits per byte: sky ")
+    with pytest.raises(ValueError, match=r"data\.validation='.*': .*sky\.txt is also in data\.train"):
+        prepare(dataclasses.replace(config, validation={"sky": config.train["sky"].text}), tmp_path / "cache")
+
+
 def test_recipes_name_sources(tmp_path):
     text = """
 name: mixed
@@ -86,6 +117,7 @@ training: {tokens: 1000}
         (("weight: 7", "weight: 0"), r"data\.train\.general\.weight=0\.0: must be above 0"),
         (("block_size: 8", "streaming: true"), r"data\.streaming=True: named sources"),
         (("data:", "task: sft\ndata:"), "task 'sft' reads one data set"),
+        (("block_size: 8", "validation: {}"), r"data\.validation is empty"),
     ):
         (tmp_path / "recipe.yaml").write_text(text.replace(*change))
         with pytest.raises(ValueError, match=said):

@@ -330,6 +330,16 @@ def test_options_that_do_not_fit_are_refused(options, said):
         FathomConfig(**SIZES, feed_forward={"name": "moe", **options})
 
 
+@pytest.mark.parametrize("anneals", [True, False])
+def test_the_discipline_loss_anneals_where_that_is_asked(anneals):
+    layer, x = mixture(slices=2, discipline=1.0, discipline_anneals=anneals).train(), states()
+    facts = TokenFacts(None, torch.zeros(x.shape[:2], dtype=torch.long))
+    whole = layer(x, facts)[1]["discipline_loss"]
+    for step, left in ((0, 1.0), (3, 0.25)):
+        layer.on_step(step, 4)
+        torch.testing.assert_close(layer(x, facts)[1]["discipline_loss"], whole * (left if anneals else 1.0))
+
+
 def test_the_discipline_loss_needs_domains():
     model, ids = tiny_model(feed_forward={**MOE, "discipline": 0.1}).train(), tokens(2, 5)
     with pytest.raises(ValueError, match=r"discipline=0\.1: the batch does not say the domain"):

@@ -11,10 +11,10 @@ from fathom import FathomForCausalLM
 from fathom.growth import methods
 from fathom.growth.base import DENSE
 from fathom.growth.grow import grow
-from fathom.growth.surgery import Network, permutation, reinitialised, scaled, split
+from fathom.growth.surgery import Network, clustered, permutation, reinitialised, scaled, split
 from fathom.models.configuration import FathomConfig
 from tiny import SIZES, assert_close, perturb, tiny_model, tokens
-from tiny_checkpoint import run_cli
+from tiny_checkpoint import run_cli, tiny_tokenizer
 
 METHODS = methods()
 
@@ -39,6 +39,19 @@ def test_slices_sum_to_the_network(permuted, dtype, tolerance):
     assert_close(sum(run(part, x) for part in parts), run(n, x), tolerance)
     with pytest.raises(ValueError, match="slices=5: does not divide the width 24"):
         split(n, 5)
+
+
+def test_neurons_that_fire_together_make_a_slice():
+    """Planted: neurons in six shuffled groups of four, two of which fire on a token, but for a neuron now and then."""
+    draw = torch.Generator().manual_seed(0)
+    group = torch.randperm(24, generator=draw) % 6
+    tokens_of = torch.rand(200, 6, generator=draw).argsort(-1)[:, :2]
+    fired = (tokens_of[:, :, None] == group).any(1) & (torch.rand(200, 24, generator=draw) > 0.2)
+    order = clustered(fired, 6, draw)
+    assert order.sort()[0].tolist() == list(range(24))
+    assert all(len(set(group[part].tolist())) == 1 for part in order.chunk(6))
+    with pytest.raises(ValueError, match="slices=5: does not divide the width 24"):
+        clustered(fired, 5, draw)
 
 
 def test_scaling_down_is_exact_and_the_cube_root_is_not():
@@ -143,6 +156,56 @@ def test_branches_become_groups_and_rows_of_a_group_are_equal(base, tmp_path):
         assert_close(sum(run(part, x) for part in slices), whole(x), 1e-5)
     rows = mlp.gate.weight.view(2, 7, 32)
     assert torch.equal(rows, rows[:, :1].expand_as(rows)) and (rows[0, 0] != rows[1, 0]).all()
+
+
+def test_a_prompted_router_points_where_a_text_does(base, tmp_path):
+    """Rows: mean inputs of the network of transformers' own class, of unit length. Clusters sum to the whole."""
+    words = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
+    folder = tmp_path / "base"
+    stock = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": 300}))
+    perturb(stock)
+    stock.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    for name, text in words.items():
+        (tmp_path / f"{name}.txt").write_text(text * 99)
+    texts = [str(tmp_path / f"{name}.txt") for name in words]
+    method = METHODS["innovator"](2, 7, router="prompt", split="clustered")
+    made = grow(folder, method, tmp_path / "grown", texts=texts)
+    assert made["texts"] == texts
+    mlp = FathomForCausalLM.from_pretrained(tmp_path / "grown").model.layers[1].mlp
+    assert mlp.options.selection == "group"
+
+    inputs = []
+    whole = stock.eval().model.layers[1].mlp
+    whole.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    for text in words.values():
+        ids = tokenizer(text * 99, return_tensors="pt")["input_ids"][0, :2048]
+        with torch.no_grad():
+            stock(ids[: len(ids) // 256 * 256].view(-1, 256))
+    rows = torch.nn.functional.normalize(torch.stack([x.mean((0, 1)) for x in inputs]), dim=-1)
+    assert_close(mlp.gate.weight.view(2, 7, -1), rows[:, None].expand(-1, 7, -1), 1e-4)
+    x = torch.randn(5, 32)
+    slices = [Network(*mlp.experts.gate_up_proj[e].chunk(2), mlp.experts.down_proj[e]) for e in range(7, 14)]
+    assert_close(sum(run(part, x) for part in slices), whole(x), 1e-5)
+    assert not torch.equal(slices[0].up, whole.up_proj.weight[: slices[0].width])
+
+    for options, given, said in (
+        ({"router": "prompt"}, texts[:1], "reads texts, 2, one for each discipline in order; there are 1"),
+        ({"split": "clustered"}, [], "reads texts, at least one; there are 0"),
+        ({}, texts, "reads no texts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            grow(folder, METHODS["innovator"](2, 7, **options), tmp_path / "other", texts=given)
+    (tmp_path / "short.txt").write_text("star")
+    with pytest.raises(ValueError, match=r"short\.txt has \d tokens; a sample needs at least 256"):
+        grow(
+            folder,
+            METHODS["innovator"](2, 7, split="clustered"),
+            tmp_path / "other",
+            texts=[str(tmp_path / "short.txt")],
+        )
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("how", ["linear", "slerp", "ties", "dare"])

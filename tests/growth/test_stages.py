@@ -1,55 +1,155 @@
-"""Innovator's four stages, one recipe after the other: branches, surgery, router alone, everything."""
+"""A recipe of growths: Innovator's four stages beside cheaper ways, at equal training FLOPs, what a stage leaves."""
+
+import json
 
 import pytest
 import torch
+import yaml
 
-from fathom import FathomForCausalLM
-from fathom.data import DataConfig, prepare
-from fathom.data.config import NamedSource
-from fathom.growth import methods
-from fathom.growth.grow import grow
-from fathom.train import Recipe, Training, train_run
-from fathom.train.recipe import MethodConfig
+from fathom import FathomConfig, FathomForCausalLM
+from fathom.cost import training_flops_per_token
+from fathom.report import growing
+from fathom.report.growing import load_growths, model_of, run_growths, show
 from tiny import tiny_model
+from tiny_checkpoint import run_cli, save_fathom
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXTS = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
+STEP = 2 * 8  # tokens
+BRANCHES = {"branches": ["sky", "sea"], "trains": "feed_forward", "share": 0.4}
+LOSS = {"discipline": 0.1, "discipline_anneals": True, "selection": "expert"}
+SURGERY = {"grow": {"name": "innovator", "disciplines": 2, "slices": 4}}
 
 
-def test_the_stages_chain(tmp_path):
-    texts = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
-    for name, words in texts.items():
-        (tmp_path / f"{name}.txt").write_text(words * 60)
-    (tmp_path / "all.txt").write_text("".join(texts.values()) * 60)
+def recipe(folder, **changes):
+    """A recipe over two sources, as a file."""
+    for name, words in TEXTS.items():
+        (folder / f"{name}.txt").write_text(words * 60)
+        (folder / f"{name}-held-out.txt").write_text(words * 9)
+    (folder / "all.txt").write_text("".join(TEXTS.values()) * 60)
+    data = {"block_size": 8, "num_proc": 1}
+    raw = {
+        "name": "growths",
+        "base": {
+            "model": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            "methods": [{"name": "base", "feed_forward": {"name": "dense"}}],
+            "data": {"train": str(folder / "all.txt"), "tokenizer": {"bpe": 280}, **data},
+            "training": {"tokens": 6 * STEP, "sequences": 2, "lr": 1e-2},
+        },
+        "data": {"train": {name: {"text": str(folder / f"{name}.txt")} for name in TEXTS}, **data},
+        "held_out": {name: {name: str(folder / f"{name}-held-out.txt")} for name in TEXTS},
+        "training": {"tokens": 30 * STEP, "sequences": 2, "lr": 1e-2},
+        "methods": [
+            {"name": "continued", "stages": [{"share": 1}]},
+            {"name": "innovator", "stages": [
+                BRANCHES, SURGERY,
+                {"trains": "router", "share": 0.2, "feed_forward": LOSS},
+                {"share": 0.4, "weights": {"sea": 1}, "feed_forward": {"discipline": 0.0}},
+            ]},
+            {"name": "merge", "stages": [BRANCHES, {"grow": {"name": "merge"}}]},
+        ],
+        **changes,
+    }  # fmt: skip
+    (folder / "growths.yaml").write_text(yaml.safe_dump(raw))
+    return folder / "growths.yaml"
 
-    def trained(name, train, model, fields, tokenizer=None, **training):
-        data = DataConfig(
-            train=train, validation=None, tokenizer=tokenizer or {"bpe": 280}, block_size=8, num_proc=1
-        )  # fmt: skip
-        recipe = Recipe("stages", Training(tokens=6 * 2 * 8, sequences=2, lr=1e-2, **training), model, data=data)
-        method = MethodConfig(name, fields)
-        return train_run(recipe, method, seed=0, folder=tmp_path / name, data=prepare(data, tmp_path / "cache")).model
 
-    base = trained("base", str(tmp_path / "all.txt"), SIZES, {"feed_forward": {"name": "dense"}})
-    branches = [
-        trained(name, str(tmp_path / f"{name}.txt"), {"checkpoint": str(base)}, {"feed_forward": {"name": "dense"}},
-                str(base), trains="feed_forward")
-        for name in texts
-    ]  # fmt: skip
-    made = grow(base, methods()["innovator"](disciplines=2, slices=4), tmp_path / "grown", branches)
-    assert made["active_parameters"] < made["parameters"] and (tmp_path / "grown" / "tokenizer.json").exists()
+def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, capsys):
+    loaded, folder = load_growths(recipe(tmp_path)), tmp_path / "runs" / "growths"
+    results = run_growths(loaded, tmp_path / "runs", say=lambda words: None)
+    runs = {run["method"]: run for run in results["runs"]}
+    assert not results["failures"] and list(runs) == ["base", "continued", "innovator", "merge"]
 
-    mixture = {name: NamedSource(str(tmp_path / f"{name}.txt")) for name in texts}
-    routed = trained(
-        "warm-up", mixture, {"checkpoint": str(tmp_path / "grown")},
-        {"feed_forward": {"name": "moe", "discipline": 0.1, "selection": "expert"}}, str(base), trains="router",
-    )  # fmt: skip
-    before, after = (FathomForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "grown", routed))
-    for name, tensor in after.items():
-        assert torch.equal(tensor, before[name]) != (".mlp.gate." in name), name
-    whole = trained("integrated", mixture, {"checkpoint": str(routed)}, {"feed_forward": {"name": "moe"}}, str(base))
-    last = FathomForCausalLM.from_pretrained(whole)
-    last.save_stock_pretrained(tmp_path / "stock")
-    assert not torch.equal(last.model.layers[0].mlp.experts.down_proj, after["model.layers.0.mlp.experts.down_proj"])
+    # FLOPs, counted again from the trained folders: what every stage read, times what its model costs
+    def spent(units):
+        total = 0.0
+        for unit in units:
+            config = FathomConfig.from_pretrained(model_of(loaded, folder, unit))
+            total += results["stages"][unit]["tokens"] * training_flops_per_token(config, 8, False)
+        return total
+
+    trained = {name for name, stage in results["stages"].items() if stage["kind"] == "train"}
+    branches = [name for name in trained if name.startswith("feed_forward-")]
+    assert len(branches) == 2  # one a source, shared by the two methods that begin with them
+    (router,) = (name for name in trained if name.startswith("router-"))
+    whole = [point["stage"] for point in runs["innovator"]["path"]]
+    assert runs["innovator"]["train_flops"] == pytest.approx(spent([*branches, router, whole[-1]]))
+    budget = runs["continued"]["train_flops"]
+    assert budget == pytest.approx(30 * STEP * training_flops_per_token(FathomConfig.from_pretrained(
+        model_of(loaded, folder, "base")), 8, False))  # fmt: skip
+    assert 0.8 * budget < runs["innovator"]["train_flops"] <= budget
+    assert 0.35 * budget < runs["merge"]["train_flops"] <= 0.4 * budget
+
+    weights = [FathomForCausalLM.from_pretrained(model_of(loaded, folder, name)).state_dict() for name in whole]
+    for name, tensor in weights[1].items():  # the router alone has trained
+        assert torch.equal(tensor, weights[0][name]) != (".mlp.gate." in name), name
+    assert not torch.equal(*(one["model.layers.0.mlp.experts.down_proj"] for one in weights[1:]))
+    assert runs["innovator"]["sky"] == runs["innovator"]["texts"]["sky"]["sky"] == runs["innovator"]["path"][-1]["sky"]
+    assert FathomConfig.from_pretrained(model_of(loaded, folder, whole[-1])).feed_forward["discipline"] == 0.0
+    assert show(results, tmp_path / "growths.png").stat().st_size > 5000
+
+    def refuse(*given, **named):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(growing, "grow", refuse)
+    monkeypatch.setattr(growing, "scores", refuse)
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+    given = ("grow", tmp_path / "growths.yaml", "-o", tmp_path / "runs")
+    code, out, _ = run_cli(monkeypatch, capsys, *given, "--json")
+    assert code == 0 and json.loads(out) == json.loads((folder / "growths.json").read_text())
+    assert json.loads(out) == json.loads(json.dumps(results))
+    code, out, _ = run_cli(monkeypatch, capsys, *given)
+    assert code == 0 and (folder / "growths.png").exists()
+    assert f"{runs['innovator']['sky']:.4f} {runs['innovator']['sky'] - runs['base']['sky']:+.4f}" in out
+    code, _, err = run_cli(monkeypatch, capsys, *given, "--method", "btx")
+    assert code == 2 and "is a recipe, which names methods" in err
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+
+
+def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
+    """Nothing trains: the start of a mixture is scored beside the base."""
+    base = save_fathom(tmp_path / "checkpoint")
+    start = {"grow": {"name": "innovator", "disciplines": 2, "slices": 4, "router": "prompt"}, "texts": ["sky", "sea"]}
+    exact = {**start, "grow": {**start["grow"], "shared_gate": 0.5, "routed_scaling": "match"}}
+    ways = [{"name": name, "stages": [stage]} for name, stage in (("start", start), ("exact", exact))]
+    results = run_growths(
+        load_growths(recipe(tmp_path, base={"checkpoint": str(base)}, methods=ways)),
+        tmp_path / "runs",
+        say=lambda words: None,
+    )
+    assert not results["failures"]
+    scored = {row["method"]: row["sky"] for row in results["methods"]}
+    assert scored["exact"] == pytest.approx(scored["base"], abs=1e-5) and scored["start"] != scored["base"]
+    for row in results["methods"]:
+        assert row["train_flops"] == 0.0 and row["sea_deviation"] is None
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ([{"name": "a", "stages": [{"share": 0.7}, {"share": 0.7}]}], "methods.a: the shares of its stages sum to 1.4"),
+        ([{"name": "a", "stages": [{"share": 0}]}], "needs a share above 0"),
+        ([{"name": "a", "stages": [{"share": 1, "branches": ["skye"]}]}], "skye.*did you mean 'sky'"),
+        ([{"name": "a", "stages": [{"share": 1, "grow": {"name": "btx"}}]}], "surgery trains nothing"),
+        ([{"name": "a", "stages": [{"share": 1}]}] * 2, "methods.a: two methods have this name"),
+    ],
+)
+def test_recipes_that_say_nonsense_are_refused(methods, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        load_growths(recipe(tmp_path, methods=methods))
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([{"grow": {"name": "inovator"}}, {"share": 1}], "grow.name='inovator': no such method"),
+        ([BRANCHES, {"share": 0.6}], "branches that no surgery takes"),
+        ([{"share": 0.001}], r"stages\[0\].share=0.001: less than one step of 16 tokens"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused_before_anything_trains(stages, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        run_growths(load_growths(recipe(tmp_path, methods=[{"name": "a", "stages": stages}])), tmp_path / "runs")
+    assert not list((tmp_path / "runs").glob("*/base"))
 
 
 @pytest.mark.parametrize("name", ["discipline", "slices"])

@@ -35,12 +35,13 @@ class DataConfig:
     `train` and `validation` each name a text: a file (`.txt`, `.md`, `.jsonl`, `.jsonl.gz`, `.jsonl.xz`, `.parquet`), a
     folder of such files, a Hugging Face data set (`name`, `name:subset`, `name@revision`), or `"embedded"`, the
     public-domain prose inside the package. A plain text file is one document, a row is one. `validation` may be `None`.
-    `train` may also be a mapping from names to sources with weights, which are mixed block by block. The cache knows
-    files by their bytes, a data set of the hub by its name alone: pin its revision if it may change.
+    `train` may also be a mapping from names to sources with weights, which are mixed block by block; `validation` one
+    from names to texts, which are scored together and each by itself. The cache knows files by their bytes, a data set
+    of the hub by its name alone: pin its revision if it may change.
     """
 
     train: str | dict[str, NamedSource] = EMBEDDED
-    validation: str | None = EMBEDDED
+    validation: str | dict[str, str] | None = EMBEDDED
     text_field: str = "text"  # the field of JSONL, Parquet and hub rows that holds the text
     train_split: str = "train"  # splits of a hub data set
     validation_split: str = "validation"
@@ -70,6 +71,8 @@ class DataConfig:
                         raise ValueError(f"data.train.{name}.{field_name}={value!r}: must be above 0")
             if self.streaming:
                 raise ValueError("data.streaming=True: named sources are mixed from blocks on disk; leave it out")
+        if isinstance(self.validation, dict) and not self.validation:
+            raise ValueError("data.validation is empty: name texts, one text, or give null")
         if isinstance(self.tokenizer, dict):
             if set(self.tokenizer) != {"bpe"}:
                 raise ValueError(

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 from filelock import FileLock
@@ -42,6 +43,17 @@ class PreparedData:
     validation_bytes: int
     examples_per_sequence: float = 1.0  # of the task, in a training block on average
     notes: tuple[str, ...] = ()  # what was done to the data that a reader of the results should know
+    # of held-out texts with names: the size of each, in the order in which they lie in `validation`
+    validation_parts: tuple[HeldOut, ...] = ()
+
+
+class HeldOut(NamedTuple):
+    """A held-out text by name."""
+
+    name: str
+    blocks: int
+    targets: int
+    bytes: int
 
 
 def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
@@ -57,11 +69,13 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
         name: Source(text, config.train_split, config.text_field, where, config.max_documents)
         for name, text, where in named_texts(config)
     }
-    validation_source = None
-    if config.validation is not None:
-        validation_source = Source(config.validation, config.validation_split, config.text_field, "data.validation")
+    held_out = {
+        name: Source(text, config.validation_split, config.text_field, where)
+        for name, text, where in named_held_out(config)
+    }
+    for text in held_out.values():
         for source in sources.values():
-            require_disjoint(source, validation_source)
+            require_disjoint(source, text)
     first = next(iter(sources.values()))
 
     def tokenizer_of(config: DataConfig) -> PreTrainedTokenizerFast:
@@ -94,11 +108,23 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     notes: tuple[str, ...] = ()
     if config.atoms:
         notes = _atoms_notes(sources, tokenizer, tokenizer_of(dataclasses.replace(config, atoms=())))
-    validation, targets, size = None, 0, 0
-    if validation_source is not None:
-        validation = _blocks(validation_source, tokenizer, config, config.max_validation_tokens, cache)
-        targets, size = target_tokens(validation, token_byte_lengths(tokenizer))
-    return PreparedData(train, validation, tokenizer, targets, size, notes=notes)
+    held = [_blocks(source, tokenizer, config, config.max_validation_tokens, cache) for source in held_out.values()]
+    parts = tuple(
+        HeldOut(name, len(blocks), *target_tokens(blocks, token_byte_lengths(tokenizer)))
+        for name, blocks in zip(held_out, held, strict=True)
+    )
+    validation = None
+    if held:
+        validation = held[0] if len(held) == 1 else datasets.concatenate_datasets(held).with_format("torch")
+    return PreparedData(
+        train,
+        validation,
+        tokenizer,
+        sum(part.targets for part in parts),
+        sum(part.bytes for part in parts),
+        notes=notes,
+        validation_parts=parts if isinstance(config.validation, dict) else (),
+    )
 
 
 def _atoms_notes(
@@ -126,6 +152,15 @@ def named_texts(config: DataConfig) -> list[tuple[str, str, str]]:
     if isinstance(config.train, str):
         return [("train", config.train, "data.train")]
     return [(name, source.text, f"data.train.{name}.text") for name, source in config.train.items()]
+
+
+def named_held_out(config: DataConfig) -> list[tuple[str, str, str]]:
+    """(name, text, place in the recipe) of every held-out text."""
+    if config.validation is None:
+        return []
+    if isinstance(config.validation, str):
+        return [("validation", config.validation, "data.validation")]
+    return [(name, text, f"data.validation.{name}") for name, text in config.validation.items()]
 
 
 def make_tokenizer(

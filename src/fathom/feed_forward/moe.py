@@ -214,6 +214,7 @@ class MixtureOfExperts(FeedForward):
         balance: weight of the balance loss, at least 0.
         z: weight of the z loss, at least 0.
         discipline: weight of the discipline loss, at least 0; the batch then says the domain of its rows.
+        discipline_anneals: this weight falls to 0 over the training, in equal steps.
         jitter: in training the router sees x ⊙ u, u uniform in 1 ± jitter; from 0 to below 1.
         """
 
@@ -230,6 +231,7 @@ class MixtureOfExperts(FeedForward):
         balance: float = 0.001
         z: float = 0.0
         discipline: float = 0.0
+        discipline_anneals: bool = False
         jitter: float = 0.0
 
         def __post_init__(self):
@@ -289,6 +291,7 @@ class MixtureOfExperts(FeedForward):
         super().__init__(config, options)
         shared, width = self.widths(config, options)
         self.share = 1.0 / config.num_hidden_layers  # of a layer in a loss
+        self.left: Tensor | None = None  # of the discipline loss's weight, while it anneals
         self.gate = Router(config, options.experts)
         self.experts = Experts(config, options.experts, width)
         if shared:
@@ -393,7 +396,16 @@ class MixtureOfExperts(FeedForward):
             said["z_loss"] = self.share * options.z * mean(squared)
         if options.discipline:
             said["discipline_loss"] = self.share * options.discipline * self.discipline(z, p, real, tokens)
+            if self.left is not None:
+                said["discipline_loss"] = said["discipline_loss"] * self.left
         return said
+
+    def on_step(self, step: int, of_steps: int) -> None:
+        """How far training is; `train.Phases` says it before every step."""
+        if self.options.discipline_anneals:
+            if self.left is None:
+                self.left = torch.ones((), device=self.gate.weight.device)
+            self.left.fill_(1 - step / of_steps)  # in place: a compiled layer reads the same tensor
 
     def discipline(self, z: Tensor, p: Tensor, real: Tensor, tokens: TokenFacts) -> Tensor:
         """−mean log Σ_j p_{d(t)·G + j}, over the real tokens of rows whose domain is one of the groups."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fathom.growth.surgery import Network
+
+if TYPE_CHECKING:
+    from fathom.growth.sample import Seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +35,27 @@ class GrowthMethod:
     changes: ClassVar[str] = "feed-forward networks"  # or "everything"
     fresh: ClassVar[bool] = False
 
+    @property
+    def reads(self) -> int | None:
+        """How many texts it looks at the base with: 0 for none, None for any number from 1."""
+        return 0
+
     def section(self, config: Any, branches: int) -> dict[str, Any]:
         """The `feed_forward` section of the grown model. Raises ValueError where the sizes do not fit."""
         raise NotImplementedError  # abstract
 
     def network(
-        self, base: Network, branches: Sequence[Network], generator: torch.Generator, config: Any
+        self,
+        base: Network,
+        branches: Sequence[Network],
+        generator: torch.Generator,
+        config: Any,
+        seen: Seen | None = None,
     ) -> dict[str, Tensor]:
         """The tensors of the grown layer's feed-forward network, by their names in it.
 
-        base, branches: the dense networks of this layer.   config: the grown model's.
+        base, branches: the dense networks of this layer.   config: the grown model's.   seen: what a sample of texts
+        says about this layer of the base, where the method `reads` some.
         """
         raise NotImplementedError  # abstract
 

@@ -35,7 +35,7 @@ class BTX(GrowthMethod):
     def section(self, config: Any, branches: int) -> dict[str, Any]:
         return {"name": "moe", "experts": branches + self.include_base, "active": self.active, "shared": 0}
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         experts = [base] * self.include_base + list(branches)
         return mixture(router(len(experts), 1, base, generator, "random"), experts)
 

@@ -20,7 +20,7 @@ class Continued(GrowthMethod):
     def section(self, config: Any, branches: int) -> dict[str, Any]:
         return {"name": "dense"}
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         return dense(base)
 
     def start(self, branches: int) -> str:

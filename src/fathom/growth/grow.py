@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from fathom.cost import parameter_counts
 from fathom.growth.base import GrowthMethod
+from fathom.growth.sample import Seen, look
 from fathom.growth.surgery import Network
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.checkpoints.stock import config_from_stock
@@ -108,6 +109,7 @@ def grow(
     folder: str | Path,
     branches: Sequence[str | Path] = (),
     seed: int = 0,
+    texts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write the grown checkpoint to a new folder; returns what was made: `start`, `parameters`, `active_parameters`.
 
@@ -115,14 +117,17 @@ def grow(
         checkpoint: folder of the dense model, stock (Llama, Qwen2, Qwen3) or Fathom's.
         branches: folders of models trained from it, for methods that take some.
         seed: of everything that is drawn.
+        texts: that the base is looked at with, for options that need some (`router="prompt"`: one for each discipline,
+            in order; `split="clustered"`). The whole base is then in memory.
 
     Raises:
-        ValueError: a checkpoint of another kind; branches that the method does not take, or that differ from the base
-            in what may not differ; sizes that do not fit.
+        ValueError: a checkpoint of another kind; branches or texts that the method does not take, or branches that
+            differ from the base in what may not differ; sizes that do not fit.
         FileExistsError: `folder` is not empty.
     """
     base, others = Source(checkpoint), [Source(branch) for branch in branches]
     check_branches(base, others, method)
+    check_texts(texts, method)
     config = FathomConfig.from_dict({**base.config.to_dict(), "feed_forward": method.section(base.config, len(others))})
     with new_folder(Path(folder)) as work:
         if method.fresh:
@@ -130,7 +135,7 @@ def grow(
             model: Any = FathomForCausalLM(config)
             model.to(base.config.dtype or torch.float32).save_pretrained(work)
         else:
-            write_layers(base, others, method, config, work, seed)
+            write_layers(base, others, method, config, work, seed, look(base.folder, texts) if texts else [])
             config.architectures = [FathomForCausalLM.__name__]
             config.save_pretrained(work)
         for pattern in COMPANIONS:
@@ -142,6 +147,7 @@ def grow(
             "options": dataclasses.asdict(method),
             "base": str(checkpoint),
             "branches": [str(branch) for branch in branches],
+            **({"texts": list(texts)} if texts else {}),
             "seed": seed,
             "start": method.start(len(others)),
             "parameters": counts.total,
@@ -152,7 +158,13 @@ def grow(
 
 
 def write_layers(
-    base: Source, branches: Sequence[Source], method: GrowthMethod, config: FathomConfig, folder: Path, seed: int
+    base: Source,
+    branches: Sequence[Source],
+    method: GrowthMethod,
+    config: FathomConfig,
+    folder: Path,
+    seed: int,
+    seen: Sequence[Seen] = (),
 ) -> None:
     """The grown weights: what stands outside the layers, then a file a layer."""
     shards = Shards(folder, config.num_hidden_layers + 1)
@@ -168,10 +180,22 @@ def write_layers(
     for layer in range(config.num_hidden_layers):
         generator = torch.Generator().manual_seed(seed * SEED_OF_LAYER + layer)
         networks = [branch.network(layer) for branch in branches]
-        made = method.network(base.network(layer), networks, generator, config)
+        made = method.network(base.network(layer), networks, generator, config, seen[layer] if seen else None)
         prefix = f"model.layers.{layer}.mlp."
         shards.write({**outside(layer), **{prefix + name: tensor for name, tensor in made.items()}})
     shards.close()
+
+
+def check_texts(texts: Sequence[str], method: GrowthMethod) -> None:
+    """Raise ValueError for texts that the method does not read, or too few of them."""
+    wanted = method.reads
+    if wanted == 0 and texts:
+        raise ValueError(f"method {method.name!r} with these options reads no texts; leave --text out")
+    if (wanted is None and not texts) or (wanted and len(texts) != wanted):
+        many = "at least one" if wanted is None else f"{wanted}, one for each discipline in order"
+        raise ValueError(
+            f"method {method.name!r} with these options reads texts, {many}; there are {len(texts)}: --text"
+        )
 
 
 def check_branches(base: Source, branches: Sequence[Source], method: GrowthMethod) -> None:

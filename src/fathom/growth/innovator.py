@@ -14,7 +14,7 @@ import dataclasses
 from typing import Any
 
 from fathom.growth.base import DENSE, GrowthMethod
-from fathom.growth.surgery import mixture, permutation, reinitialised, router, split
+from fathom.growth.surgery import clustered, mixture, permutation, reinitialised, router, split
 from fathom.models.method import check_choice, check_number, check_range
 
 
@@ -23,8 +23,10 @@ class Innovator(GrowthMethod):
     """disciplines: D, groups of experts, one a branch; copies of the base where there is no branch.
     slices: G, experts that a group is cut into; divides the network's width.
     active: k, experts a token runs; None: one group. A multiple of G, but with router="random".
-    split: neurons of a slice: "contiguous", or "permuted" at random.
-    router: rows "group_tied", one drawn for each group, or "random" ones.
+    split: neurons of a slice: "contiguous", "permuted" at random, or "clustered": those that fire together in the base
+        on a sample of texts (MoEfication, arXiv 2110.01786).
+    router: rows "group_tied", one drawn for each group; "prompt", one for each group that points where the mean
+        input of the network does on a text of its discipline; or "random" ones.
     shared_gate: a, what the dense network is multiplied by.
     routed_scaling: ρ, a number, or "G", "k" or "match": (1 − a)·G, with which copies start as the dense model.
     norm_topk_prob: the gates of a token sum to 1.
@@ -50,18 +52,24 @@ class Innovator(GrowthMethod):
     def __post_init__(self):
         check_range(self.name, "disciplines", self.disciplines, 1)
         check_range(self.name, "slices", self.slices, 1)
-        check_choice(self.name, "split", self.split, ("contiguous", "permuted"))
-        check_choice(self.name, "router", self.router, ("group_tied", "random"))
+        check_choice(self.name, "split", self.split, ("contiguous", "permuted", "clustered"))
+        check_choice(self.name, "router", self.router, ("group_tied", "prompt", "random"))
         check_number(self.name, "reinit_ratio", self.reinit_ratio, 0.0, 1.0)
-        if self.router == "group_tied" and self.k % self.slices:
+        if self.router != "random" and self.k % self.slices:
             raise ValueError(
                 f"innovator option active={self.active!r}: must be a multiple of slices={self.slices} with "
-                "router='group_tied', whose rows are equal within a group; or use router='random'"
+                f"router={self.router!r}, whose rows are equal within a group; or use router='random'"
             )
 
     @property
     def k(self) -> int:
         return self.slices if self.active is None else self.active
+
+    @property
+    def reads(self) -> int | None:
+        if self.router == "prompt":
+            return self.disciplines
+        return None if self.split == "clustered" else 0
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:
         if branches and branches != self.disciplines:
@@ -70,21 +78,26 @@ class Innovator(GrowthMethod):
             "name": "moe", "experts": self.disciplines * self.slices, "active": self.k, "slices": self.slices,
             "shared_gate": self.shared_gate, "routed_scaling": self.routed_scaling,
             "norm_topk_prob": self.norm_topk_prob,
-            "selection": "group" if self.router == "group_tied" else "expert",
+            "selection": "expert" if self.router == "random" else "group",
         }  # fmt: skip
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         experts = []
+        together = clustered(seen.fired, self.slices, generator) if self.split == "clustered" else None
         for copy in branches or [base] * self.disciplines:
             copy = reinitialised(copy, self.reinit_ratio, generator)
-            order = permutation(copy, generator) if self.split == "permuted" else None
+            order = permutation(copy, generator) if self.split == "permuted" else together
             experts += split(copy, self.slices, order)
-        return mixture(router(self.disciplines, self.slices, base, generator, self.router), experts, shared=base)
+        if self.router == "prompt":
+            rows = seen.inputs.repeat_interleave(self.slices, 0).to(base.gate.dtype)
+        else:
+            rows = router(self.disciplines, self.slices, base, generator, self.router)
+        return mixture(rows, experts, shared=base)
 
     def start(self, branches: int) -> str:
         if self.routed_scaling == 0.0 and self.shared_gate == 1.0:
             return DENSE
-        tied = self.router == "group_tied" and self.norm_topk_prob and not self.reinit_ratio and not branches
+        tied = self.router != "random" and self.norm_topk_prob and not self.reinit_ratio and not branches
         if tied and self.routed_scaling == "match":
             return DENSE
         if branches:

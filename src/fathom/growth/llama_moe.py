@@ -47,7 +47,7 @@ class LlamaMoE(GrowthMethod):
             "width": config.intermediate_size // self.experts, "routed_scaling": self.routed_scaling,
         }  # fmt: skip
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         order = permutation(base, generator) if self.split == "permuted" else None
         rows = router(self.experts, 1, base, generator, "random", self.router_std)
         return mixture(rows, split(base, self.experts, order))

@@ -46,7 +46,7 @@ class Merge(GrowthMethod):
             raise ValueError(f"merge option how='slerp': needs two branches, got {branches}")
         return {"name": "dense"}
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         return dense(Network(*(self.merged(*parts, generator) for parts in zip(base, zip(*branches, strict=True)))))
 
     def other(self, base, branches):

@@ -44,7 +44,7 @@ class SparseUpcycling(GrowthMethod):
         """Share of every copy's neurons that is drawn anew."""
         return 0.0
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         copies = branches or [base] * self.experts
         experts = [reinitialised(copy, self.drawn_anew, generator) for copy in copies]
         return mixture(router(self.experts, 1, base, generator, "random"), experts)

@@ -47,6 +47,38 @@ def permutation(network: Network, generator: torch.Generator) -> Tensor:
     return torch.randperm(network.width, generator=generator)
 
 
+def clustered(fired: Tensor, slices: int, generator: torch.Generator, rounds: int = 20) -> Tensor:
+    """An order of the neurons in which those of a slice fire on the same tokens: k-means of their columns, on the
+    sphere, with slices of equal size. Neurons choose in the order of how much they care.
+
+    fired: [N, I] whether a neuron fired on a token.   Raises ValueError where I is no multiple of `slices`.
+    """
+    width = fired.shape[1]
+    if width % slices:
+        raise ValueError(f"slices={slices}: does not divide the width {width} of the feed-forward network")
+    neurons = torch.nn.functional.normalize(fired.T.float(), dim=-1)  # [I, N]
+    # each further centre is the neuron least like those before it
+    centres = neurons[torch.randint(width, (1,), generator=generator)]
+    while len(centres) < slices:
+        nearest = (neurons @ centres.T).amax(-1)
+        centres = torch.cat((centres, neurons[nearest.argmin()][None]))
+    belongs = torch.empty(0)
+    for _ in range(rounds):
+        likeness = neurons @ centres.T  # [I, G]
+        best, others = likeness.sort(-1, descending=True)
+        cares = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True).tolist()
+        room, choices, now = [width // slices] * slices, others.tolist(), [0] * width
+        for neuron in cares:
+            now[neuron] = next(slice_ for slice_ in choices[neuron] if room[slice_])
+            room[now[neuron]] -= 1
+        before, belongs = belongs, torch.tensor(now)
+        if torch.equal(before, belongs):
+            break
+        centres = torch.stack([neurons[belongs == slice_].mean(0) for slice_ in range(slices)])
+        centres = torch.nn.functional.normalize(centres, dim=-1)
+    return belongs.argsort(stable=True)
+
+
 def scaled(network: Network, scale: float, mode: str) -> Network:
     """The network times a number: "down" multiplies W_down alone, and is exact; "cuberoot" each of the three matrices
     by the third root, which is not where the activation is not homogeneous."""

@@ -57,7 +57,7 @@ class VirtualGroups(GrowthMethod):
             "norm_topk_prob": self.norm_topk_prob, "selection": "group",
         }  # fmt: skip
 
-    def network(self, base, branches, generator, config):
+    def network(self, base, branches, generator, config, seen=None):
         scale = self.slices if self.norm_topk_prob else self.copies * self.slices**2 / self.k
         experts = split(base, self.slices) * self.copies
         rows = router(self.copies, self.slices, base, generator, "group_tied")

@@ -24,6 +24,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from fathom.data import PreparedData
+from fathom.data.prepared import named_held_out
 from fathom.report.measure import measure
 from fathom.report.page import write_report
 from fathom.report.plan import Planned, plan
@@ -80,7 +81,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
         recipe=path.read_text(encoding="utf-8"),
         command=f"fathom compare {path}",
         block_size=recipe.data.block_size,
-        validation=f"{recipe.data.validation}, {task.held_out_size(data)}",
+        validation=f"{', '.join(text for _, text, _ in named_held_out(recipe.data))}, {task.held_out_size(data)}",
         reference=task.reference(data, recipe.training_tokens(data) // recipe.data.block_size),
         task=task.section,
         scores=task.scores,

@@ -109,7 +109,7 @@ class Task:
     cost_heading: ClassVar[str]
     reference_name: ClassVar[str]
     reference_note: ClassVar[str]
-    mixes: ClassVar[bool] = False  # whether data.train may name several data sets with weights
+    mixes: ClassVar[bool] = False  # whether data.train, data.validation may name several data sets
     unused: ClassVar[tuple[str, ...]] = ()  # fields of the recipe's `data` that a task of whole rows cannot honour
     samples_note: ClassVar[str]
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
@@ -214,6 +214,11 @@ class Task:
                 f"data.train={sorted(data.train)!r}: task {self.name!r} reads one data set; name it, or use task "
                 "'causal_lm'"
             )
+        if not self.mixes and isinstance(data.validation, dict):
+            raise ValueError(
+                f"data.validation={sorted(data.validation)!r}: task {self.name!r} is scored on one data set; name it, "
+                "or use task 'causal_lm'"
+            )
         defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
         for name in self.unused:
             if getattr(data, name) != defaults[name]:
@@ -237,6 +242,7 @@ class Task:
         train = Source(data.train, data.train_split, field, "data.train", data.max_documents)
         if data.validation is None:
             return train, None
+        assert isinstance(data.validation, str)
         held_out = Source(data.validation, data.validation_split, field, "data.validation")
         require_disjoint(train, held_out)
         return train, held_out

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from fathom.cost import forward_flops_per_token
-from fathom.data import DataConfig, PreparedData, prepare
+from fathom.data import DataConfig, PreparedData, collate, prepare
+from fathom.data.packing import IGNORED
 from fathom.evaluate.held_out import Pieces, bits_of_pieces
 from fathom.evaluate.text import bits_per_byte
 from fathom.evaluate.unigram import unigram_loss
+from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.tasks.base import Sample, Score, Task, register_task
 
+SCORED_BLOCKS = 16  # a forward
+OF = "bits_per_byte of "
 SAMPLE_TOKENS = 60
 SAMPLE_TEMPERATURE = 0.7
 SAMPLE_TOP_K = 40
@@ -55,7 +60,17 @@ class CausalLM(Task):
         return prepare(data, cache_dir)
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
-        return {"bits_per_byte": bits_of_loss(data, loss)}
+        """Of named held-out texts each has its score too, as "bits_per_byte of NAME"."""
+        scores = {"bits_per_byte": bits_of_loss(data, loss)}
+        if data.validation_parts:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            model: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+            scores.update({f"{OF}{name}": bits for name, bits in bits_of_parts(model.to(device).eval(), data).items()})
+        return scores
+
+    def remarks(self, scores: Mapping[str, float | None]) -> list[str]:
+        named = [f"{name.removeprefix(OF)} {bits:.4f}" for name, bits in scores.items() if name.startswith(OF) and bits]
+        return [f"bits per byte: {', '.join(named)}"] if named else []
 
     def pieces(self, model: Any, data: PreparedData) -> Pieces | None:
         return bits_of_pieces(model, data, self.collate)
@@ -76,6 +91,31 @@ class CausalLM(Task):
 def bits_of_loss(data: PreparedData, loss: float | None) -> float | None:
     """Bits per byte of the held-out examples, from their loss in nats per target."""
     return None if loss is None else loss * data.validation_targets / (math.log(2) * data.validation_bytes)
+
+
+@torch.no_grad()
+def loss_of_blocks(model: Any, blocks: datasets.Dataset, autocast: bool = False) -> float:
+    """Mean loss over the targets of blocks, in nats."""
+    total, count = 0.0, 0
+    for first in range(0, len(blocks), SCORED_BLOCKS):
+        rows = range(first, min(first + SCORED_BLOCKS, len(blocks)))
+        batch = {name: tensor.to(model.device) for name, tensor in collate([blocks[i] for i in rows]).items()}
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
+        targets = int((batch["labels"][:, 1:] != IGNORED).sum())
+        total, count = total + float(loss) * targets, count + targets
+    return total / count
+
+
+def bits_of_parts(model: Any, data: PreparedData) -> dict[str, float]:
+    """Bits per byte of each named held-out text."""
+    assert data.validation is not None
+    bits, first = {}, 0
+    for part in data.validation_parts:
+        loss = loss_of_blocks(model, data.validation.select(range(first, first + part.blocks)))
+        bits[part.name] = bits_per_byte(loss * part.targets, part.bytes)
+        first += part.blocks
+    return bits
 
 
 def unigram_of_blocks(data: PreparedData, sequences: int) -> float:

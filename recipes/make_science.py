@@ -1,0 +1,138 @@
+"""Text of four sciences, a folder each, from OpenStax's textbooks: what recipes/growth_small.yaml trains on.
+
+    python recipes/make_science.py CLONES corpus/science     # CLONES: a folder with `git clone`s of the books below
+
+Every book is read at a commit whose LICENSE file is CC BY 4.0 (newer commits of most say CC BY-NC-SA); the script
+refuses another one. Each tenth section of a book is held out, by its name's hash. A paragraph of which most runs of 13
+words stand elsewhere before is dropped, and one that shares such a run with a held-out section is not trained on.
+Attribution: OpenStax, Rice University, https://openstax.org, CC BY 4.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+BOOKS = {
+    "astronomy": {"osbooks-astronomy": "63157f370b09c06a4cc12832384aaaf4de1ced3b"},
+    "biology": {
+        "osbooks-microbiology": "ecf34dad129d686703780e87ab5aa2e59c577a6a",
+        "osbooks-anatomy-physiology": "b0058a743bdd2cc08196abaaa7d5469970c0d80c",
+    },
+    "chemistry": {"osbooks-chemistry-bundle": "32c719622fbb7a0ca729cd645c1df4cf4e7d5b3a"},
+    "physics": {
+        "osbooks-university-physics-bundle": "db44eb99e9aa1d918fd8cf182f82ccdece9c7b11",
+        "osbooks-college-physics-bundle": "f98d7a792138a6133fe7267d17e70aa04e9ccbed",
+        "osbooks-physics": "ff78c7a8150fdda5ed1f786ac59ac25cdd532ef0",
+    },
+}
+LICENCE = "Attribution 4.0 International"
+RUN = 13  # words that two texts share by chance no more
+TEXT = {"para", "item", "definition", "caption", "entry"}
+SKIPPED = {"metadata", "annotation", "annotation-xml", "media"}
+
+
+def git(clone: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(clone), *words], check=True, capture_output=True, text=True).stdout
+
+
+def sections(clone: Path, commit: str) -> Iterator[tuple[str, list[str]]]:
+    """(name, paragraphs) of every section of a book. Raises ValueError for a commit of another licence."""
+    licence = git(clone, "show", f"{commit}:LICENSE").splitlines()[0].strip()
+    if licence != LICENCE:
+        raise ValueError(f"{clone}: at {commit} its licence is {licence!r}; this corpus takes {LICENCE!r}")
+    for name in sorted(git(clone, "ls-tree", "--name-only", f"{commit}:modules").split()):
+        root = ElementTree.fromstring(git(clone, "show", f"{commit}:modules/{name}/index.cnxml"))
+        yield name, list(paragraphs(root))
+
+
+def paragraphs(root: ElementTree.Element) -> Iterator[str]:
+    """The texts of the outermost paragraphs, items, definitions, captions and cells, formulas as their symbols."""
+    tag = root.tag.rpartition("}")[2]
+    if tag in SKIPPED:
+        return
+    if tag in TEXT:
+        text = re.sub(r"\s+", " ", "".join(spoken(root))).strip()
+        if len(text) >= 60:
+            yield text
+        return
+    for part in root:
+        yield from paragraphs(part)
+
+
+def spoken(element: ElementTree.Element) -> Iterator[str]:
+    if element.tag.rpartition("}")[2] in SKIPPED:
+        return
+    yield element.text or ""
+    for part in element:
+        yield from spoken(part)
+        yield part.tail or ""
+
+
+def runs(text: str) -> set[str]:
+    words = re.findall(r"\w+", text.lower())
+    return {" ".join(words[at : at + RUN]) for at in range(max(1, len(words) - RUN + 1))}
+
+
+def digest(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16)
+
+
+def first(rows: list[dict[str, str]], most: float) -> list[dict[str, str]]:
+    """Rows of at most so many characters, drawn by their names' hashes and so from everywhere in the books."""
+    size, kept = 0, set()
+    for row in sorted(rows, key=lambda row: digest(row["id"][::-1])):
+        if size + len(row["text"]) <= most:
+            size += len(row["text"])
+            kept.add(row["id"])
+    return [row for row in rows if row["id"] in kept]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("clones", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--most", type=float, default=math.inf, help="megabytes of a science, a tenth of it held out")
+    arguments = parser.parse_args()
+    for science, books in BOOKS.items():
+        read = [
+            (book, name, texts)
+            for book, commit in books.items()
+            for name, texts in sections(arguments.clones / book, commit)
+        ]
+        out: dict[str, list[dict[str, str]]] = {"held-out": [], "train": []}
+        held: set[str] = set()
+        seen: set[str] = set()
+        for part in out:  # the held-out sections first
+            for book, name, texts in read:
+                if (digest(name) % 10 == 0) != (part == "held-out"):
+                    continue
+                kept = []
+                for text in texts:
+                    mine = runs(text)
+                    if len(mine & seen) > len(mine) / 2 or (part == "train" and mine & held):
+                        continue
+                    kept.append(text)
+                    seen |= mine
+                    if part == "held-out":
+                        held |= mine
+                if kept:
+                    out[part].append({"id": f"{book}/{name}", "text": "\n\n".join(kept)})
+        for part, rows in out.items():
+            rows = first(rows, 1e6 * arguments.most * (0.1 if part == "held-out" else 0.9))
+            folder = arguments.folder / part
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"{science}.jsonl").write_text(lines, encoding="utf-8")
+            print(f"{science} {part}: {len(rows)} sections, {sum(len(row['text']) for row in rows) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
