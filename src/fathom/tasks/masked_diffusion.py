@@ -161,7 +161,7 @@ class MaskedDiffusion(Task):
         of_batch = torch.Generator().manual_seed(mixed(int(draws[0][0]), -2 - int(draws[0][1])))  # no row's own
         if self.rows is None and torch.rand((), generator=of_batch) < self.random_length:
             length = int(torch.randint(2, len(places) + 1, (), generator=of_batch))
-            batch = {name: x[:, :length] for name, x in batch.items()}
+            batch = {name: x[:, :length] if x.ndim > 1 else x for name, x in batch.items()}  # `domains`: one a row
         t = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in generators])
         if self.antithetic:
             starts = [torch.Generator().manual_seed(mixed(int(seed), -1)) for seed, _ in draws]

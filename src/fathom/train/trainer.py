@@ -614,7 +614,7 @@ def _ordered(
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
     if isinstance(data.train, MixedBlocks):
-        return data.train.ordered(seed, length, weights)
+        return data.train.ordered(seed, length, weights, numbered)
     return ShuffledBlocks(data.train, seed, length, numbered)
 
 
