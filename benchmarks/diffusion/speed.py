@@ -81,8 +81,10 @@ def peak(device: torch.device, function: Callable[[], Any]) -> int | None:
 
 
 @torch.no_grad()
-def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device) -> dict[str, Any]:
-    """Seconds of each kind of pass, and bytes."""
+def passes(
+    model: Any, prompt: int, rows: int, given: Any, device: torch.device, graphs: bool = False
+) -> dict[str, Any]:
+    """Seconds of each kind of pass, and bytes. `graphs`: of the block passes as CUDA graphs too."""
     length = prompt + given.tokens
     canvas = torch.randint(0, 400, (rows, length), device=device)
     real = torch.ones_like(canvas, dtype=torch.bool)
@@ -109,9 +111,11 @@ def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device)
         found[f"{name}_bytes"] = state.nbytes()
         step = lambda state=state, delay=delay: state.states(canvas, hidden, delay + 1, quota)[0]  # noqa: E731
         found[f"{name}_block"] = seconds(step, device, 1.0)
-        replay = graphed(step, device)
-        found[f"{name}_block_graph"] = None if replay is None else seconds(replay, device, 0.5)
-        del state, step, replay, build
+        if graphs:
+            replay = graphed(step, device)
+            found[f"{name}_block_graph"] = None if replay is None else seconds(replay, device, 0.5)
+            del replay
+        del state, step, build
     return found
 
 
@@ -119,7 +123,7 @@ def floor(found: dict[str, Any], given: Any, kind: str = "block") -> dict[str, f
     """Seconds of all passes of a run, by cache."""
     blocks, steps, full = given.tokens // given.block, given.tokens, found["full"]
     totals = {"none": steps * full}
-    if found[f"sparse_{kind}"] is not None:
+    if found.get(f"sparse_{kind}") is not None:
         totals["sparse"] = blocks * (full + found["sparse_build"]) + (steps - 2 * blocks) * found[f"sparse_{kind}"]
         totals["dual"] = blocks * found["dual_build"] + (steps - blocks) * found[f"dual_{kind}"]
     return totals
@@ -187,12 +191,19 @@ def main() -> None:
                 found = passes(model, prompt, rows, given, device)
             totals = floor(found, given)
             found["over_none"] = {name: totals["none"] / value for name, value in totals.items()}
-            graph = floor(found, given, "block_graph")
-            found["over_none_graph"] = {name: totals["none"] / value for name, value in graph.items()}
             report["passes"].append(found)
             write_json(given.output, report)
         if rows == given.rows[0]:
             report["runs"] = runs(model, report["passes"][0], given, device, late)
+    for found in report["passes"]:  # last: what cannot be captured ends it
+        if late():
+            break
+        with sampling_attention(model):
+            graph = passes(model, found["prompt"], found["rows"], given, device, graphs=True)
+        found |= {name: value for name, value in graph.items() if name.endswith("_graph")}
+        totals = floor(found, given, "block_graph")
+        found["over_none_graph"] = {name: totals["none"] / value for name, value in totals.items()}
+        write_json(given.output, report)
     report["seconds"] = time.perf_counter() - begun
     write_json(given.output, report)
     print(json.dumps({"runs": report["runs"], "seconds": report["seconds"]}))

@@ -1,8 +1,8 @@
 """lm_eval's requests answered by a masked diffusion model.
 
     loglikelihood    −(bound on −log p(continuation | context)), by Monte Carlo of `DRAWS` passes (LLaDA's number); a
-                     continuation of one token is exact with one. So accuracies compare bounds, and perplexities are upper
-                     bounds. "Greedy" is a continuation that the sampler writes at temperature 0, one token a step
+                     continuation of one token is exact with one. So accuracies compare bounds, and perplexities are
+                     upper bounds. "Greedy" is what the sampler writes at temperature 0, one token a step
     generate_until   blocks of at most `BLOCK` tokens from left to right, one token a step, cut at the stop sequences
 
 Nothing follows a continuation, and the draws of a request follow from its tokens: batches do not change a score.

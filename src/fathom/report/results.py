@@ -53,6 +53,9 @@ class Run:
     residual_percent: float = 0.0  # inference_flops: by how much its cost misses the dearest method's
     answer_flops: float = 0.0  # of one of the task's answers
     train_examples: float = 0.0  # on average of the training data, where sequences hold several
+    # of the headline score: whether it is exact or an upper bound, where the task has both, and its standard error
+    exact: bool | None = None
+    error: float | None = None
     # fathom.train.TrainResult says what these are; None in files of earlier versions
     tokens_per_second_interval: list[float] | None = None
     interruptions: int | None = None
@@ -165,10 +168,13 @@ class Difference:
     value: float  # this one's less the other's
     percent: float  # of the other's; nan where that is zero
     margin: float | None  # half width of the 95 % interval over paired seeds; None with one seed
+    undecided: bool = False  # the higher of the two is an upper bound and the other exact
 
     @property
     def clear(self) -> bool:
         """Beyond the interval; with one seed, where the noise is unknown, beyond 1 %."""
+        if self.undecided:
+            return False
         if self.margin is None:
             return self.value != 0 and not abs(self.percent) < UNCALLABLE_PERCENT
         return abs(self.value) > self.margin
@@ -243,7 +249,9 @@ class Row:
         if len(gaps) > 1:
             margin = float(stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
         value = statistics.fmean(gaps) if gaps else self.result - other.result
-        return Difference(value, 100 * value / other.result if other.result else math.nan, margin)
+        higher, lower = (self, other) if value > 0 else (other, self)
+        undecided = higher.first.exact is False and lower.first.exact is True
+        return Difference(value, 100 * value / other.result if other.result else math.nan, margin, undecided)
 
 
 @dataclass(frozen=True)
