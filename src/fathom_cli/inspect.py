@@ -30,6 +30,7 @@ def command(
     depth_attention: from which earlier layers every layer takes its values, and for which tokens.
     act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
     kind.
+    masked: at which step of a block every token is revealed.
 
     \b
     Example:

@@ -10,10 +10,11 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
+from fathom.inspect.reveal_map import RevealMap
 from fathom.inspect.step_map import StepMap
 from fathom.models.registry import SECTIONS
 
-PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap)}
+PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap, RevealMap)}
 
 
 def offered(config: Any) -> list[type[Picture]]:
@@ -30,4 +31,4 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
     return ValueError(f"{checkpoint}: nothing to show of {found}; can be inspected: {can}")
 
 
-__all__ = ["PICTURES", "DepthMap", "Picture", "StepMap", "nothing_to_show", "offered"]
+__all__ = ["PICTURES", "DepthMap", "Picture", "RevealMap", "StepMap", "nothing_to_show", "offered"]
