@@ -63,7 +63,7 @@ def _describe(
         for line in result.history
         if line.get("loss") is not None
     ]
-    model: Any = task.model_class.from_pretrained(result.model)
+    model: Any = task.class_of(config).from_pretrained(result.model)
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     tail = history[-max(1, len(history) // 10) :]
@@ -106,6 +106,8 @@ def _describe(
             for sample in task.samples(model, data, recipe.data.block_size)
         ],
         folder=planned.folder,
+        exact=task.exact(config),
+        error=task.error(model, data),
         **began_with,
     )
 
