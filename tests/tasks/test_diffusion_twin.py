@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from fathom import FathomForCausalLM, FathomForMaskedDiffusion
 from fathom.evaluate import load_checkpoint
 from fathom.report.compare import compare
+from fathom.tasks import masked_diffusion
+from fathom.tasks.masked_diffusion import opening
 from fathom.train import load_recipe, model_config, train_run
 from tiny_checkpoint import save_fathom
 
@@ -86,3 +89,33 @@ def test_a_checkpoint_without_a_mask_token_gets_one(tmp_path):
     old, new = before.get_input_embeddings().weight, model.get_input_embeddings().weight
     assert model.diffusion.shift and model.diffusion.mask_token_id == data.tokenizer.mask_token_id == len(old)
     assert len(new) == len(old) + 1 and (new[: len(old)] - old).abs().max() < 0.1 < old.abs().max()
+
+
+def test_later_tokens_come_into_sight_step_by_step(tmp_path, monkeypatch):
+    seen = opening(64, 0.25, "cpu")[0, 0]
+    assert seen.tril().equal(torch.ones(64, 64, dtype=torch.bool).tril())
+    assert float(seen.triu(1).sum() / (64 * 63 / 2)) == pytest.approx(0.25, abs=0.04)
+
+    path = write(tmp_path, task={"name": "masked_diffusion", "draws": 2, "anneal": 0.75}, methods=["masked"])
+    recipe = load_recipe(path)
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, tokens=512))  # 4 steps
+    shares = []
+    monkeypatch.setattr(masked_diffusion, "opening", lambda *given: shares.append(given[1]) or opening(*given))
+    data = recipe.task.prepare(recipe.data, tmp_path / ".data")
+    train_run(recipe, recipe.methods[0], seed=0, folder=tmp_path / "run", data=data)
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3])  # and then all is seen
+
+    torch.manual_seed(0)
+    model = recipe.task.class_of(model_config(recipe, recipe.methods[0], data.tokenizer))(
+        model_config(recipe, recipe.methods[0], data.tokenizer)
+    ).eval()
+    ids = torch.randint(1, 200, (1, 16))
+    changed = ids.clone()
+    changed[0, -1] = 201
+    for sight, same in ((0.0, True), (1.0, False)):  # without any sight of later tokens it is causal
+        mask = opening(16, sight, "cpu")
+        with torch.no_grad():
+            first, second = (model(input_ids=x, attention_mask=mask).logits[0, :-1] for x in (ids, changed))
+        assert torch.allclose(first, second, atol=1e-6) == same
+    with pytest.raises(ValueError, match="document_mask=True with anneal"):
+        recipe.task.check(dataclasses.replace(recipe.data, document_mask=True))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainerCallback
 
 from fathom.cost import forward_flops_per_token
 from fathom.data import DataConfig, PreparedData, collate, prepare
@@ -68,6 +68,8 @@ class MaskedDiffusion(Task):
     random_length: share of the batches that are cut to a random length (texts).
     subs: the mask token has no probability in training either.
     ema: decay of the running mean of the weights, which the trained model has instead of the last ones; 0: the last.
+    anneal: share of the training in whose course later tokens come into sight, each with a probability that grows from
+        0 to 1 (DiffuLLaMA, arXiv 2410.17891), for models adapted from autoregressive ones; 0: at once.
     draws: forward passes a row of the held-out bound.
     prompt_field, answer_field: fields of rows of prompt and answer; None reads running text. The prompt is never
         hidden; the EOS tokens that pad a row are, and are learned, which teaches the model to stop.
@@ -82,6 +84,7 @@ class MaskedDiffusion(Task):
     random_length: float = 0.01
     subs: bool = False
     ema: float = 0.0
+    anneal: float = 0.0
     draws: int = 8
     prompt_field: str | None = None
     answer_field: str | None = None
@@ -114,6 +117,7 @@ class MaskedDiffusion(Task):
         check_option(where, "cart_p", self.cart_p, 0 < self.cart_p <= 1, "above 0 and at most 1")
         check_choice(where, "denominator", self.denominator, ("token", "sequence", "batch"))
         check_option(where, "random_length", self.random_length, 0 <= self.random_length <= 1, "between 0 and 1")
+        check_option(where, "anneal", self.anneal, 0 <= self.anneal <= 1, "between 0 and 1")
         check_option(where, "ema", self.ema, 0 <= self.ema < 1, "at least 0 and below 1")
         check_range(where, "draws", self.draws, 1)
         both = (self.prompt_field is None) == (self.answer_field is None)
@@ -122,7 +126,8 @@ class MaskedDiffusion(Task):
     def callbacks(self) -> list[Any]:
         from fathom.train.running_mean import RunningMean
 
-        return [RunningMean(self.ema)] if self.ema else []
+        means = [RunningMean(self.ema)] if self.ema else []
+        return [*means, Opening(self.anneal)] if self.anneal else means
 
     @property
     def rows(self) -> SFT | None:
@@ -181,6 +186,10 @@ class MaskedDiffusion(Task):
             self.rows.check(data)
         if data.streaming:
             raise ValueError("data.streaming=True: the noise follows from the number of a row; leave it out")
+        if self.anneal and data.document_mask:
+            raise ValueError(
+                "data.document_mask=True with anneal: the mask that opens knows no documents; leave one out"
+            )
         if data.keep_remainder:
             raise ValueError("data.keep_remainder=True: padding of texts would be seen; leave it out")
 
@@ -259,6 +268,9 @@ class MaskedDiffusion(Task):
             if self.subs:
                 batch["excluded_token"] = own.mask_token_id
             ids = ids.masked_fill(ids == -1, own.mask_token_id)
+            sight = getattr(unwrapped, "sight", 1.0)
+            if sight < 1:
+                batch["attention_mask"] = opening(ids.shape[1], sight, ids.device)
             return model(input_ids=ids, num_items_in_batch=items, **batch)
         nats, _ = bound(
             model, ids, batch["labels"] != IGNORED, self.draws, mask_token_id=own.mask_token_id, shift=own.shift,
@@ -318,6 +330,24 @@ class MaskedDiffusion(Task):
         """FLOPs of one token. Of a masked model at one token a step without a cache: a pass over a row of `block_size`;
         of an autoregressive one with its cache."""
         return (block_size if is_masked(config) else 1) * forward_flops_per_token(config, block_size, ran=ran).matmul
+
+
+class Opening(TrainerCallback):
+    """Tells the model which share of the later tokens its tokens see at a step: from 0 to 1 in the first `share` of the
+    training."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model = getattr(model, "module", model)
+        model.sight = min(1.0, state.global_step / max(1.0, self.share * state.max_steps))
+
+
+def opening(length: int, share: float, device: Any) -> Bool[Tensor, "1 1 T T"]:
+    """What a token sees: itself, all earlier tokens and each later one with probability `share`."""
+    later = torch.rand(length, length, device=device) < share
+    return (later | torch.ones_like(later).tril())[None, None]
 
 
 def is_masked(config: Any) -> bool:
