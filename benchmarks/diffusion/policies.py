@@ -6,7 +6,7 @@
     bits        bits per byte, exact for the twin and a bound ± error
 
 python benchmarks/diffusion/policies.py --masked runs/diffusion/masked-seed0/model \\
-    --ar runs/diffusion-ar/vanilla-seed0/model --corpus corpus -o policies
+    --ar runs/diffusion/autoregressive-seed0/model --corpus corpus -o policies
 """
 
 from __future__ import annotations
