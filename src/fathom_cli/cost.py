@@ -52,6 +52,12 @@ def command(
     network: Annotated[
         float | None, typer.Option(help="With --gpus: GB/s between hosts, of each GPU; default: 50, an assumption.")
     ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Of diffusion models: an answer to so many tokens, by block cache.", min=0)
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="With --prompt: tokens of the answer.", min=1)] = 256,
+    steps: Annotated[int | None, typer.Option(help="With --prompt: steps in all; default: one a token.", min=1)] = None,
+    block_length: Annotated[int, typer.Option(help="With --prompt: tokens of a block.", min=1)] = 32,
     json_output: Json = False,
 ) -> None:
     """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
@@ -61,6 +67,7 @@ def command(
       fathom cost recipes/demo.yaml --sequence-length 1024
       fathom cost MODEL --hours 24 --tdp 700
       fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
+      fathom cost MODEL --prompt 1024 --new-tokens 256
     """
     if gpus is not None:
         _plan(model, gpus, device, strategy, per_host, network, json_output)
@@ -69,6 +76,8 @@ def command(
         raise ValueError("--device, --strategy, --per-host and --network go with --gpus")
     if hours is None and (tdp, kg_per_kwh, pue) != (700.0, 0.475, 1.0):
         raise ValueError("--tdp, --kg-per-kwh and --pue go with --hours")
+    if prompt is None and (new_tokens, steps, block_length) != (256, None, 32):
+        raise ValueError("--new-tokens, --steps and --block-length go with --prompt")
 
     from fathom.cost import estimate_carbon
 
@@ -86,6 +95,9 @@ def command(
         priced |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
         note += "" if carbon is None else f"\n\n{carbon}"
         typer.echo(json.dumps(priced, indent=2) if json_output else table + note)
+        return
+    if prompt is not None:
+        _answers(configs, dtype, prompt, new_tokens, steps, block_length, json_output)
         return
     rows = [{"name": name, **_cost(config, length, dtype, checkpointing)} for name, config in configs]
     if json_output:
@@ -186,6 +198,36 @@ def _plan(
         f"\n{gpus} × {given.name}. Sequences on a GPU at a time × batches a step; GB on each GPU; GB that leave each\n"
         "GPU in a step; seconds of computation, of collectives and of a step.\n" + "\n".join([*said, *advice])
     )
+
+
+def _answers(
+    configs: list[tuple[str, Any]], dtype: Any, prompt: int, new: int, steps: int | None, block: int, as_json: bool
+) -> None:
+    """`--prompt`: what an answer costs under every block cache whose cost does not depend on the text."""
+    from fathom.cost.sampling import sampling_cost
+    from fathom.diffusion import DiffusionGenerationConfig
+
+    masked = [(name, config) for name, config in configs if config.diffusion["name"] != "none"]
+    if not masked:
+        raise ValueError(f"--prompt={prompt}: none of {', '.join(name for name, _ in configs)} is a diffusion model")
+    found: dict[str, dict[str, Any]] = {}
+    for name, config in masked:
+        for cache in (None, "prefix", "dual", "sparse_dllm", *(() if config.diffusion["shift"] else ("dkv_cache",))):
+            sampled = DiffusionGenerationConfig(max_new_tokens=new, steps=steps, block_length=block, block_cache=cache)
+            cost = sampling_cost(config, prompt, sampled, dtype)
+            found.setdefault(name, {})[cache or "none"] = dataclasses.asdict(cost)
+    if as_json:
+        about = {"prompt": prompt, "new_tokens": new, "steps": steps or new, "block_length": block}
+        typer.echo(json.dumps({**about, "models": found}, indent=2))
+        return
+    for name, caches in found.items():
+        typer.echo(f"{name}: {new} tokens after {prompt}, in {steps or new} steps, blocks of {block}")
+        for cache, cost in caches.items():
+            saved = caches["none"]["flops"] / cost["flops"]
+            typer.echo(
+                f"  {cache:<12} {cost['full']:>5} full passes {cost['block']:>5} of blocks  {_short(cost['flops']):>8} "
+                f"FLOPs ({saved:.1f}× fewer)  cache {_short(cost['cache_bytes'])}B"
+            )
 
 
 def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:

@@ -31,6 +31,7 @@ def command(
     act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
     kind.
     moe: which experts and groups tokens run, layer by layer, and the text shaded by group.
+    masked: at which step of a block every token is revealed.
 
     \b
     Example:

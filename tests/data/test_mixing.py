@@ -9,6 +9,7 @@ import torch
 from fathom import FathomForCausalLM
 from fathom.data import DataConfig, collate, prepare
 from fathom.data.config import NamedSource
+from fathom.tasks import lookup
 from fathom.train import Recipe, Training, load_recipe, train_run
 from fathom.train.recipe import MethodConfig
 
@@ -99,6 +100,23 @@ def test_named_held_out_texts_are_scored_together_and_apart(mixture, tmp_path):
     assert recipe.task.remarks(result.scores)[0].startswith("bits per byte: sky ")
     with pytest.raises(ValueError, match=r"data\.validation='.*': .*sky\.txt is also in data\.train"):
         prepare(dataclasses.replace(config, validation={"sky": config.train["sky"].text}), tmp_path / "cache")
+
+
+def test_a_diffusion_model_learns_from_a_mixture_by_the_numbers_of_its_rows(mixture, tmp_path):
+    config, data = mixture
+    numbered = data.train.ordered(seed=5, length=3, numbered=True)
+    assert [numbered[i]["draw"].tolist() for i in range(3)] == [[5, 0], [5, 1], [5, 2]]
+    task = lookup("masked_diffusion")(random_length=1.0)  # every batch is cut
+    batch = task.collate([numbered[i] for i in range(3)])
+    assert "loss_weights" in batch and batch["input_ids"].shape[1] <= 8 and batch["domains"].shape == (3,)
+    recipe = Recipe(
+        name="mixed", task=task, data=config, methods=(MethodConfig("masked", {"diffusion": {"name": "masked"}}),),
+        model={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        training=Training(tokens=128, sequences=4, log_every=1),
+    )  # fmt: skip
+    masked = task.prepare(config, tmp_path / "cache")
+    result = train_run(recipe, recipe.methods[0], seed=0, folder=tmp_path / "run", data=masked)
+    assert result.steps == 4 and result.train_loss is not None
 
 
 def test_recipes_name_sources(tmp_path):

@@ -75,6 +75,47 @@ class PlainModel:
             x = x + self.linear(up, f"{name}.mlp.down_proj") + (attended if config.parallel_residual else 0)
         return dict(zip(columns, self.norm(x, "model.norm"), strict=True))
 
+    def reuse(self, ids, memory, answer, prompt_anew, answer_anew, ratio):
+        """States of all columns, of which each layer computes some anew and takes the rest from `memory`."""
+        config, total = self.config, len(ids)
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        x = self.weights["model.embed_tokens.weight"][list(ids)] * config.embed_scale
+        for layer, (store, attended, fed) in enumerate(memory):
+            name = f"model.layers.{layer}"
+            h = self.norm(x, f"{name}.input_layernorm")
+            columns = list(range(answer)) if prompt_anew else []
+            if answer_anew or layer == 0:
+                columns += range(answer, total)
+            else:
+                values = self.linear(h, f"{name}.self_attn.v_proj")
+                alike = {
+                    c: float(F.cosine_similarity(values[c], store[c][1].flatten(), dim=0)) for c in range(answer, total)
+                }
+                count = max(1, math.floor(Fraction(str(ratio)) * (total - answer)))
+                columns += sorted(alike, key=lambda c: (alike[c], c))[:count]
+            q, k, v = (
+                self.linear(h[columns], f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, config.head_dim))
+                for part in "qkv"
+            )
+            q, k = self.turned(q, columns), self.turned(k, columns)
+            store.update({c: (k[i], v[i]) for i, c in enumerate(columns)})
+            for i, c in enumerate(columns):
+                mixed = []
+                for head in range(heads):
+                    keys = torch.stack([store[j][0][head * groups // heads] for j in range(total)])
+                    values = torch.stack([store[j][1][head * groups // heads] for j in range(total)])
+                    mixed.append((keys @ q[i, head] / config.head_dim**0.5).softmax(-1) @ values)
+                attended[c] = self.linear(torch.cat(mixed), f"{name}.self_attn.o_proj")
+            added = torch.stack([attended[c] for c in range(total)])
+            between = x if config.parallel_residual else x + added
+            for c in columns:
+                h = self.norm(between[c], f"{name}.post_attention_layernorm")
+                up = self.linear(h, f"{name}.mlp.up_proj")
+                up = F.silu(self.linear(h, f"{name}.mlp.gate_proj")) * up if config.gated_mlp else F.gelu(up)
+                fed[c] = self.linear(up, f"{name}.mlp.down_proj")
+            x = x + added + torch.stack([fed[c] for c in range(total)])
+        return dict(enumerate(self.norm(x, "model.norm")))
+
     def probabilities(self, state):
         logits = self.weights["lm_head.weight"] @ state
         logits[self.mask] = -torch.inf
@@ -129,6 +170,7 @@ def sample(model, prompt, policy, cache, *, length, block_length, steps, tempera
     layers, total = model.config.num_hidden_layers, len(prompt) + length
     history: list[float] = []
     per_block = steps // (length // block_length)
+    memory = [({}, {}, {}) for _ in range(layers)]
     for number in range(length // block_length):
         start = len(prompt) + number * block_length
         block = range(start, start + block_length)
@@ -152,6 +194,10 @@ def sample(model, prompt, policy, cache, *, length, block_length, steps, tempera
             quota = len(masked) if step == per_block - 1 else min(quota, len(masked))
             if cache == "none":
                 states = model.run(ids, every, [{} for _ in range(layers)])
+            elif cache == "dllm_cache":
+                now = number * per_block + step
+                anew = [now % kept_by[f"{part}_interval"] == 0 for part in ("prompt", "response")]
+                states = model.reuse(ids, memory, len(prompt) - model.shift, *anew, kept_by["ratio"])
             elif cache in ("dual", "prefix"):
                 whole = step <= delay or bool(refresh and (step - delay) % refresh == 0)
                 end = total if cache == "prefix" else block.stop

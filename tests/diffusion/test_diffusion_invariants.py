@@ -31,6 +31,8 @@ CACHES = [
     ("dual", {"delay_steps": 1, "refresh": 2}),
     ("dkv_cache", {"cache_steps": 3}),
     ("dkv_cache", {"mode": "greedy", "cache_steps": 6, "window": 2}),
+    ("dllm_cache", {"prompt_interval": 4, "response_interval": 3, "ratio": 0.4}),
+    ("dllm_cache", {"prompt_interval": 6, "response_interval": 6, "ratio": 0.2}),
     ("sparse_dllm", {"keep_ratio": 0.7, "delay_steps": 1, "first_step": "extra_query"}),
     ("sparse_dllm", {"keep_ratio": 0.4, "delay_steps": 0, "kernel_size": None, "first_step": "extra_query"}),
 ]
@@ -322,6 +324,18 @@ def test_equalities_of_caches(shift):
     one = model(shift=shift, num_hidden_layers=1)  # its keys and values depend on their own token alone
     assert same_samples(one, None, Dual()) and same_samples(one, None, whole)
     assert not same_samples(tested, None, Dual()) and not same_samples(tested, None, Prefix())  # else this says little
+
+
+def test_dllm_cache_without_reuse_is_no_cache_and_says_what_it_cannot_take_apart():
+    whole = run(model(), ids(2, 5), ("low_confidence", {}), ("none", {}))
+    for options in ({"prompt_interval": 1, "response_interval": 1}, {"prompt_interval": 1, "ratio": 1.0}):
+        out = run(model(), ids(2, 5), ("low_confidence", {}), ("dllm_cache", options))
+        assert torch.equal(out.sequences, whole.sequences) and torch.equal(out.revealed, whole.revealed)
+    reused = run(model(), ids(2, 5), ("low_confidence", {}), ("dllm_cache", {"ratio": 0.25}))
+    assert reused.columns < whole.columns and reused.cache_bytes > 0
+    assert all("forward" not in module.__dict__ for module in model().modules())
+    with pytest.raises(ValueError, match="mixer='depth_attention'"):
+        run(model(mixer={"name": "depth_attention"}), ids(1, 5), ("entropy", {}), ("dllm_cache", {}))
 
 
 def test_block_only_attention_of_one_block_without_a_prompt():

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from fathom.report import page as page_module
 from fathom.report import plots
 from fathom.report.page import write_report
-from fathom.report.results import Results, tables
+from fathom.report.results import Results, Run, tables
 from fathom.report.style import MARKER_PATHS, styles
 from fathom.report.wording import disturbances, overall, si, verdict
 from fathom_cli import cost
@@ -262,6 +262,32 @@ def test_seed_noise_is_said_where_only_some_methods_have_seeds():
     assert table.seeds == [1, 3]
     assert "3 seeds, paired" in verdict(table).details[-1]
     assert "One seed in the rows without ±: the seed noise is unknown" in verdict(table).details[-1]
+
+
+def bounded(bound: float, exact: float) -> list[Run]:
+    """An exact baseline, and a method of which a bound is known."""
+    made = [run("vanilla"), run("loop")]
+    scores = ({"bits_per_byte": exact}, {"bits_per_byte": bound})
+    kinds = ({"exact": True}, {"exact": False, "error": 0.0123})
+    return [replace(r, scores=s, **k) for r, s, k in zip(made, scores, kinds, strict=True)]
+
+
+def test_a_bound_above_an_exact_value_is_never_called_worse(tmp_path):
+    found = results(bounded(2.4, 2.0))
+    (table,) = tables(found)
+    gap = table.rows[1].minus(table.rows[0])
+    assert gap.undecided and not gap.clear and table.rows[0].minus(table.rows[1]).undecided
+    said = verdict(table)
+    assert "vanilla has 2.000 bits per byte, exactly; the upper bound of loop is 20.0 % above" in said.headline
+    assert any("it does not say which is better" in detail for detail in said.details)
+    page = write_report(found, tmp_path).read_text()
+    assert "upper bound, standard error 0.0123" in page and "a bound above an exact value" in page
+    assert not any(word in page for word in ("worse", "nothing beats"))
+
+
+def test_a_bound_below_an_exact_value_is_better():
+    (table,) = tables(results(bounded(1.9, 2.0)))
+    assert table.rows[1].minus(table.rows[0]).clear and "loop is best: 1.900" in verdict(table).headline
 
 
 def test_a_negative_result_is_the_headline_at_equal_training_flops():

@@ -53,10 +53,12 @@ class MixedBlocks(torch.utils.data.Dataset):
         seed: int,
         length: int,
         caps: dict[str, float | None] | None = None,
+        numbered: bool = False,
     ) -> None:
         """`weights`: one that is left out is 0.   `caps`: how often a source may be passed over at most. Raises
-        ValueError for one that would be more often."""
+        ValueError for one that would be more often.   `numbered`: as of `ShuffledBlocks`."""
         self.sources, self.weights, self.caps, self.length = sources, weights, caps or {}, length
+        self.seed, self.numbered = seed, numbered
         total = sum(weights.values())
         shares = [weights.get(name, 0.0) / total for name in sources]
         self.chosen = (
@@ -90,9 +92,11 @@ class MixedBlocks(torch.utils.data.Dataset):
         )
         return f"Training text: {'; '.join(said)}."
 
-    def ordered(self, seed: int, length: int, weights: dict[str, float] | None = None) -> MixedBlocks:
+    def ordered(
+        self, seed: int, length: int, weights: dict[str, float] | None = None, numbered: bool = False
+    ) -> MixedBlocks:
         """The same sources in another order, and by other weights."""
-        return MixedBlocks(self.sources, weights or self.weights, seed, length, self.caps)
+        return MixedBlocks(self.sources, weights or self.weights, seed, length, self.caps, numbered)
 
     def __len__(self) -> int:
         return self.length
@@ -102,4 +106,5 @@ class MixedBlocks(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = int(self.chosen[index])
-        return {**self.parts[number][int(self.rank[index])], "domains": number}
+        block = {**self.parts[number][int(self.rank[index])], "domains": number}
+        return {**block, "draw": torch.tensor([self.seed, index])} if self.numbered else block

@@ -11,6 +11,7 @@ from typing import Any
 from fathom.diffusion import masked, none
 from fathom.diffusion.base import Block, BlockCache, Policy, View
 from fathom.diffusion.dkv_cache import DKVCache
+from fathom.diffusion.dllm_cache import DLLMCache
 from fathom.diffusion.dual import Dual
 from fathom.diffusion.dynamic import Dynamic
 from fathom.diffusion.entropy import Entropy
@@ -32,11 +33,11 @@ POLICIES: dict[str, Any] = {
         RandomOrder, LeftToRight, LowConfidence, Margin, Entropy, Threshold, Dynamic, EntropyBounded, Fourier,
     )
 }  # fmt: skip
-BLOCK_CACHES: dict[str, Any] = {cache.name: cache for cache in (Prefix, Dual, DKVCache, SparseDLLM)}
+BLOCK_CACHES: dict[str, Any] = {cache.name: cache for cache in (Prefix, Dual, DKVCache, DLLMCache, SparseDLLM)}
 METHODS: dict[str, Any] = {**POLICIES, **BLOCK_CACHES, LongLLaDA.name: LongLLaDA}
 
 __all__ = [
-    "BLOCK_CACHES", "METHODS", "POLICIES", "Block", "BlockCache", "DKVCache", "DiffusionGenerationConfig",
+    "BLOCK_CACHES", "METHODS", "POLICIES", "Block", "BlockCache", "DKVCache", "DLLMCache", "DiffusionGenerationConfig",
     "DiffusionOutput", "Dual", "Dynamic", "Entropy", "EntropyBounded", "Fourier", "LeftToRight", "LongLLaDA",
     "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate",
     "masked", "none",

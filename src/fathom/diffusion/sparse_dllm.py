@@ -101,10 +101,11 @@ class SparseDLLM(BlockCache):
 
 @dataclasses.dataclass
 class Kept:
-    """What a layer keeps: keys and values, which of them are real (None: all), and their columns."""
+    """What a layer keeps: keys and values, after which a step of the block writes its own; which of them are real
+    (None: all), and their columns."""
 
-    key: Float[Tensor, "R G m D"]
-    value: Float[Tensor, "R G m D"]
+    key: Float[Tensor, "R G m+n D"]
+    value: Float[Tensor, "R G m+n D"]
     real: Bool[Tensor, "R m"] | None
     columns: Int[Tensor, "R m"]
 
@@ -139,9 +140,10 @@ class SparseState(BlockState):
     def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a step of the block reads."""
         kept = self.layers[layer]
-        key, value = torch.cat([kept.key, key], dim=2), torch.cat([kept.value, value], dim=2)
+        size = kept.columns.shape[1]
+        kept.key[:, :, size:], kept.value[:, :, size:] = key, value
         mask = None if kept.real is None else F.pad(kept.real, (0, query.shape[2]), value=True)[:, None, None]
-        return key, value, mask
+        return kept.key, kept.value, mask
 
     def evict(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """A full pass, which sees all and keeps what scores highest."""
@@ -163,7 +165,9 @@ class SparseState(BlockState):
         if min(counts) < most:
             real = torch.arange(most, device=chosen.device) < torch.tensor(counts, device=chosen.device)[:, None]
         index = columns[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-        self.layers.append(Kept(key.gather(2, index), value.gather(2, index), real, columns))
+        room = self.block.stop - self.first
+        spacious = [F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value)]
+        self.layers.append(Kept(*spacious, real, columns))
         return key, value, self.passes.mask
 
     def scores(self, query: Float[Tensor, "R H L D"], key: Float[Tensor, "R G L D"]) -> Float[Tensor, "R n"]:
@@ -201,4 +205,9 @@ class SparseState(BlockState):
         return torch.cat([F.max_pool1d(part[:, None], width, 1, width // 2)[:, 0] for part in parts], dim=1)
 
     def nbytes(self):
-        return sum(x.numel() * x.element_size() for kept in self.layers for x in (kept.key, kept.value))
+        """Of what is kept; the block's own states come and go."""
+        return sum(
+            x[:, :, : kept.columns.shape[1]].numel() * x.element_size()
+            for kept in self.layers
+            for x in (kept.key, kept.value)
+        )

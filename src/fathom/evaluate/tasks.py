@@ -24,7 +24,8 @@ def evaluate_tasks(
     apply_chat_template: bool = False,
     manager: Any = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …), and their standard errors.
+    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …), and their standard errors. Of a
+    diffusion model they stand on bounds of likelihoods (diffusion_tasks.py).
 
     Args:
         tasks: names of lm_eval tasks, groups or tags.
@@ -45,13 +46,16 @@ def evaluate_tasks(
             raise ValueError(f"{argument}={value}: must be at least {least}")
     if apply_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError("apply_chat_template: the tokenizer has no chat template; leave it out")
-    if is_diffusion(model):
-        raise ValueError(f"{type(model).__name__}: lm_eval tasks are not implemented for diffusion models; use --text")
     manager = find_tasks(tasks, task_dir) if manager is None else manager
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+    kind: Any = HFLM
+    if is_diffusion(model):
+        from fathom.evaluate.diffusion_tasks import DiffusionLM
+
+        kind = DiffusionLM
+    lm = kind(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
     found = simple_evaluate(
         lm,
         tasks=tasks,

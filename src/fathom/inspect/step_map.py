@@ -148,7 +148,7 @@ class StepMap(Picture):
             ("Tokens by steps run", "Steps against the loss", "Mean steps, and share of all steps"),
             strict=True,
         ):
-            _dress(axes, title, colours)
+            dressed(axes, title, colours)
 
         counts.bar([*self.range], [n / self.tokens for n in self.histogram], color=colours["accent"], width=0.7)
         counts.set_xticks([*self.range])
@@ -221,7 +221,7 @@ def classify(texts: list[str]) -> list[tuple[str, ...]]:
     return named
 
 
-def _dress(axes: Axes, title: str, colours: dict[str, str]) -> None:
+def dressed(axes: Axes, title: str, colours: dict[str, str]) -> None:
     axes.set_title(title, fontsize=10, color=colours["ink"], loc="left")
     axes.tick_params(colors=colours["muted"], labelsize=8.5, length=0)
     axes.set_facecolor(colours["page"])

@@ -63,7 +63,7 @@ def _describe(
         for line in result.history
         if line.get("loss") is not None
     ]
-    model: Any = task.model_class.from_pretrained(result.model)
+    model: Any = task.class_of(config).from_pretrained(result.model)
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     tail = history[-max(1, len(history) // 10) :]
@@ -109,6 +109,8 @@ def _describe(
         folder=planned.folder,
         again=planned.again,
         held_out={} if pieces is None else dataclasses.asdict(pieces),
+        exact=task.exact(config),
+        error=task.error(model, data),
         **began_with,
     )
 

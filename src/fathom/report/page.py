@@ -95,7 +95,12 @@ def _memory(row: Row, table: Table) -> Cell:
 def _score(score: Score, held_out: str) -> Column:
     def cell(row: Row, table: Table) -> Cell:
         mean, spread = row.mean(score.name), row.spread(score.name)
-        return Cell(f"{mean:.3f}", mean, f"± {spread:.3f}" if spread is not None else "")
+        notes = [f"± {spread:.3f}" if spread is not None else ""]
+        if score == row.score and row.first.exact is not None:
+            notes.append("exact" if row.first.exact else "upper bound")
+        if score == row.score and row.first.error is not None:
+            notes[-1] += f", standard error {row.first.error:.4f}"
+        return Cell(f"{mean:.3f}", mean, "\n".join(filter(None, notes)))
 
     title = f"On {held_out}, {score.better} is better; ± is the deviation over seeds"
     return Column(score.name, score.heading, title, cell)
@@ -105,7 +110,7 @@ def _against(row: Row, table: Table) -> Cell:
     gap = row.minus(table.baseline)
     if row is table.baseline:
         return Cell("baseline", 0.0)
-    note = "" if gap.clear else "too little to call"
+    note = "" if gap.clear else "a bound above an exact value" if gap.undecided else "too little to call"
     if math.isnan(gap.percent):
         return Cell(f"{gap.value:+.3f}".replace("-", "−"), gap.value, note)
     return Cell(f"{gap.percent:+.1f} %".replace("-", "−"), gap.percent, note)

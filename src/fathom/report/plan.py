@@ -98,6 +98,11 @@ def _models(recipe: Recipe, budget: Budget, data: PreparedData) -> list[Planned]
                 f"budgets: inference_flops adds layers to a decoder, which task {recipe.task.name!r} has not; "
                 "drop this budget"
             )
+        if any(recipe.task.exact(config) is False for config in configs):
+            raise ValueError(
+                "budgets: inference_flops adds layers until answers cost alike, but what a diffusion model's answer "
+                "costs is up to the steps of its sampler; drop this budget"
+            )
         target = max(inference_flops(config, recipe, data) for config in configs)
         return [_deepen(model, recipe, data, target) for model in models]
     return models

@@ -55,6 +55,9 @@ class Run:
     residual_percent: float = 0.0  # inference_flops: by how much its cost misses the dearest method's
     answer_flops: float = 0.0  # of one of the task's answers
     train_examples: float = 0.0  # on average of the training data, where sequences hold several
+    # of the headline score: whether it is exact or an upper bound, where the task has both, and its standard error
+    exact: bool | None = None
+    error: float | None = None
     # fathom.train.TrainResult says what these are; None in files of earlier versions
     tokens_per_second_interval: list[float] | None = None
     interruptions: int | None = None
@@ -173,10 +176,13 @@ class Difference:
     over_texts: tuple[float, float] | None = None  # 95 % interval over paired pieces of the held-out text
     unit: str = "documents"  # the pieces
     retraining: float | None = None  # how far the same run, trained again, was from itself
+    undecided: bool = False  # the higher of the two is an upper bound and the other exact
 
     @property
     def clear(self) -> bool:
         """Outside every interval that is known. With one seed, where its noise is unknown, beyond 1 % as well."""
+        if self.undecided:
+            return False
         if self.over_texts is not None and self.over_texts[0] <= 0 <= self.over_texts[1]:
             return False
         if self.retraining is not None and abs(self.value) <= self.retraining:
@@ -258,7 +264,9 @@ class Row:
         value = statistics.fmean(gaps) if gaps else self.result - other.result
         unit, over_texts = self._over_texts(other, sorted(mine.keys() & theirs.keys()))
         percent = 100 * value / other.result if other.result else math.nan
-        return Difference(value, percent, margin, over_texts, unit, self.retraining)
+        higher, lower = (self, other) if value > 0 else (other, self)
+        undecided = higher.first.exact is False and lower.first.exact is True
+        return Difference(value, percent, margin, over_texts, unit, self.retraining, undecided)
 
     def _over_texts(self, other: Row, seeds: list[int]) -> tuple[str, tuple[float, float] | None]:
         """The difference's interval over pieces of the held-out text: each piece has the mean over the common seeds."""

@@ -162,17 +162,28 @@ def _headline(best: Row, base: Row, table: Table) -> str:
         gap = second.minus(base)
         if gap.clear:
             return f"At {where}, nothing beats {base.method}: {value}; {second.method} is {_apart(gap)}."
+        if gap.undecided:
+            return f"At {where}, {base.method} has {value}, exactly; {_bound_above(second, gap)}"
         return f"At {where}, {base.method} ({value}) and {second.method} cannot be told apart."
     gap = best.minus(base)
+    if gap.undecided:
+        return f"At {where}, {best.method} has {value}, exactly; {_bound_above(base, base.minus(best))}"
     if not gap.clear:
         return f"At {where}, {best.method} ({value}) cannot be told from {base.method}: {_signed(gap, table)}."
     gain = f"{value}, {_apart(gap)} {base.method}"
-    close = [row.method for row in table.rows if row is not best and not row.minus(best).clear]
+    others = {row.method: row.minus(best) for row in table.rows if row is not best}
+    close = [method for method, gap in others.items() if not gap.clear and not gap.undecided]
+    above = [method for method, gap in others.items() if gap.undecided]
     tied = f"; {_listed(close)} cannot be told from it" if close else ""
+    tied += f"; upper bounds above it say nothing of {_listed(above)}" if above else ""
     if table.budget in EQUAL_DATA:
         cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
         return f"At {where}, {best.method} is best: {gain}, for {cost} its training FLOPs{tied}."
     return f"At {where}, {best.method} is worth it: {gain}{tied}."
+
+
+def _bound_above(row: Row, gap: Difference) -> str:
+    return f"the upper bound of {row.method} is {_apart(gap)}, which does not say which is better."
 
 
 def _apart(gap: Difference) -> str:
@@ -192,6 +203,8 @@ def _sentence(row: Row, base: Row, table: Table) -> str:
         "inference_flops": f"{answered}, {train} the training FLOPs",
     }.get(table.budget, f"{train} the training FLOPs, {answered}")
     judged = "" if gap.clear else " This is too little to call."
+    if gap.undecided:
+        judged = " One of the two is an upper bound, above the other's exact value: it does not say which is better."
     return f"{row.method} against {base.method}: {_signed(gap, table)}, for {costs}.{judged}"
 
 

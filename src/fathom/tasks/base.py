@@ -116,6 +116,7 @@ class Task:
     invariants: ClassVar[tuple[str, ...]] = ()
     alternates: ClassVar[bool] = False  # whether parts of a model take no part in some training steps
     shards: ClassVar[bool] = True  # whether all that it computes goes through the model's forward, which FSDP needs
+    adds_tokens: ClassVar[bool] = False  # whether its models have tokens that a tokenizer need not have
     numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
@@ -153,6 +154,18 @@ class Task:
         from fathom.models.causal_lm import FathomForCausalLM
 
         return FathomForCausalLM
+
+    def class_of(self, config: Any) -> type[PreTrainedModel]:
+        """What a method with this config builds."""
+        return self.model_class
+
+    def exact(self, config: Any) -> bool | None:
+        """Whether the headline score of a model is exact, or else an upper bound; None: the task knows one kind."""
+        return None
+
+    def error(self, model: Any, data: PreparedData) -> float | None:
+        """Standard error of a model's headline score, where that is an estimate by Monte Carlo."""
+        return None
 
     @classmethod
     def model_fields(cls) -> list[str]:

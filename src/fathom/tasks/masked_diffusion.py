@@ -5,7 +5,8 @@
 
 with w = 1/p (LLaDA, arXiv 2502.09992), or MDLM's noise (arXiv 2406.07524): p = (1 − ε) t, w = 1/t. The first token of a
 row is context, as for an autoregressive model, and never hidden. Held-out text is scored by the Monte Carlo bound
-(fathom.diffusion.likelihood), never by the training loss.
+(fathom.diffusion.likelihood), never by the training loss. A method with `diffusion: {name: none}` is the autoregressive
+twin, on the same rows: its score is exact.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import AutoConfig, TrainerCallback
 
 from fathom.cost import forward_flops_per_token
 from fathom.data import DataConfig, PreparedData, collate, prepare
 from fathom.data.packing import IGNORED
 from fathom.diffusion.base import check_option
 from fathom.diffusion.likelihood import bound
+from fathom.evaluate.text import bits_per_byte
+from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
 from fathom.models.method import check_choice, check_range
 from fathom.tasks.base import Sample, Score, Task, register_task
-from fathom.tasks.causal_lm import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, beginnings, bits_of_loss, unigram
+from fathom.tasks.causal_lm import (
+    SAMPLE_TEMPERATURE,
+    SAMPLE_TOKENS,
+    beginnings,
+    bits_of_loss,
+    continuation,
+    unigram,
+)
 from fathom.tasks.sft import SFT
 
 MASK_TOKEN = "<|mask|>"
+ERROR_ROWS = 32  # whose draws say how sure the bound is
 BLOCK = 10  # tokens of a block of the samples
 GOLDEN = (math.sqrt(5) - 1) / 2
 WEIGHTS = ("1/t", "uniform", "cart")
@@ -55,6 +67,9 @@ class MaskedDiffusion(Task):
         drawn each by itself.
     random_length: share of the batches that are cut to a random length (texts).
     subs: the mask token has no probability in training either.
+    ema: decay of the running mean of the weights, which the trained model has instead of the last ones; 0: the last.
+    anneal: share of the training in whose course later tokens come into sight, each with a probability that grows from
+        0 to 1 (DiffuLLaMA, arXiv 2410.17891), for models adapted from autoregressive ones; 0: at once.
     draws: forward passes a row of the held-out bound.
     prompt_field, answer_field: fields of rows of prompt and answer; None reads running text. The prompt is never
         hidden; the EOS tokens that pad a row are, and are learned, which teaches the model to stop.
@@ -68,6 +83,8 @@ class MaskedDiffusion(Task):
     antithetic: bool = True
     random_length: float = 0.01
     subs: bool = False
+    ema: float = 0.0
+    anneal: float = 0.0
     draws: int = 8
     prompt_field: str | None = None
     answer_field: str | None = None
@@ -89,6 +106,7 @@ class MaskedDiffusion(Task):
     reference_name = "unigram"
     reference_note = "The unigram model knows only how often each token occurs."
     samples_note = f"Filled from left to right in blocks, one token a step, at temperature {SAMPLE_TEMPERATURE}"
+    adds_tokens = True  # the mask token
     numbered = True  # noise follows from the seed and the number of a row
 
     def __post_init__(self) -> None:
@@ -99,9 +117,17 @@ class MaskedDiffusion(Task):
         check_option(where, "cart_p", self.cart_p, 0 < self.cart_p <= 1, "above 0 and at most 1")
         check_choice(where, "denominator", self.denominator, ("token", "sequence", "batch"))
         check_option(where, "random_length", self.random_length, 0 <= self.random_length <= 1, "between 0 and 1")
+        check_option(where, "anneal", self.anneal, 0 <= self.anneal <= 1, "between 0 and 1")
+        check_option(where, "ema", self.ema, 0 <= self.ema < 1, "at least 0 and below 1")
         check_range(where, "draws", self.draws, 1)
         both = (self.prompt_field is None) == (self.answer_field is None)
         check_option(where, "answer_field", self.answer_field, both, "given if and only if prompt_field is")
+
+    def callbacks(self) -> list[Any]:
+        from fathom.train.running_mean import RunningMean
+
+        means = [RunningMean(self.ema)] if self.ema else []
+        return [*means, Opening(self.anneal)] if self.anneal else means
 
     @property
     def rows(self) -> SFT | None:
@@ -116,26 +142,54 @@ class MaskedDiffusion(Task):
 
         return FathomForMaskedDiffusion
 
+    def class_of(self, config: Any) -> Any:
+        return self.model_class if is_masked(config) else FathomForCausalLM
+
+    def exact(self, config: Any) -> bool:
+        return not is_masked(config)
+
     def completed(self, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-        """With the section `diffusion`, whose mask token is the tokenizer's, or a new one after its tokens."""
+        """With the section `diffusion`, whose mask token is the tokenizer's, or a new one after its tokens. A twin has
+        as many rows of embeddings."""
         section = fields.get("diffusion") or {"name": "masked"}
         section = {"name": section} if isinstance(section, str) else dict(section)
-        if section.get("mask_token_id") is None:
-            if tokenizer is not None:
-                section["mask_token_id"] = with_mask(tokenizer).mask_token_id
-                fields.setdefault("vocab_size", section["mask_token_id"] + 1)
-                if fields["vocab_size"] == section["mask_token_id"]:  # counted before it had the token
-                    fields["vocab_size"] += 1
-            else:
-                section["mask_token_id"] = fields["vocab_size"]
+        token = section.get("mask_token_id")
+        if token is None:
+            token = with_mask(tokenizer).mask_token_id if tokenizer is not None else fields["vocab_size"]
+            if fields.get("vocab_size") == token:  # counted without it
                 fields["vocab_size"] += 1
+        if section["name"] != "none":
+            return {**fields, "diffusion": {**section, "mask_token_id": token}}
+        if self.denominator != "token":
+            raise ValueError(
+                f"denominator={self.denominator!r} beside diffusion: none: an autoregressive model learns from the "
+                "mean over tokens; use 'token'"
+            )
         return {**fields, "diffusion": section}
+
+    def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
+        """Of a checkpoint that lacks a row for the mask token: its model with one more, the mean of the others."""
+        checkpoint = fields.get("checkpoint")
+        if checkpoint is None or not is_masked(config):
+            return None
+        changes = {name: fields[name] for name in fields if name not in ("checkpoint", "diffusion")}
+        if AutoConfig.from_pretrained(checkpoint).vocab_size >= config.vocab_size:
+            return None
+        first: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **changes)
+        first.resize_token_embeddings(config.vocab_size)
+        model = self.model_class(config)
+        model.load_state_dict(first.state_dict())
+        return model
 
     def check(self, data: DataConfig) -> None:
         if self.rows is not None:
             self.rows.check(data)
         if data.streaming:
             raise ValueError("data.streaming=True: the noise follows from the number of a row; leave it out")
+        if self.anneal and data.document_mask:
+            raise ValueError(
+                "data.document_mask=True with anneal: the mask that opens knows no documents; leave one out"
+            )
         if data.keep_remainder:
             raise ValueError("data.keep_remainder=True: padding of texts would be seen; leave it out")
 
@@ -161,7 +215,7 @@ class MaskedDiffusion(Task):
         of_batch = torch.Generator().manual_seed(mixed(int(draws[0][0]), -2 - int(draws[0][1])))  # no row's own
         if self.rows is None and torch.rand((), generator=of_batch) < self.random_length:
             length = int(torch.randint(2, len(places) + 1, (), generator=of_batch))
-            batch = {name: x[:, :length] for name, x in batch.items()}
+            batch = {name: x[:, :length] if x.ndim > 1 else x for name, x in batch.items()}  # `domains`: one a row
         t = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in generators])
         if self.antithetic:
             starts = [torch.Generator().manual_seed(mixed(int(seed), -1)) for seed, _ in draws]
@@ -202,14 +256,21 @@ class MaskedDiffusion(Task):
         return torch.zeros_like(batch["labels"][:, :1])  # one a row
 
     def forward(self, model: Any, **batch: Any) -> Any:
-        own = getattr(model, "module", model).diffusion
+        unwrapped = getattr(model, "module", model)
         items = batch.pop("num_items_in_batch", None)
         items = (self.counted(batch) != IGNORED).sum() if items is None else items
         ids = batch.pop("input_ids")
+        if not is_masked(unwrapped.config):  # hidden tokens have labels, so that all are known
+            batch.pop("loss_weights", None)
+            return model(input_ids=torch.where(ids == -1, batch["labels"], ids), num_items_in_batch=items, **batch)
+        own = unwrapped.diffusion
         if "loss_weights" in batch:
             if self.subs:
                 batch["excluded_token"] = own.mask_token_id
             ids = ids.masked_fill(ids == -1, own.mask_token_id)
+            sight = getattr(unwrapped, "sight", 1.0)
+            if sight < 1:
+                batch["attention_mask"] = opening(ids.shape[1], sight, ids.device)
             return model(input_ids=ids, num_items_in_batch=items, **batch)
         nats, _ = bound(
             model, ids, batch["labels"] != IGNORED, self.draws, mask_token_id=own.mask_token_id, shift=own.shift,
@@ -219,6 +280,22 @@ class MaskedDiffusion(Task):
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         return {"bits_per_byte_bound": bits_of_loss(data, loss)}
+
+    def error(self, model: Any, data: PreparedData) -> float | None:
+        """Of the bound in bits per byte, from the spread of the draws on at most `ERROR_ROWS` held-out rows."""
+        if not is_masked(model.config) or self.draws == 1:
+            return None
+        rows = data.validation
+        assert rows is not None
+        some = [rows[i] for i in range(0, len(rows), -(-len(rows) // ERROR_ROWS))]
+        batch = {name: x.to(model.device) for name, x in self.collate(some).items()}
+        _, error = bound(
+            model, batch["input_ids"], batch["labels"] != IGNORED, self.draws, shift=model.diffusion.shift,
+            mask_token_id=model.diffusion.mask_token_id, attention_mask=batch.get("attention_mask"),
+            position_ids=batch.get("position_ids"),
+        )  # fmt: skip
+        nats = math.sqrt(float(error.double().square().mean()) * len(rows))
+        return bits_per_byte(nats, data.validation_bytes)
 
     def reference(self, data: PreparedData, sequences: int) -> float:
         assert data.validation is not None
@@ -233,6 +310,9 @@ class MaskedDiffusion(Task):
         else:
             prompts = [list(question.prompt) for question in data.questions[:4]]  # type: ignore[attr-defined]
         found = []
+        if not is_masked(model.config):
+            texts = [str(data.tokenizer.decode(ids)) for ids in prompts]
+            return [Sample(text, continuation(model, data.tokenizer, text, room)) for text in texts]
         for ids in prompts:
             length = min(SAMPLE_TOKENS, room - len(ids)) // BLOCK * BLOCK
             if length > 0:
@@ -247,8 +327,32 @@ class MaskedDiffusion(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """FLOPs of one token, at one token a step without a cache: a pass over a row of `block_size`."""
-        return block_size * forward_flops_per_token(config, block_size, ran=ran).matmul
+        """FLOPs of one token. Of a masked model at one token a step without a cache: a pass over a row of `block_size`;
+        of an autoregressive one with its cache."""
+        return (block_size if is_masked(config) else 1) * forward_flops_per_token(config, block_size, ran=ran).matmul
+
+
+class Opening(TrainerCallback):
+    """Tells the model which share of the later tokens its tokens see at a step: from 0 to 1 in the first `share` of the
+    training."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model = getattr(model, "module", model)
+        model.sight = min(1.0, state.global_step / max(1.0, self.share * state.max_steps))
+
+
+def opening(length: int, share: float, device: Any) -> Bool[Tensor, "1 1 T T"]:
+    """What a token sees: itself, all earlier tokens and each later one with probability `share`."""
+    later = torch.rand(length, length, device=device) < share
+    return (later | torch.ones_like(later).tril())[None, None]
+
+
+def is_masked(config: Any) -> bool:
+    """Whether a model of the task predicts hidden tokens; else it is the autoregressive twin (`diffusion: none`)."""
+    return config.diffusion["name"] != "none"
 
 
 def with_mask(tokenizer: Any) -> Any:

@@ -391,12 +391,15 @@ def model_config(
     if (
         tokenizer is None
         and isinstance(recipe.data.tokenizer, str)
-        and (recipe.data.atoms or "checkpoint" not in fields)
+        and (recipe.data.atoms or recipe.task.adds_tokens or "checkpoint" not in fields)
     ):
         tokenizer = load_tokenizer(recipe.data.tokenizer)
         add_atoms(tokenizer, recipe.data.atoms_named)
     if "checkpoint" in fields:
-        config = _checkpoint_config(fields.pop("checkpoint"), recipe.task.completed(fields, tokenizer))
+        checkpoint = fields.pop("checkpoint")
+        fields = recipe.task.completed(fields, tokenizer)
+        ids = tokenizer.get_vocab().values() if recipe.task.adds_tokens and tokenizer is not None else ()
+        config = _checkpoint_config(checkpoint, fields, max(ids, default=-1) + 1)
         if recipe.data.atoms and tokenizer is not None:  # rows of the embeddings that `train_run` adds
             config.vocab_size = max(config.vocab_size, max(tokenizer.get_vocab().values()) + 1)
     else:
@@ -429,12 +432,15 @@ def _numbers(fields: dict[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _checkpoint_config(checkpoint: str, changes: dict[str, Any]) -> FathomConfig:
+def _checkpoint_config(checkpoint: str, changes: dict[str, Any], rows: int = 0) -> FathomConfig:
+    """The checkpoint's config with `changes`, and at least so many rows of embeddings."""
     refuse_absent(checkpoint, f"model.checkpoint={checkpoint!r}")
     try:
         stored = AutoConfig.from_pretrained(checkpoint)
     except OSError as error:  # the hub's message need not name it
         raise ValueError(f"model.checkpoint={checkpoint!r}: no config.json could be read ({error})") from error
+    if rows > stored.vocab_size:
+        changes = {**changes, "vocab_size": rows}
     if stored.model_type != FathomConfig.model_type:
         return config_from_stock(stored, **changes)
     return FathomConfig.from_dict(FathomConfig.get_config_dict(checkpoint)[0], **changes)

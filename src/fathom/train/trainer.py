@@ -595,7 +595,7 @@ def _make_model(
     if own is not None:
         return own
     checkpoint = recipe.model.get("checkpoint")
-    make: Any = recipe.task.model_class
+    make: Any = recipe.task.class_of(config)
     if not isinstance(config, make.config_class if hasattr(make, "config_class") else ()):  # one of the Auto classes
         return make.from_config(config) if checkpoint is None else make.from_pretrained(checkpoint, config=config)
     if checkpoint is None:
@@ -627,7 +627,7 @@ def _ordered(
     if isinstance(data.train, StreamingBlocks):
         return reseeded(data.train, seed)
     if isinstance(data.train, MixedBlocks):
-        return data.train.ordered(seed, length, weights)
+        return data.train.ordered(seed, length, weights, numbered)
     return ShuffledBlocks(data.train, seed, length, numbered)
 
 

@@ -1,0 +1,47 @@
+"""recipes/make_diffusion_text.py: rows of exactly the asked length that say one key, and sums that are right."""
+
+import importlib.util
+import json
+import lzma
+import re
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from tiny_checkpoint import TEXT
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "make_diffusion_text.py"
+
+
+def test_rows_hold_one_key_and_sums_are_right(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("make_diffusion_text", SCRIPT)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    prose = tmp_path / "prose"
+    prose.mkdir()
+    for name in ("a-train-0", "a-valid"):
+        with lzma.open(prose / f"{name}.jsonl.xz", "wt", encoding="utf-8") as out:
+            out.writelines(json.dumps({"text": f"{TEXT} the pass key is and and " * 4}) + "\n" for _ in range(3))
+    given = [prose, tmp_path / "corpus", "--passkeys", 20, "--sums", 2000, "--vocabulary", 400, "--length", 160]
+    monkeypatch.setattr(sys, "argv", ["make_diffusion_text.py", *map(str, given)])
+    made.main()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "corpus" / "tokenizer")
+
+    def rows(name):
+        return [json.loads(line)["text"] for line in (tmp_path / "corpus" / name / f"{name}.jsonl").open()]
+
+    keys, ends = set(), 0
+    for text in rows("passkey"):
+        assert len(tokenizer(text)["input_ids"]) == 159  # and EOS
+        said = re.findall(r"The pass key is((?: \d){8})\.", text)
+        assert 3 <= len(said) <= 8 and len(set(said)) == 1
+        ends += text.endswith(f"{said[0]}.")
+        keys.add(said[0])
+    assert len(keys) == 20 and 3 <= ends <= 17
+    sums = " ".join(rows("addition")).split(" ;")[:200]
+    for line in filter(str.strip, sums):
+        a, b, c = (int(part.replace(" ", "")) for part in re.split(r"[+=]", line))
+        assert a + b == c
+    assert (tmp_path / "corpus" / "text" / "a-train-0.jsonl.xz").exists()
+    assert (tmp_path / "corpus" / "validation" / "a-valid.jsonl.xz").exists()
