@@ -44,7 +44,7 @@ SIDE, PATCH, LAYER, CHANNELS = 224, 14, -4, 384
 GRID = (SIDE // PATCH, SIDE // PATCH)
 ASKED, ROOM = 8, 96  # questions of a picture, and tokens that they fill at most
 CHUNK = 200  # pictures that one process draws at a time
-BATCH = 32  # pictures of a step
+BATCH = 16  # pictures of a step
 LR, PROJECTOR_LR, ALIGN_LR = 5e-4, 2e-3, 2e-3
 ALIGNED = 0.08  # share of the pictures whose questions train the projector alone
 ADAPTED = 0.2  # pictures that an adapted model sees, of those that the first saw
@@ -177,7 +177,7 @@ def features_of(work: Path, name: str) -> Any:
 
 def loaded(features: Any, numbers: Any, device: str, dtype: torch.dtype) -> Tensor:
     """Features of these pictures [B, n, C]."""
-    return torch.from_numpy(np.array(features[numbers]).view(np.int16)).view(torch.bfloat16).to(device, dtype)
+    return moved(features[numbers].view(np.int16), device).view(torch.bfloat16).to(dtype)
 
 
 @torch.no_grad()
@@ -294,9 +294,10 @@ def states_of(model: Any, features: Tensor, ids: Tensor, owner: Tensor, place: T
     return output.last_hidden_state[:, vision:]
 
 
-def scores_of(model: Any, states: Tensor, ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of the answers' tokens and those tokens, in one row each."""
-    return model.lm_head(states[:, :-1][answer[:, 1:]]).float(), ids[:, 1:][answer[:, 1:]]
+def scores_of(model: Any, states: Tensor, ids: Tensor, answer: Any) -> tuple[Tensor, Tensor]:
+    """Logits of the answers' tokens and those tokens, in a row each. `answer` is on the CPU: a GPU need not wait."""
+    row, column = (moved(one, states.device) for one in np.nonzero(answer[:, 1:]))
+    return model.lm_head(states[row, column]).float(), ids[row, column + 1]
 
 
 @torch.no_grad()
@@ -306,23 +307,29 @@ def ask(model: Any, features: Any, rows: Rows, count: int, device: str, dtype: t
     found: dict[str, list] = {"right": [], "nats": []}
     for start in range(0, count, 64):
         numbers = slice(start, min(start + 64, count))
-        ids, owner, answer, place = tensors(rows, numbers, device)
+        (ids, owner, place), answer = tensors(rows, numbers, device), rows.answer[numbers]
         states = states_of(model, loaded(features, numbers, device, dtype), ids, owner, place)
         logits, targets = scores_of(model, states, ids, answer)
         add(found, logits, targets, answer)
     return found
 
 
-def add(found: dict[str, list], logits: Tensor, targets: Tensor, answer: Tensor) -> None:
+def add(found: dict[str, list], logits: Tensor, targets: Tensor, answer: Any) -> None:
     """Note for each row of a batch whether all of its answer is likeliest, and its loss."""
-    row, one = answer[:, 1:].nonzero()[:, 0], torch.zeros(len(answer), device=answer.device)
+    row, one = moved(np.nonzero(answer[:, 1:])[0], logits.device), torch.zeros(len(answer), device=logits.device)
     wrong = one.index_add(0, row, (logits.argmax(-1) != targets).float())
     found["right"] += (wrong == 0).int().tolist()
     found["nats"] += one.index_add(0, row, F.cross_entropy(logits, targets, reduction="none")).tolist()
 
 
 def tensors(rows: Rows, numbers: Any, device: str) -> list[Tensor]:
-    return [torch.from_numpy(one[numbers]).to(device) for one in (rows.ids, rows.owner, rows.answer, rows.place)]
+    return [moved(one[numbers], device) for one in (rows.ids, rows.owner, rows.place)]
+
+
+def moved(values: Any, device: Any) -> Tensor:
+    """The array on the device, without waiting for what runs there."""
+    tensor = torch.from_numpy(np.array(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
 def train(
@@ -346,7 +353,6 @@ def train(
     )  # fmt: skip
     steps, begin, seen = len(order) // BATCH, time.time(), 0
     total, parts = 0.0, 0
-    size = BATCH // 2 if model.config.vision_compress["name"] == "all_tokens" else BATCH  # pictures of one pass
     for step in range(steps):
         spent = max(step / steps, (time.time() - begin) / max(until - begin, 1.0))
         if spent >= 1:
@@ -355,15 +361,11 @@ def train(
             warm = min(1.0, (step + 1) / max(1.0, 0.03 * steps))
             group["lr"] = group["peak"] * warm * 0.5 * (1 + math.cos(math.pi * spent))
         numbers = np.sort(order[step * BATCH : (step + 1) * BATCH])
-        targets = max(int(rows.answer[numbers].sum()), 1)
-        for part in range(0, BATCH, size):
-            some = numbers[part : part + size]
-            ids, owner, answer, place = tensors(rows, some, device)
-            states = states_of(model, loaded(features, some, device, dtype), ids, owner, place)
-            logits, aims = scores_of(model, states, ids, answer)
-            loss = F.cross_entropy(logits, aims, reduction="sum") / targets
-            loss.backward()
-            total, parts = total + loss.detach(), parts + 1
+        ids, owner, place = tensors(rows, numbers, device)
+        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner, place)
+        loss = F.cross_entropy(*scores_of(model, states, ids, rows.answer[numbers]))
+        loss.backward()
+        total, parts = total + loss.detach(), parts + 1
         for (_, one), copy in zip(weights, copies):
             copy.grad = None if one.grad is None else one.grad.float()
             one.grad = None
@@ -371,8 +373,8 @@ def train(
         optimizer.step()
         torch._foreach_copy_([one.data for _, one in weights], copies)
         seen += BATCH
-        if step % 20 == 19 or step == steps - 1:
-            value = float(total) / (parts * size / BATCH)
+        if step % 50 == 49 or step == steps - 1:
+            value = float(total) / parts
             log.append([seen, round(value, 4), round(time.time() - begin, 1)])
             print(f"{seen} {value:.3f} {time.time() - begin:.0f} s", flush=True)
             total, parts = 0.0, 0
@@ -524,8 +526,8 @@ class Worker:
 
     def choose(self, model: Any, order: Any) -> int:
         """How many pictures the first training can see in its time, from a few steps at learning rate zero."""
-        count = 12 * BATCH
-        train(model, self.rows, self.features["train"], order[: 4 * BATCH], (0.0, 0.0), self.device, self.dtype, [],
+        count = 30 * BATCH
+        train(model, self.rows, self.features["train"], order[: 8 * BATCH], (0.0, 0.0), self.device, self.dtype, [],
               time.time() + 1e6)  # fmt: skip
         begin = time.time()
         train(model, self.rows, self.features["train"], order[:count], (0.0, 0.0), self.device, self.dtype, [],
@@ -579,7 +581,7 @@ class Worker:
             return self.ask_last(model, method, pixels, count // 2, image)
         for start in range(0, count, 48):
             numbers = slice(start, min(start + 48, count))
-            ids, _, answer, _ = tensors(self.held_out, numbers, self.device)
+            (ids, _, _), answer = tensors(self.held_out, numbers, self.device), self.held_out.answer[numbers]
             long = torch.cat((torch.full((len(ids), kept), image, device=self.device), ids), 1)
             with compress_vision(model, None, method):
                 output = model(
@@ -588,13 +590,15 @@ class Worker:
                     logits_to_keep=ids.shape[1],
                     use_cache=False,
                 )
-            logits, targets = output.logits[:, :-1][answer[:, 1:]].float(), ids[:, 1:][answer[:, 1:]]
+            row, column = (moved(one, self.device) for one in np.nonzero(answer[:, 1:]))
+            logits, targets = output.logits[row, column].float(), ids[row, column + 1]
             add(found, logits, targets, answer)
         return found
 
     def ask_last(self, model: Any, method: Any, pixels: Any, count: int, image: int) -> dict[str, list]:
         """Greedy generation after prompts, of one length at a time: the method reads a prompt's last token. No loss."""
-        ids, _, answer, _ = tensors(self.held_out, slice(0, count), self.device)
+        ids = tensors(self.held_out, slice(0, count), self.device)[0]
+        answer = torch.from_numpy(self.held_out.answer[:count]).to(self.device)
         starts, most = answer.int().argmax(1), int(answer.sum(1).max())
         right = [0] * count
         for length in sorted(set(starts.tolist())):
