@@ -45,7 +45,7 @@ def test_two_stages_train_the_projector_then_the_language_model_of_given_folders
     task = {"name": "vqa", "side": 16, "scenes": 40, "questions": 72, "trains": "language", "align": 4, "align_lr": 0.1}
     data = {"tokenizer": str(parts / "language"), "block_size": 90}
     loaded, data = load(tmp_path, model=model, task=task, data=data, training={"examples": 4})
-    assert "4 examples, at learning rate 0.1" in data.notes[0]
+    assert "4 examples, at learning rate 0.1" in data.notes[1]
     result = train_run(loaded, MethodConfig("vanilla"), seed=0, folder=tmp_path / "run", data=data)
     assert (tmp_path / "run" / "before" / "result.json").exists() and result.steps == 2
     first = loaded.task.model_class.from_pretrained(tmp_path / "run" / "before" / "model").model

@@ -267,11 +267,13 @@ class VQA(Task):
         if validation is not None:
             targets = int((validation["labels"][:] != IGNORED).sum())
             size = sum(len(scene(data.seed, number, True).answer.encode()) for number in range(self.questions))
-        notes = (
-            f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
-            f"{self.align_lr:g}; lengths and FLOPs are without these.",
-        )
-        return PreparedData(training, validation, tokenizer, targets, size, notes=notes if self.align else ())
+        notes = ["FLOPs here are torch's count for one picture and its row of text, attention as whole products."]
+        if self.align:
+            notes.append(
+                f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
+                f"{self.align_lr:g}; lengths and FLOPs are without these."
+            )
+        return PreparedData(training, validation, tokenizer, targets, size, notes=tuple(notes))
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate(examples)
@@ -350,7 +352,8 @@ class VQA(Task):
         return sum(common[drawn.kind] == drawn.answer for drawn in held_out) / len(held_out)
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
-        return [Sample(drawn.question, text, drawn.answer) for drawn, text, _ in self.answers(model, data, SAMPLES)]
+        found = self.answers(model, data, SAMPLES)
+        return [Sample(f"{drawn.question} ", text, drawn.answer) for drawn, text, _ in found]
 
 
 def row_of(seed: int, number: int, held_out: bool, tokenizer: Any, size: int, asked: int = 1) -> dict[str, Any]:
