@@ -45,7 +45,7 @@ def test_two_stages_train_the_projector_then_the_language_model_of_given_folders
     task = {"name": "vqa", "side": 16, "scenes": 40, "questions": 72, "trains": "language", "align": 4, "align_lr": 0.1}
     data = {"tokenizer": str(parts / "language"), "block_size": 90}
     loaded, data = load(tmp_path, model=model, task=task, data=data, training={"examples": 4})
-    assert "4 examples, at learning rate 0.1" in data.notes[0]
+    assert "4 examples, at learning rate 0.1" in data.notes[1]
     result = train_run(loaded, MethodConfig("vanilla"), seed=0, folder=tmp_path / "run", data=data)
     assert (tmp_path / "run" / "before" / "result.json").exists() and result.steps == 2
     first = loaded.task.model_class.from_pretrained(tmp_path / "run" / "before" / "model").model
@@ -98,6 +98,34 @@ def test_a_resampler_trains_with_its_model_and_then_serves_fewer_tokens(tmp_path
     assert fresh.vision_compress["tokens"] == 4
 
 
+@torch.no_grad()
+def test_questions_of_one_row_see_the_picture_and_themselves_alone(tmp_path):
+    language = {**LANGUAGE, "max_position_embeddings": 600}
+    task = {"name": "vqa", "side": 16, "scenes": 12, "questions": 72, "asked": 5}
+    compress = {"name": "fourier_vlm", "tokens": 4}
+    loaded, data = load(tmp_path, model={"language": language, "vision_compress": compress}, task=task,
+                        data={"block_size": 500})  # fmt: skip
+    config = model_config(loaded, MethodConfig("vanilla"), data.tokenizer)
+    model = loaded.task.new_model(config, loaded.model, None).eval()
+    for weight in model.parameters():  # so that attention matters
+        weight.normal_(0, 0.3)
+    batch = loaded.task.collate([data.train[0], data.train[7]])
+    together = loaded.task.forward(model, **batch)
+    assert "question" not in data.validation.column_names and batch["question"].max() == 5
+    total = 0.0
+    for row in range(2):
+        for owner in range(5):
+            mine = batch["question"][row] == owner
+            ids, labels = (
+                torch.cat((batch[name][row, :1], batch[name][row][mine]))[None] for name in ("input_ids", "labels")
+            )
+            pixels = batch["pixel_values"][row : row + 1]
+            alone = loaded.task.forward(model, input_ids=ids, labels=labels, pixel_values=pixels)
+            torch.testing.assert_close(together.logits[row, mine], alone.logits[0, 1:], atol=1e-4, rtol=1e-4)
+            total += alone.loss * (labels != -100).sum()
+    torch.testing.assert_close(together.loss, total / (batch["labels"] != -100).sum(), atol=1e-5, rtol=1e-5)
+
+
 def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -130,6 +158,7 @@ def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
     ("sections", "message"),
     [
         ({"task": {"side": 18}}, "side=18: no whole number of patches of 4 pixels; use 16"),
+        ({"task": {"asked": 0}}, "asked=0: must be an integer of at least 1"),
         ({"task": {"questions": 71}}, "questions=71: must be an integer of at least 72"),
         ({"task": {"trains": "tower"}}, "option trains='tower': use"),
         ({"data": {"train": "words.txt"}}, "task 'vqa' makes its scenes itself"),

@@ -61,6 +61,29 @@ def test_visionzip_is_a_loop_over_the_towers_own_attention():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("name", "layer"), [("visionzip", 1), ("prumerge", 2)])
+def test_what_dinov2s_token_attended_to_is_seen(name, layer, monkeypatch):
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24, "patch_size": 4}
+    config = hf.LlavaConfig(
+        vision_config=hf.Dinov2Config(**tower), text_config=hf.LlamaConfig(**TEXT), image_token_index=2
+    )
+    model = perturbed(hf.LlavaForConditionalGeneration(config))
+    method, taken = from_dict({"name": name, "tokens": 9}), []
+    call = type(method).__call__
+    monkeypatch.setattr(
+        type(method), "__call__", lambda self, x, grid, seen: [taken.append(seen), call(self, x, grid, seen)][1]
+    )
+    pixels = torch.randn(2, 3, 24, 24)
+    ids = torch.full((2, 9), 2)
+    with compress_vision(model, None, method):
+        model(input_ids=ids, pixel_values=pixels)
+    whole = eager_tower(model)(pixels).attentions[layer]
+    assert taken[0].heads == 2
+    torch.testing.assert_close(taken[0].attention(), whole[:, :, 0, 1:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_prumerge_is_a_loop_over_the_next_layers_keys():
     model, processor = pair("llava")
     pixels = batch("llava", processor).pixel_values

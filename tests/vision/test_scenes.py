@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -19,14 +21,29 @@ from fathom.vision.scenes import (
     Thing,
     is_new,
     is_new_word,
+    questions,
     scene,
 )
+
+
+def kind_of(question):
+    starts = ("what is at", "where", "how many", "which colour", "is there", "what is the word")
+    (found,) = [kind for kind, start in zip(KINDS, starts) if question.startswith(start)]
+    return found
+
 
 TRAIN = [scene(0, number, False) for number in range(1500)]
 HELD_OUT = [scene(0, number, True) for number in range(2 * PERIOD)]
 
 
-@pytest.mark.parametrize("scenes", [TRAIN, HELD_OUT], ids=["train", "held out"])
+MORE = [
+    dataclasses.replace(one, question=question, answer=answer, kind=kind_of(question))
+    for one in TRAIN[:300]
+    for question, answer in questions(one, 8)[1:]
+]
+
+
+@pytest.mark.parametrize("scenes", [TRAIN, HELD_OUT, MORE], ids=["train", "held out", "more of the same picture"])
 def test_answers_are_true_of_the_things(scenes):
     said = {kind: set() for kind in KINDS}
     for one in scenes:
@@ -36,7 +53,8 @@ def test_answers_are_true_of_the_things(scenes):
             assert one.answer == one.word
             continue
         by_place = {thing.place: thing for thing in one.things}
-        assert not one.word and len(by_place) == len(one.things)
+        assert scenes is MORE or not one.word
+        assert len(by_place) == len(one.things)
         if one.kind == "what":
             assert by_place[PLACES.index(one.question.removeprefix("what is at the ")[:-1])].shape == one.answer
         elif one.kind == "how_many":
@@ -49,7 +67,21 @@ def test_answers_are_true_of_the_things(scenes):
         else:
             (asked,) = [thing for thing in one.things if thing.shape == words[-1]]  # there is one of the shape
             assert one.answer == (PLACES[asked.place] if one.kind == "where" else asked.colour)
-    assert said["is_there"] == {"yes", "no"} and said["how_many"] == set(NUMBERS) and len(said["where"]) > 7
+    assert (
+        said["is_there"] == {"yes", "no"}
+        and said["how_many"] >= set(NUMBERS[: 4 if scenes is MORE else 5])
+        and len(said["where"]) > 7
+    )
+
+
+def test_a_picture_is_asked_its_own_question_first_and_no_question_twice():
+    for one in TRAIN[:300]:
+        asked = questions(one, 8)
+        assert asked[0] == (one.question, one.answer) and len({question for question, _ in asked}) == len(asked) >= 2
+        for question, _ in asked:
+            words = question.removesuffix("?").split()
+            assert words[:2] != ["is", "there"] or not is_new(words[-1], words[-2])
+    assert {kind_of(question) for one in TRAIN[:30] for question, _ in questions(one, 8)[1:]} == set(KINDS) - {"read"}
 
 
 def test_new_scenes_are_held_out_and_every_kind_has_every_size():

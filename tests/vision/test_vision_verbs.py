@@ -47,6 +47,9 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
             own = row["method"] == "sparsevlm"  # it rates and merges between layers, by products of its own
             assert (row["language_flops"] > row["language_flops_closed"]) == own
             assert own or row["language_flops"] == row["language_flops_closed"] < row["prefill_flops"]
+            watched = row["method"] in ("prumerge", "visionzip")  # the tower's attention is computed a second time
+            assert (row["tower_flops"] > row["tower_flops_closed"]) == watched
+            assert watched or row["tower_flops"] == row["tower_flops_closed"] < row["prefill_flops"]
             assert row["kv_bytes"] == row["kv_bytes_closed"] and 0 < row["step_flops"] < row["prefill_flops"]
     assert "the language model has 2 layers; use less" in rows.pop("fastv")["refused"]
     assert "weights of its own" in rows.pop("mqt")["refused"]

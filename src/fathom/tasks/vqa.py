@@ -3,7 +3,8 @@
 `fathom.vision.scenes` makes the scenes, and pictures are drawn when a batch is put together. Models are LLaVA's
 (`LlavaForConditionalGeneration`): a vision tower, a projector, a language model, each from scratch or of a folder. The
 recipe's section `vision_compress` is the compressor; one image token stands for the picture in a row, and a model reads
-as many as its compressor keeps. So all methods learn from the same rows.
+as many as its compressor keeps. So all methods learn from the same rows. A row may hold several questions about its
+picture: each sees the picture and itself alone, so they cost little more and teach as much as a row each.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from fathom.models.local_paths import refuse_absent
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
 from fathom.tasks.encoders import padded
-from fathom.vision.scenes import KINDS, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, scene
+from fathom.vision.scenes import KINDS, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, questions, scene
 
 IMAGE, PAD = "<image>", "<pad>"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, DINOv2's
+IMAGES = -1  # in a row's `question`: an image token, which every question sees
 BATCH = 32
 SAMPLES = 6
 SIZED = (*(f"objects_{size}" for size in OBJECT_SIZES), *(f"words_{size}" for size in WORD_SIZES))
@@ -50,6 +52,7 @@ class VQA(Task):
     side: of a picture, in pixels.
     scenes: how many different ones there are to learn from.
     questions: held-out ones.
+    asked: questions about each picture to learn from, at most.
     trains: all; the projector and the language model ("language"); or the projector alone.
     align: examples of a stage before, in which the projector trains alone, as in LLaVA's first; 0: none.
     align_lr: its peak learning rate.
@@ -58,6 +61,7 @@ class VQA(Task):
     side: int = 336
     scenes: int = 20_000
     questions: int = 4 * PERIOD
+    asked: int = 1
     trains: Literal["all", "language", "projector"] = "all"
     align: int = 0
     align_lr: float = 1e-3
@@ -91,6 +95,7 @@ class VQA(Task):
         check_range("task vqa", "side", self.side, 1)
         check_range("task vqa", "scenes", self.scenes, 1)
         check_range("task vqa", "questions", self.questions, PERIOD)
+        check_range("task vqa", "asked", self.asked, 1)
         check_range("task vqa", "align", self.align, 0)
         check_number("task vqa", "align_lr", self.align_lr, 0)
         if self.trains not in ("all", "language", "projector"):
@@ -238,17 +243,21 @@ class VQA(Task):
         def texts() -> Iterator[str]:
             for number in range(min(self.scenes, 10_000)):
                 drawn = scene(data.seed, number, False)
-                yield f"{prompt_of(drawn)}{drawn.answer}"
+                yield f"\n{drawn.question}\n{drawn.answer}"
 
         tokenizer = make_tokenizer(data, texts, lambda: cache_key("vqa", data.seed, min(self.scenes, 10_000)), cache)
         tokenizer = with_image(tokenizer)
 
         def rows(held_out: bool, count: int) -> datasets.Dataset:
             options = [self.name, data.seed, held_out, count, data.block_size]
+            asked = 1 if held_out else self.asked
+            if asked > 1:
+                options.append(asked)
             folder = cache / f"vqa-{cache_key(tokenizer_hash(tokenizer), *options)}"
 
             def build(work: Path) -> None:
-                made = (row_of(data.seed, number, held_out, tokenizer, data.block_size) for number in range(count))
+                size = data.block_size
+                made = (row_of(data.seed, number, held_out, tokenizer, size, asked) for number in range(count))
                 datasets.Dataset.from_list(list(made)).save_to_disk(str(work / "rows"))
 
             build_once(folder, build)
@@ -259,11 +268,13 @@ class VQA(Task):
         if validation is not None:
             targets = int((validation["labels"][:] != IGNORED).sum())
             size = sum(len(scene(data.seed, number, True).answer.encode()) for number in range(self.questions))
-        notes = (
-            f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
-            f"{self.align_lr:g}; lengths and FLOPs are without these.",
-        )
-        return PreparedData(training, validation, tokenizer, targets, size, notes=notes if self.align else ())
+        notes = ["FLOPs here are torch's count for one picture and its row of text, attention as whole products."]
+        if self.align:
+            notes.append(
+                f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
+                f"{self.align_lr:g}; lengths and FLOPs are without these."
+            )
+        return PreparedData(training, validation, tokenizer, targets, size, notes=tuple(notes))
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate(examples)
@@ -281,9 +292,14 @@ class VQA(Task):
         step = method.in_training() if model.training else method
         count = step.count(patch_grid(inner.config, self.side))
         long = torch.cat((ids[:, :1].expand(-1, count), ids[:, 1:]), 1)
+        apart = {} if "question" not in batch else several(batch["question"], count, inner.dtype)
         with contextlib.nullcontext() if step == method else compress_vision(inner, None, step):
             out = model(
-                input_ids=long, pixel_values=batch["pixel_values"], logits_to_keep=ids.shape[1], use_cache=False
+                input_ids=long,
+                pixel_values=batch["pixel_values"],
+                logits_to_keep=ids.shape[1],
+                use_cache=False,
+                **apart,
             )
         total = F.cross_entropy(
             out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
@@ -337,31 +353,38 @@ class VQA(Task):
         return sum(common[drawn.kind] == drawn.answer for drawn in held_out) / len(held_out)
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
-        return [Sample(drawn.question, text, drawn.answer) for drawn, text, _ in self.answers(model, data, SAMPLES)]
+        found = self.answers(model, data, SAMPLES)
+        return [Sample(f"{drawn.question} ", text, drawn.answer) for drawn, text, _ in found]
 
 
-def prompt_of(drawn: Scene) -> str:
-    """What comes before the answer, beside the image token."""
-    return f"\n{drawn.question}\n"
-
-
-def row_of(seed: int, number: int, held_out: bool, tokenizer: Any, size: int) -> dict[str, Any]:
-    """A scene's text as ids, padded: one image token, the question, the answer and its end."""
+def row_of(seed: int, number: int, held_out: bool, tokenizer: Any, size: int, asked: int = 1) -> dict[str, Any]:
+    """A scene's text as ids, padded: one image token, then each question with its answer and its end."""
     drawn = scene(seed, number, held_out)
-    question, answer = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt_of(drawn), drawn.answer)
-    )
-    before = [tokenizer.convert_tokens_to_ids(IMAGE), *question]
-    ids, targets = [*before, *answer, tokenizer.eos_token_id], [*answer, tokenizer.eos_token_id]
+    pairs = [(drawn.question, drawn.answer)] if asked == 1 else questions(drawn, asked)
+    ids, labels, owners = [tokenizer.convert_tokens_to_ids(IMAGE)], [IGNORED], [IMAGES]
+    for owner, (question, answer) in enumerate(pairs):
+        before = tokenizer(f"\n{question}\n", add_special_tokens=False)["input_ids"]
+        after = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids += before + after
+        labels += [IGNORED] * len(before) + after
+        owners += [owner] * len(before + after)
     if len(ids) > size:
         raise ValueError(f"data.block_size={size}: a row of task 'vqa' has {len(ids)} tokens; use at least that")
-    return {
-        "input_ids": padded(ids, size, tokenizer.pad_token_id),
-        "labels": padded([IGNORED] * len(before) + targets, size, IGNORED),
-        "seed": seed,
-        "number": number,
-        "held_out": int(held_out),
-    }
+    row = {"input_ids": padded(ids, size, tokenizer.pad_token_id), "labels": padded(labels, size, IGNORED)}
+    if asked > 1:
+        row["question"] = padded(owners, size, len(pairs))
+    return {**row, "seed": seed, "number": number, "held_out": int(held_out)}
+
+
+def several(question: Tensor, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Mask and positions of rows [B, L] whose tokens belong to so many questions, behind `count` vision tokens: a token
+    sees the picture and what came before it in its own question, whose positions follow the picture's."""
+    owner = torch.cat((question[:, :1].expand(-1, count), question[:, 1:]), 1)
+    same = owner[:, :, None] == owner[:, None, :]
+    allowed = (same | (owner == IMAGES)[:, None, :]).tril()
+    within = (same.tril().sum(-1) - 1).clamp(min=0)  # tokens of the same question before it
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+    return {"attention_mask": mask[:, None], "position_ids": within + count * (owner != IMAGES)}
 
 
 def picture(drawn: Scene, side: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.vision.base import Compressor, Grid, LanguageCompressor
-from fathom.vision.compress import compress_vision
+from fathom.vision.compress import TOWERS, compress_vision
 from fathom.vision.families import square
 from fathom.vision.methods import METHODS, from_dict
 
@@ -74,9 +74,9 @@ def bench(
     names: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """One row a method: vision tokens, FLOPs of a prompt and of a step after it (torch's counter, attention as plain
-    products), those of the language model's layers by counter and in closed form, KV bytes as stored and in closed
-    form, time to the first token and tokens per second through `generate()`. Methods that do not serve the model have
-    the reason instead.
+    products), those of the tower and of the language model's layers by counter and in closed form (None for a tower
+    that attends in windows, as Qwen2.5-VL's), KV bytes as stored and in closed form, time to the first token and tokens
+    per second through `generate()`. Methods that do not serve the model have the reason instead.
 
     Raises:
         ValueError: a name in `names` that is no method.
@@ -95,11 +95,9 @@ def bench(
                 row["prefill_flops"] = counter.get_total_flops()
                 layers = language_of(model).layers
                 lengths = lengths_read(method, inputs["input_ids"].shape[1], row["vision_tokens"], len(layers))
-                row["language_flops"] = sum(
-                    sum(counts.values())
-                    for name, counts in counter.get_flop_counts().items()
-                    if re.search(r"\.(language_model|text_model)\.layers\.\d+$", name)
-                )
+                row["tower_flops"] = _counted(counter, r"\.(vision_tower|vision_model|visual)$")
+                row["tower_flops_closed"] = tower_flops(model, inputs["pixel_values"])
+                row["language_flops"] = _counted(counter, r"\.(language_model|text_model)\.layers\.\d+$")
                 row["language_flops_closed"] = layer_flops(layers, lengths)
                 cache = getattr(output, "cache", None) or output.past_key_values
                 row["kv_bytes"] = sum(
@@ -131,6 +129,22 @@ def lengths_read(method: Compressor, prompt: int, placeholders: int, layers: int
     return [prompt - placeholders + tokens for tokens in method.read(square(placeholders), layers)]
 
 
+def tower_flops(model: Any, pixels: Tensor) -> int | None:
+    """FLOPs of a ViT on all tiles of all images: 2·n·(3·p²)·C for its patches and, for each layer that T = n tokens or
+    n + 1 (with a CLS token) pass, 2·T·(weights of its matrices) + 4·T²·C."""
+    config = model.config.vision_config
+    if pixels.ndim < 4:  # patches of Qwen's tower, which attends in windows
+        return None
+    patch, width = config.patch_size, config.hidden_size
+    tiles, patches = pixels[..., 0, 0, 0].numel(), (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
+    length = patches + (config.model_type in TOWERS)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
+    tower = base.model.vision_tower if hasattr(base.model, "vision_tower") else base.model.vision_model
+    weights = sum(part.weight.numel() for part in tower.modules() if isinstance(part, nn.Linear))
+    attention = 4 * length**2 * width * config.num_hidden_layers
+    return tiles * (2 * patches * pixels.shape[-3] * patch**2 * width + 2 * length * weights + attention)
+
+
 def layer_flops(layers: Any, lengths: list[int]) -> int:
     """Σ over layers of 2·T·(weights of its matrices) + 4·T²·H·d, of a prompt of one row."""
     found = 0
@@ -146,6 +160,12 @@ def layer_bytes(layers: Any, lengths: list[int]) -> int:
         2 * length * layer.self_attn.k_proj.out_features * layer.self_attn.k_proj.weight.element_size()
         for layer, length in zip(layers, lengths, strict=True)
     )
+
+
+def _counted(counter: FlopCounterMode, modules: str) -> int:
+    """FLOPs within the modules whose names match."""
+    counts = counter.get_flop_counts()
+    return sum(sum(found.values()) for name, found in counts.items() if re.search(modules, name))
 
 
 def _flops(model: Any, inputs: dict[str, Tensor], new_tokens: int) -> int:

@@ -62,18 +62,26 @@ class CompressedModel(Published):
 
 
 class FathomLlavaForConditionalGeneration(CompressedModel, LlavaForConditionalGeneration):
+    """LLaVA that reads as many vision tokens as its config's compressor keeps."""
+
     config_class = FathomLlavaConfig
 
 
 class FathomLlavaNextForConditionalGeneration(CompressedModel, LlavaNextForConditionalGeneration):
+    """LLaVA-NeXT with compressed tiles."""
+
     config_class = FathomLlavaNextConfig
 
 
 class FathomSmolVLMForConditionalGeneration(CompressedModel, SmolVLMForConditionalGeneration):
+    """SmolVLM with compressed tiles."""
+
     config_class = FathomSmolVLMConfig
 
 
 class FathomQwen2_5_VLForConditionalGeneration(CompressedModel, Qwen2_5_VLForConditionalGeneration):
+    """Qwen2.5-VL with compressed images and frames."""
+
     config_class = FathomQwen2_5_VLConfig
 
 

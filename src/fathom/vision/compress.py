@@ -15,7 +15,15 @@ from torch import nn
 from fathom.vision.base import Compressor, LanguageCompressor, TowerCompressor
 from fathom.vision.families import FAMILIES, REFUSED, Family
 from fathom.vision.methods.mqt import MQT
-from fathom.vision.watching import ThinnedLayer, TowerAttention, Watch, WatchedAttention, WatchedModel, check_backend
+from fathom.vision.watching import (
+    ThinnedLayer,
+    TowerAttention,
+    Watch,
+    WatchedAttention,
+    WatchedModel,
+    check_backend,
+    query_and_key,
+)
 
 TOWERS = ("clip_vision_model", "dinov2")  # they have a CLS token, whose attention can be watched
 
@@ -104,9 +112,9 @@ def tower_attention(inner: Any, compressor: TowerCompressor) -> nn.Module:
             f"{kind}, vision_feature_layer={layer!r}, vision_feature_select_strategy="
             f"{config.vision_feature_select_strategy!r}); use another method, such as divprune"
         )
-    attentions = [part for part in inner.vision_tower.modules() if hasattr(part, "q_proj") and hasattr(part, "k_proj")]
+    attentions = [part for part in inner.vision_tower.modules() if query_and_key(part) is not None]
     if not attentions:
-        raise ValueError(f"method={name!r}: no q_proj and k_proj in this version's {kind}; update transformers")
+        raise ValueError(f"method={name!r}: no query and key projections found in this version's {kind}")
     wrote = layer % (len(attentions) + 1) - 1  # hidden state 0 is the embedding
     return attentions[min(max(wrote, 0) + compressor.next_layer, len(attentions) - 1)]
 

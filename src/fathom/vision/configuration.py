@@ -26,21 +26,29 @@ class Compresses:
 
 
 class FathomLlavaConfig(Compresses, LlavaConfig):
+    """LLaVA's config, with the compressor before its projector."""
+
     model_type = "fathom_llava"
     vision_compress: dict[str, Any] | None = None
 
 
 class FathomLlavaNextConfig(Compresses, LlavaNextConfig):
+    """LLaVA-NeXT's config, with the compressor of every tile."""
+
     model_type = "fathom_llava_next"
     vision_compress: dict[str, Any] | None = None
 
 
 class FathomSmolVLMConfig(Compresses, SmolVLMConfig):
+    """SmolVLM's config, with the compressor after its connector."""
+
     model_type = "fathom_smolvlm"
     vision_compress: dict[str, Any] | None = None
 
 
 class FathomQwen2_5_VLConfig(Compresses, Qwen2_5_VLConfig):
+    """Qwen2.5-VL's config, with the compressor of every temporal slice after the merger."""
+
     model_type = "fathom_qwen2_5_vl"
     vision_compress: dict[str, Any] | None = None
 

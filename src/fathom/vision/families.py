@@ -141,6 +141,8 @@ class QwenModel(Compressed):
 
 
 class LlavaProcessor(Compressed):
+    """LLaVA: as many placeholders of an image as the compressor keeps of its grid."""
+
     def kept(self, tokens: int) -> int:
         return self.compressor.count(square(tokens))
 
@@ -157,6 +159,8 @@ class LlavaProcessor(Compressed):
 
 
 class NextProcessor(Compressed):
+    """LLaVA-NeXT: placeholders of the whole image and of its tiles joined, at the kept size, with a newline a row."""
+
     def _get_number_of_features(self, orig_height: int, orig_width: int, height: int, width: int) -> int:
         patch: int = self.patch_size  # type: ignore[attr-defined]
         patches = self.compressor.count((height // patch, width // patch))
@@ -185,6 +189,8 @@ class SmolProcessor(Compressed):
 
 
 class QwenProcessor(Compressed):
+    """Qwen2.5-VL: placeholders of an image or video, slice by slice."""
+
     def kept(self, grid: Any, merge: int) -> int:
         t, h, w = (int(side) for side in grid)
         return t * self.compressor.count((h // merge, w // merge))

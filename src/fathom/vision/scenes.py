@@ -126,8 +126,7 @@ def scene(seed: int, number: int, held_out: bool) -> Scene:
         elif kind == "which_colour":
             question, answer = f"which colour is the {asked.shape}?", asked.colour
         elif kind == "how_many":
-            plural = asked.shape + ("es" if asked.shape == "cross" else "s")
-            question, count = f"how many {plural} are there?", rng.randint(0, 4)
+            question, count = f"how many {_plural(asked.shape)} are there?", rng.randint(0, 4)
             answer = NUMBERS[count]
             more = [Thing(asked.shape, _colour(rng, asked.shape), place) for place in places[5 : 4 + count]]
             things = (*((asked,) if count else ()), *others, *more)
@@ -144,6 +143,41 @@ def scene(seed: int, number: int, held_out: bool) -> Scene:
                     near = Thing(rng.choice(shapes), asked.colour, asked.place)
                 things = (near, *others)
     return Scene(question, answer, kind, size, new, things, word, **looks, drawn=rng.getrandbits(32))
+
+
+def questions(drawn: Scene, count: int) -> list[tuple[str, str]]:
+    """Up to `count` questions about a training scene with their answers: its own, then others of all kinds in turn.
+
+    None is about a colour and shape that training leaves out.
+    """
+    rng = Random(drawn.drawn)
+    shapes = [thing.shape for thing in drawn.things]
+    pairs = {(thing.colour, thing.shape) for thing in drawn.things}
+    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
+    for thing in drawn.things:
+        found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
+        found["is_there"].append((f"is there a {thing.colour} {thing.shape}?", "yes"))
+        near = [(colour, thing.shape) for colour in COLOURS] + [(thing.colour, shape) for shape in SHAPES]
+        colour, shape = rng.choice([pair for pair in near if pair not in pairs and not is_new(pair[1], pair[0])])
+        found["is_there"].append((f"is there a {colour} {shape}?", "no"))
+        if shapes.count(thing.shape) == 1:
+            found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
+            found["which_colour"].append((f"which colour is the {thing.shape}?", thing.colour))
+    for shape in (rng.choice(SHAPES), *rng.sample(shapes, min(1, len(shapes)))):
+        found["how_many"].append((f"how many {_plural(shape)} are there?", NUMBERS[shapes.count(shape)]))
+    if drawn.word:
+        found["read"].append(("what is the word?", drawn.word))
+    asked = {drawn.question: drawn.answer}
+    for kind in KINDS:
+        rng.shuffle(found[kind])
+        found[kind] = [pair for pair in dict(found[kind]).items() if pair[0] not in asked]
+    for turn in range(max(map(len, found.values()))):
+        asked.update(some[turn] for some in found.values() if len(some) > turn)
+    return list(asked.items())[:count]
+
+
+def _plural(shape: str) -> str:
+    return shape + ("es" if shape == "cross" else "s")
 
 
 def _pair(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathom.vision.base import LanguageCompressor, Seen
 
@@ -39,14 +39,26 @@ class Watch:
     kept: tuple[Tensor, Tensor] | None = None  # places of the tokens left, and which of these count [B, t]
 
 
+def query_and_key(attention: Any) -> tuple[nn.Module, nn.Module] | None:
+    """Projections of a tower's attention, or None for another module. DINOv2's have other names in older versions of
+    transformers."""
+    for names in (("q_proj", "k_proj"), ("query", "key")):
+        query, key = (getattr(attention, name, None) for name in names)
+        if isinstance(query, nn.Module) and isinstance(key, nn.Module):
+            return query, key
+    return None
+
+
 class TowerAttention:
     """Keeps the CLS token's query and all keys of a tower's layer."""
 
     watch: Watch
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
-        queries, keys = self.q_proj(hidden_states[:, :1])[:, 0], self.k_proj(hidden_states)  # type: ignore[attr-defined]
-        self.watch.seen = Seen(queries, keys, queries.shape[-1] // self.head_dim)  # type: ignore[attr-defined]
+        query, key = query_and_key(self)  # type: ignore[misc]
+        queries, keys = query(hidden_states[:, :1])[:, 0], key(hidden_states)
+        width = self.head_dim if hasattr(self, "head_dim") else self.attention_head_size  # type: ignore[attr-defined]
+        self.watch.seen = Seen(queries, keys, queries.shape[-1] // width)
         return super().forward(hidden_states, *arguments, **kwargs)  # type: ignore[misc]
 
 

@@ -1,0 +1,145 @@
+"""Accuracy with few vision tokens by kind and size, and paired differences, of what few_tokens.py has written.
+
+    python benchmarks/vision/few_tokens_table.py OUT docs/results/vision_few_tokens_h200.json
+
+An interval is 1.96 standard errors. Of one accuracy over questions; of a difference over the same questions, after the
+mean over seeds, and beside it the differences of single seeds, which it does not cover.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from fathom.vision.scenes import scene
+from fathom.writing import write_json
+
+RIVALS = (  # a stage, what is asked about, and over what
+    *(("parts", ("fourier_vlm", n), ("average_pooling", n)) for n in (64, 36, 16)),
+    *(("parts", (name, 16), ("fourier_vlm", 16)) for name in ("dct_coefficients", "bicubic", "mqt")),
+    *(("parts", ("fourier_vlm", n), ("all_tokens", None)) for n in (64, 36, 16)),
+    *(("adapted", ("fourier_vlm", n), ("average_pooling", n)) for n in (64, 36, 16, 9)),
+    *(("adapted", (name, n), ("fourier_vlm", n)) for n in (64, 16) for name in ("dct_coefficients", "bicubic")),
+    *(("adapted", ("fourier_vlm", n), ("all_tokens", None)) for n in (64, 36, 16, 9)),
+)
+
+
+def groups(count: int) -> dict[str, list[int]]:
+    """Numbers of the held-out questions by kind, by size, and of new scenes."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number in range(count):
+        drawn = scene(0, number, True)
+        found["all"].append(number)
+        found[drawn.kind].append(number)
+        found[f"{'words' if drawn.kind == 'read' else 'objects'}_{drawn.size}"].append(number)
+        found["new_scenes" if drawn.new else "known_scenes"].append(number)
+    return found
+
+
+def share(right: list[float], numbers: list[int]) -> list[float]:
+    """Accuracy on these questions and its interval."""
+    values = [right[number] for number in numbers if number < len(right)]
+    mean = statistics.fmean(values)
+    return [round(mean, 4), round(1.96 * math.sqrt(mean * (1 - mean) / len(values)), 4)]
+
+
+def majority(work: int, count: int) -> dict[str, float]:
+    """What the most frequent answer to each kind gives."""
+    asked = [scene(0, number, False) for number in range(work)]
+    common = {}
+    for kind in {drawn.kind for drawn in asked}:
+        answers = [drawn.answer for drawn in asked if drawn.kind == kind]
+        common[kind] = statistics.mode(answers)
+    right = [float(common[drawn.kind] == drawn.answer) for drawn in (scene(0, n, True) for n in range(count))]
+    return {name: share(right, numbers)[0] for name, numbers in groups(count).items()}
+
+
+def difference(a: list[list[float]], b: list[list[float]], numbers: list[int]) -> list[float]:
+    """Mean over questions of a − b, each the mean over its seeds, and the interval."""
+    gaps = [statistics.fmean(run[n] for run in a) - statistics.fmean(run[n] for run in b) for n in numbers]
+    return [round(statistics.fmean(gaps), 4), round(1.96 * statistics.stdev(gaps) / math.sqrt(len(gaps)), 4)]
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT.json")
+    runs: dict[tuple[str, str, int | None], dict[int, Any]] = defaultdict(dict)
+    free: dict[str, Any] = {}
+    for path in sorted(Path(sys.argv[1]).glob("*.json")):
+        job = json.loads(path.read_text(encoding="utf-8"))
+        if job.get("stage") in ("parts", "adapted"):
+            runs[job["stage"], job["method"]["name"], job["method"].get("tokens")][job["seed"]] = job
+        elif "asked" in job:
+            free = job
+    any_run = next(iter(next(iter(runs.values())).values()))
+    count = len(any_run["right"])
+    by = groups(count)
+    out: dict[str, Any] = {"questions": count, "majority": majority(12_000, count), "trained": [], "differences": []}
+    right = {
+        key: {seed: [float(c) for c in job["right"]] for seed, job in found.items()} for key, found in runs.items()
+    }
+    for (stage, name, tokens), found in runs.items():
+        mine = list(right[stage, name, tokens].values())
+        mean = [statistics.fmean(run[n] for run in mine) for n in range(count)]
+        out["trained"].append(
+            {
+                "stage": stage,
+                "method": name,
+                "tokens": tokens,
+                "seeds": {seed: job["accuracy"] for seed, job in found.items()},
+                "pictures": [job["pictures"] for job in found.values()],
+                "train_seconds": [job["train_seconds"] for job in found.values()],
+                "curve": {seed: job["curve"] for seed, job in found.items()},
+                "nats": {seed: job["nats"] for seed, job in found.items()},
+                "accuracy": {group: share(mean, numbers) for group, numbers in by.items()},
+            }
+        )
+    for stage, mine, theirs in RIVALS:
+        a, b = right.get((stage, *mine)), right.get((stage, *theirs))
+        if a and b:
+            gaps = {group: difference(list(a.values()), list(b.values()), numbers) for group, numbers in by.items()}
+            both = sorted(a.keys() & b.keys())
+            single = {seed: round(statistics.fmean(a[seed]) - statistics.fmean(b[seed]), 4) for seed in both}
+            out["differences"].append(
+                {"stage": stage, "of": list(mine), "over": list(theirs), "seeds": single, "gaps": gaps}
+            )
+    if free:
+        few = groups(free["questions"])
+        out["free"] = {"questions": free["questions"], "methods": {}}
+        for name, said in free["asked"].items():
+            answers = [float(c) for c in said.get("right", "")]
+            groups_here = (
+                {g: share(answers, [n for n in numbers if n < len(answers)]) for g, numbers in few.items()}
+                if answers
+                else {}
+            )
+            out["free"]["methods"][name] = (
+                {"refused": said["refused"]}
+                if "refused" in said
+                else {"questions": len(answers), "nats": said["nats"], "accuracy": groups_here}
+            )
+        plain = [float(c) for c in free["asked"]["all_tokens"]["right"]]
+        for name, said in free["asked"].items():
+            if "right" not in said or name == "all_tokens":
+                continue
+            answers = [float(c) for c in said["right"]]
+            rival = next((k for k in free["asked"] if k == f"fourier_vlm-{name.rsplit('-', 1)[1]}-amplitude"), None)
+            numbers = list(range(len(answers)))
+            row = out["free"]["methods"][name]
+            row["less_than_all"] = difference([answers], [plain], numbers)
+            if rival and "right" in free["asked"][rival] and rival != name:
+                row["over_fourier_amplitude"] = difference(
+                    [answers], [[float(c) for c in free["asked"][rival]["right"]]], numbers
+                )
+    write_json(Path(sys.argv[2]), out)
+    for row in sorted(out["trained"], key=lambda row: (row["stage"], -(row["tokens"] or 999), row["method"])):
+        print(row["stage"], row["method"], row["tokens"], row["seeds"], row["accuracy"]["all"])
+
+
+if __name__ == "__main__":
+    main()
