@@ -39,6 +39,11 @@ def inputs(config: MovaConfig, clips: int, device: str, sigma: float = 0.5) -> t
     return video, audio, text, level, level.clone()
 
 
+def made(config: MovaConfig, device: str) -> MovaModel:
+    with torch.device(device):  # weights drawn on a CPU take a quarter of the minute
+        return MovaModel(config).to(device)
+
+
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -100,7 +105,7 @@ def memory(config: MovaConfig, clips: int, device: str) -> dict[str, Any]:
     half = torch.bfloat16
     for frames in (config.frames, 2 * config.frames - 1):
         longer = MovaConfig.from_dict({**config.to_dict(), "frames": frames})
-        model = MovaModel(longer).to(device, half)  # autocast would keep copies of the weights, too
+        model = made(longer, device).to(half)  # autocast would keep copies of the weights, too
         latents, levels = inputs(longer, clips, device)[:3], inputs(longer, clips, device)[3:]
         given = (*(x.to(half) for x in latents), *levels)
         for _ in range(2):  # what stays from a first run is not the activations'
@@ -165,7 +170,7 @@ def main() -> None:
 
     if device == "cuda":
         keep("memory", memory(config, 8, device))
-    model = MovaModel(config).to(device)
+    model = made(config, device)
     keep("guidance", {f"{clips} clips": guidance(model, clips, given.rounds, device) for clips in (1, 8)})
     model.compile_blocks()
     model.train()
