@@ -5,7 +5,7 @@
 Every model and pair of scales makes the same clips from the same noise. `spectrum` is the distance of the mean spectrum
 of a clip's sound from that of the held-out clip, which guidance should not make worse. `chance` is `together` between
 the pictures of a clip and the sound of the next. A model with directions v2a also makes them as a cascade: the video
-first, then its sound.
+first, then its sound. `of_clips` are the numbers of each clip, for differences between models.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def main() -> None:
                 chance = [{"chance": together(row, recipe.task.frame_rate)} for row in next_sound]
                 entry = {"model": str(folder), "order": order, "text": text, "bridge": bridge}
                 entry |= summary(said, NAMES) | summary(chance, ["chance"])
+                entry["of_clips"] = {name: [row[name] for row in said] for name in ("together", "offset_ms")}
                 found.append(entry)
                 means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
                 print(f"{folder} {order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
