@@ -290,12 +290,11 @@ class AudioVideo(Task):
         held_out = name == "validation"
         if source == GENERATED:
             count = self.held_out_clips if held_out else self.train_clips
-            shares = {} if held_out else {"shifted": self.shifted, "silent": self.silent}
-            drawn = {name: getattr(self, name) for name in DRAWN if getattr(self, name) is not None}
+            options: dict[str, Any] = {} if held_out else {"shifted": self.shifted, "silent": self.silent}
+            options |= {name: getattr(self, name) for name in DRAWN if getattr(self, name) is not None}
             made = Generator(
                 seed=data.seed, things=self.things, flashes=self.flashes, frames=self.frames,
-                frame_rate=self.frame_rate, size=(self.height, self.width), sample_rate=self.sample_rate, **drawn,
-                **shares,
+                frame_rate=self.frame_rate, size=(self.height, self.width), sample_rate=self.sample_rate, **options,
             )  # fmt: skip
             first = HELD_OUT if held_out else 0
             key = ["generated", dataclasses.asdict(made), sources("generator"), first, count]
