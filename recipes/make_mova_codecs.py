@@ -93,7 +93,8 @@ def main() -> None:
         set_statistics(video, generator)
     if said.only != "video":
         sound = dataclasses.replace(training, precision="no")
-        crops = Crops(generator, SoundCrop(), HELD_OUT)
+        small = dataclasses.replace(generator, size=(32, 32))  # the same sound, with pictures that are sooner made
+        crops = Crops(small, SoundCrop(), HELD_OUT)
         losses["audio"] = train(SoundLoss(audio, training.kl), crops, sound, state=state("audio"))
     if not PartialState().is_main_process:
         return

@@ -1,17 +1,19 @@
 """What guidance by text and by the bridge does to clips of held-out captions: offsets, misses, and the sound itself.
 
-    python benchmarks/audiovideo/guidance.py RECIPE MODEL [--clips 200] [--text 1 5] [--bridge 1 2 3 4 5] [-o FILE.json]
+    python benchmarks/audiovideo/guidance.py RECIPE MODEL… [--clips 200] [--text 1 5] [--bridge 1 2 3 4 5] [-o FILE]
 
-Every pair of scales makes the same clips from the same noise. `spectrum` is the distance of the mean spectrum of a
-clip's sound from that of the held-out clip, which guidance should not make worse. `chance` is
-`together` between the pictures of a clip and the sound of the next. A model with directions v2a also
-makes them as a cascade: the video first, then its sound.
+Every model and pair of scales makes the same clips from the same noise. `spectrum` is the distance of the mean spectrum
+of a clip's sound from that of the held-out clip, which guidance should not make worse. `chance` is `together` between
+the pictures of a clip and the sound of the next. A model with directions v2a also makes them as a cascade: the video
+first, then its sound. `of_clips` are the numbers of each clip, for differences between models.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def together(row: dict[str, Any], frame_rate: float) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--clips", type=int, default=200)
     parser.add_argument("--text", type=float, nargs="+", default=[1.0, 5.0])
     parser.add_argument("--bridge", type=float, nargs="+", default=[1.0, 2.0, 3.0, 4.0, 5.0])
@@ -59,29 +61,29 @@ def main() -> None:
 
     recipe = load_recipe(given.recipe)
     rows: Any = recipe.task.prepare(recipe.data, given.data).validation
-    pipeline = MovaPipeline.from_pretrained(given.model).to("cuda" if torch.cuda.is_available() else "cpu")
     count = min(given.clips, len(rows))
-    sounds = pipeline.codec.decode_audio(torch.stack([rows[i]["audio"] for i in range(count)])).float().numpy()
-    orders = ["joint", "cascade"] if pipeline.settings.method.directions == "v2a" else ["joint"]
     found = []
-    with ProcessPoolExecutor(given.workers) as pool:
-        for order in orders:
-            for text in given.text:
-                for bridge in given.bridge:
-                    clips: list[Clip] = []
-                    for start in range(0, count, 4 * BATCH):
-                        some = range(start, min(start + 4 * BATCH, count))
-                        options = {"text_scale": text, "bridge_scale": bridge, "order": order}
-                        clips += recipe.task.sample(pipeline, rows, some, **options)
-                    said = list(pool.map(judged, zip(clips, sounds)))
-                    next_sound = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
-                    chance = [{"chance": together(row, recipe.task.frame_rate)} for row in next_sound]
-                    entry = {"order": order, "text": text, "bridge": bridge, **summary(said, NAMES)}
-                    entry |= summary(chance, ["chance"])
-                    found.append(entry)
-                    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
-                    print(f"{order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
-                    given.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:  # a fork would share CUDA's
+        for folder in given.models:
+            pipeline = MovaPipeline.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+            sounds = pipeline.codec.decode_audio(torch.stack([rows[i]["audio"] for i in range(count)])).float().numpy()
+            orders = ["joint", "cascade"] if pipeline.settings.method.directions == "v2a" else ["joint"]
+            for order, text, bridge in itertools.product(orders, given.text, given.bridge):
+                clips: list[Clip] = []
+                for start in range(0, count, 4 * BATCH):
+                    some = range(start, min(start + 4 * BATCH, count))
+                    options = {"text_scale": text, "bridge_scale": bridge, "order": order}
+                    clips += recipe.task.sample(pipeline, rows, some, **options)
+                said = list(pool.map(judged, zip(clips, sounds)))
+                next_sound = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
+                chance = [{"chance": together(row, recipe.task.frame_rate)} for row in next_sound]
+                entry = {"model": str(folder), "order": order, "text": text, "bridge": bridge}
+                entry |= summary(said, NAMES) | summary(chance, ["chance"])
+                entry["of_clips"] = {name: [row[name] for row in said] for name in ("together", "offset_ms")}
+                found.append(entry)
+                means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
+                print(f"{folder} {order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
+                given.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

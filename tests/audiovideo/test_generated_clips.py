@@ -99,9 +99,20 @@ def test_negatives_say_so():
         assert all(np.abs(onsets - t).min() < 0.003 for t in moved)
 
 
+def test_clips_show_only_what_was_asked_for():
+    clips = list(Generator(actions=("flash",), materials=("wooden",), colours=("red", "blue"), flashes=1).clips(12))
+    assert {clip.caption.split(" ", 2)[2] for clip in clips} == {
+        "red wooden block flashes",
+        "blue wooden block flashes",
+    }
+    assert all(len(clip.events) == 1 for clip in clips)
+
+
 @pytest.mark.parametrize(
     "options, named",
     [
+        ({"materials": ("paper",)}, "'paper'"), ({"colours": ("red",), "things": 0}, "two colours"),
+        ({"flashes": 4}, "flashes=4"),
         ({"actions": ("jump",)}, "'jump'"), ({"actions": ()}, "actions"), ({"things": 3}, "things=3"),
         ({"frames": 9}, "24 pictures"), ({"size": (64, 32)}, "size"), ({"silent": 0.7, "shifted": 0.7}, "shifted=0.7"),
     ],

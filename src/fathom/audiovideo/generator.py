@@ -81,6 +81,8 @@ class Generator:
         seed: of all clips.
         actions: drawn for each thing, of "bounce" and "flash".
         things: how many there are in a clip: 1, 2, or 0 for either.
+        materials, colours: drawn for each thing, of `MATERIALS` and `COLOURS`.
+        flashes: most of a thing that flashes.
         frames: pictures of a clip.
         frame_rate: pictures per second.
         size: height and width.
@@ -92,6 +94,9 @@ class Generator:
     seed: int = 0
     actions: tuple[str, ...] = ACTIONS
     things: int = 1
+    materials: tuple[str, ...] = tuple(MATERIALS)
+    colours: tuple[str, ...] = tuple(COLOURS)
+    flashes: int = 3
     frames: int = 49
     frame_rate: float = 24.0
     size: tuple[int, int] = (64, 64)
@@ -100,13 +105,19 @@ class Generator:
     shifted: float = 0.0
 
     def __post_init__(self) -> None:
-        for action in self.actions:
-            if action not in ACTIONS:
-                raise ValueError(f"actions={self.actions!r}: {action!r} is none of {', '.join(ACTIONS)}")
-        if not self.actions:
-            raise ValueError(f"actions=(): name at least one of {', '.join(ACTIONS)}")
+        for option, known in {"actions": ACTIONS, "materials": MATERIALS, "colours": COLOURS}.items():
+            drawn = getattr(self, option)
+            for name in drawn:
+                if name not in known:
+                    raise ValueError(f"{option}={drawn!r}: {name!r} is none of {', '.join(known)}")
+            if not drawn:
+                raise ValueError(f"{option}=(): name at least one of {', '.join(known)}")
         if self.things not in (0, 1, 2):
             raise ValueError(f"things={self.things}: use 1, 2, or 0 for one or two")
+        if self.things != 1 and len(set(self.colours)) < 2:
+            raise ValueError(f"colours={self.colours!r}: two things need two colours; name another, or use things=1")
+        if not 1 <= self.flashes <= 3:
+            raise ValueError(f"flashes={self.flashes}: use 1 to 3")
         if self.frames / self.frame_rate < 1:
             need = math.ceil(self.frame_rate)
             raise ValueError(f"frames={self.frames}: a clip lasts at least 1 s, {need} pictures at this rate")
@@ -149,12 +160,29 @@ class Generator:
         count = self.things or int(draw.integers(1, 3))
         while True:
             places = [draw.uniform(0.3, 0.7)] if count == 1 else [draw.uniform(0.2, 0.3), draw.uniform(0.7, 0.8)]
-            things = [_thing(draw, self.actions, x * width, duration, self.frame_rate) for x in places]
+            things = [self._thing(draw, x * width) for x in places]
             times = sorted(time for thing in things for time in thing.events)
             near = np.diff(times)
             inside = times[0] > MARGIN and times[-1] < duration - MARGIN - LIT / self.frame_rate
             if inside and (near >= APART).all() and len({thing.colour for thing in things}) == count:
                 return things
+
+    def _thing(self, draw: np.random.Generator, x: float) -> Thing:
+        duration = self.frames / self.frame_rate
+        action, material = str(draw.choice(self.actions)), str(draw.choice(list(self.materials)))
+        colour, size = str(draw.choice(list(self.colours))), str(draw.choice(list(SIZES)))
+        if action == "flash":
+            latest = duration - MARGIN - LIT / self.frame_rate
+            count = int(draw.integers(1, self.flashes + 1))
+            while True:
+                times = np.sort(draw.uniform(MARGIN, latest, count))
+                if (np.diff(times) >= (LIT + 2) / self.frame_rate + 0.05).all():
+                    break
+            bottom = float(draw.uniform(0.4, FLOOR))
+            return Thing(action, material, colour, size, x, bottom, tuple(times.tolist()), (1.0,) * count)
+        drop = float(draw.uniform(0.12, FLOOR - 2 * SIZES[size][0] - 0.02))
+        events, strengths = impacts(drop, MATERIALS[material].keeps, duration)
+        return Thing(action, material, colour, size, x, FLOOR, events, strengths)
 
     def _pictures(self, things: list[Thing], wall: float, floor: float) -> UInt8[np.ndarray, "F H W 3"]:
         height, width = self.size
@@ -180,23 +208,6 @@ class Generator:
             shade = light.astype(np.float32)[:, None, None, None]
             pictures[:, :, near] += cover * (colour + shade * (255 - colour) - pictures[:, :, near])
         return np.rint(pictures).astype(np.uint8)
-
-
-def _thing(draw: np.random.Generator, actions: tuple[str, ...], x: float, duration: float, frame_rate: float) -> Thing:
-    action, material = str(draw.choice(actions)), str(draw.choice(list(MATERIALS)))
-    colour, size = str(draw.choice(list(COLOURS))), str(draw.choice(list(SIZES)))
-    if action == "flash":
-        latest = duration - MARGIN - LIT / frame_rate
-        count = int(draw.integers(1, 4))
-        while True:
-            times = np.sort(draw.uniform(MARGIN, latest, count))
-            if (np.diff(times) >= (LIT + 2) / frame_rate + 0.05).all():
-                break
-        bottom = float(draw.uniform(0.4, FLOOR))
-        return Thing(action, material, colour, size, x, bottom, tuple(times.tolist()), (1.0,) * count)
-    drop = float(draw.uniform(0.12, FLOOR - 2 * SIZES[size][0] - 0.02))
-    events, strengths = impacts(drop, MATERIALS[material].keeps, duration)
-    return Thing(action, material, colour, size, x, FLOOR, events, strengths)
 
 
 def impacts(drop: float, keeps: float, duration: float) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -40,6 +40,7 @@ HELD_OUT = 1_000_000  # number of the first generated clip that is held out
 NOISE_SEED = 0  # of held-out clips
 BATCH = 16  # clips that are encoded, judged or made at once
 FAR = 500.0  # ms that stand for the offset of clips in which no sound belongs to an event
+DRAWN = ("actions", "materials", "colours")  # options that say what a generated thing may be
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -57,6 +58,8 @@ class AudioVideo(Task):
     train_clips, held_out_clips: how many are generated; of a folder all are taken, up to `data.max_documents`.
     actions: of generated clips, "bounce" and "flash".
     things: in a generated clip, 1, 2, or 0 for either.
+    materials, colours: of generated things; None: all.
+    flashes: most of a generated thing that flashes.
     shifted, silent: shares of generated training clips whose sound comes at the wrong time, or not at all.
     made: held-out clips of which a model makes clips of its own to be judged.
     steps: of sampling.
@@ -77,6 +80,9 @@ class AudioVideo(Task):
     held_out_clips: int = 200
     actions: tuple[str, ...] = ("bounce", "flash")
     things: int = 1
+    materials: tuple[str, ...] | None = None
+    colours: tuple[str, ...] | None = None
+    flashes: int = 3
     shifted: float = 0.0
     silent: float = 0.0
     made: int = 16
@@ -136,11 +142,14 @@ class AudioVideo(Task):
         for name in ("held_out_clips", "made", "steps", "text_length"):
             check_range(where, name, getattr(self, name), 1)
         check_number(where, "frame_rate", self.frame_rate, 1)
-        object.__setattr__(self, "actions", tuple(self.actions))
+        for name in DRAWN:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def section(self) -> dict[str, Any]:
-        return {**super().section, "actions": list(self.actions)}
+        drawn = {name: getattr(self, name) for name in DRAWN}
+        return {**super().section, **{name: value and list(value) for name, value in drawn.items()}}
 
     @classmethod
     def model_fields(cls) -> list[str]:
@@ -281,10 +290,11 @@ class AudioVideo(Task):
         held_out = name == "validation"
         if source == GENERATED:
             count = self.held_out_clips if held_out else self.train_clips
-            shares = {} if held_out else {"shifted": self.shifted, "silent": self.silent}
+            options: dict[str, Any] = {} if held_out else {"shifted": self.shifted, "silent": self.silent}
+            options |= {name: getattr(self, name) for name in DRAWN if getattr(self, name) is not None}
             made = Generator(
-                seed=data.seed, actions=self.actions, things=self.things, frames=self.frames,
-                frame_rate=self.frame_rate, size=(self.height, self.width), sample_rate=self.sample_rate, **shares,
+                seed=data.seed, things=self.things, flashes=self.flashes, frames=self.frames,
+                frame_rate=self.frame_rate, size=(self.height, self.width), sample_rate=self.sample_rate, **options,
             )  # fmt: skip
             first = HELD_OUT if held_out else 0
             key = ["generated", dataclasses.asdict(made), sources("generator"), first, count]
