@@ -95,7 +95,7 @@ def main() -> None:
     texts = {"domain": out / "held-out.jsonl", "general": options.data / "wiki-valid.jsonl.xz"}
     texts["books"] = options.data / "books-valid.jsonl.xz"
     held = {name: read_documents(path)[: 4 if tiny else 60] for name, path in texts.items()}
-    held["books"] = [text[:200_000] for text in held["books"]]
+    held["books"] = [text[: 500 if tiny else 50_000] for text in held["books"]]
 
     def scores(folder: Path) -> dict[str, float]:
         model, tokenizer = load_checkpoint(str(folder))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import lzma
 import time
@@ -52,8 +53,9 @@ class Campaign:
         self.sizes = {"hidden_size": given.width, "num_hidden_layers": given.layers, "num_attention_heads": heads}
         self.decoder_sizes = {**self.sizes, "num_hidden_layers": given.decoder_layers}
         self.data = {
-            "train": str(given.text), "validation": str(given.held_out), "tokenizer": {"bpe": given.vocabulary},
-            "block_size": given.length, "max_validation_tokens": 512 * given.length, "num_proc": given.processes,
+            "train": str(given.text), "validation": str(given.held_out), "block_size": given.length,
+            "tokenizer": given.tokenizer or {"bpe": given.vocabulary}, "max_validation_tokens": 512 * given.length,
+            "num_proc": given.processes,
         }  # fmt: skip
         self.step = given.sequences * given.length
         self.judge: Any = None
@@ -150,6 +152,7 @@ class Campaign:
         table(model, tokenizer, train, held_out, config, judge if self.given.judge else None,
               lambda line: print(f"{name}: {line}", flush=True), keep)  # fmt: skip
 
+    @functools.cache  # noqa: B019
     def text(self) -> tuple[torch.Tensor, torch.Tensor]:
         recipe = build(Recipe, {"name": "text", "training": {"tokens": self.step, "sequences": 1}, "data": self.data})
         data = self.prepared(recipe)
@@ -214,8 +217,8 @@ class Campaign:
 
         study(model, *self.text(), config, lambda line: print(line, flush=True), keep)
         model, tokenizer = self.joined(self.wait("decoder"), self.wait("denoiser"))
-        for name in ("language", "factorised", "mlp", "linear"):
-            if self.left() > 150:
+        for name in ("factorised", "language", "mlp", "linear"):
+            if self.left() > (250 if name in ("factorised", "language") else 120):
                 self.compare(f"writers-{name}", model, tokenizer, (name,))
         if self.left() > 150:
             folder = self.work / "joined"
@@ -250,12 +253,15 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and tokens")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--judge", help="folder of a causal language model; else nothing is judged")
+    parser.add_argument(
+        "--tokenizer", help="folder of one, instead of a BPE of --vocabulary tokens that is made of BOOKS"
+    )
     parser.add_argument("--ready", type=Path, help="a file that appears when the judge is there")
     parser.add_argument("--deadline", type=float, help="seconds since 1970")
     for name, default in (
         ("width", 384), ("layers", 6), ("decoder-layers", 4), ("length", 128), ("vocabulary", 4096),
         ("sequences", 128), ("encoder-tokens", 24_576_000), ("denoiser-tokens", 81_920_000),
-        ("decoder-tokens", 32_768_000), ("sweep-tokens", 11_468_800), ("recovery-steps", 800), ("samples", 256),
+        ("decoder-tokens", 24_576_000), ("sweep-tokens", 8_192_000), ("recovery-steps", 500), ("samples", 256),
         ("steps", 100), ("seed", 0), ("processes", 6),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
         found = {}
         for name, file in held_out.items():
             documents = read_documents(file)[:DOCUMENTS]
-            found[f"{name}_bits_per_byte"] = evaluate_text(model, tokenizer, documents, BLOCK).bits_per_byte
+            found[f"{name}_bits_per_byte"] = evaluate_text(model.float(), tokenizer, documents, BLOCK).bits_per_byte
         return found
 
     task = {"name": "sft", "template": "react", "tight": True, "balance": 0.5, "questions": 64}
