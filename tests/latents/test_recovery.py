@@ -110,6 +110,18 @@ def test_heads_see_what_they_may_see():
         assert seen == (list(range(12)) if wide else [] if name == "language" else [5])
 
 
+def test_heads_draw_tokens_at_their_temperature():
+    """At 0 the likeliest token, else in proportion to p^(1/τ)."""
+    torch.manual_seed(0)
+    head, rows = new_head("linear", model()).eval(), 20_000
+    z, clean = 8 * torch.randn(1, 1, 32), (torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    logits = head.logits(z, None, clean)[0, 0].detach()
+    assert head.write(z, clean).item() == head.write(z, clean, 0.0).item() == logits.argmax().item()
+    drawn = head.write(z.expand(rows, 1, 32), clean, 0.7).flatten().bincount(minlength=97) / rows
+    expected = (logits / 0.7).softmax(0)
+    assert float((drawn - expected).abs().max()) < 4 * math.sqrt(0.25 / rows) and expected.max() > 2 / 97
+
+
 def test_the_table_of_writers():
     tested, text = model(), ids(8)
     tokenizer = type("Words", (), {"decode": lambda self, row, **_: " ".join(map(str, row))})()
