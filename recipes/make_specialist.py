@@ -7,20 +7,20 @@
     corpus/papers.jsonl           short papers on minerals: to pretrain on, to make instructions of, to retrieve from
     tables/tables.jsonl           tables, arithmetic and the tools' descriptions as text
     minerals.csv, tools.py        a table, and the tools that a model may call: look_up and calculator
-    rows/train.jsonl, held-out    instructions of the papers, and questions that tools answer, with their calls;
-                                  told.jsonl and asked.jsonl are the two alone
-    questions.jsonl               held-out questions for `fathom evaluate --questions`
+    rows/train.jsonl, held-out    instructions of the papers, facts of them asked without tools, and questions that
+                                  tools answer, with their calls; told.jsonl and asked.jsonl: without calls, and with
+    asked.jsonl                   all held-out questions; questions.jsonl: 40 of them, for `fathom evaluate --questions`
 
 Hardnesses stand in the table alone, and no mineral and column of a held-out question is asked for in training: a right
-answer needs the call.
+answer needs the call, or, of what papers say, to have read them. `--papers N` writes N on each mineral.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ COLUMNS = {
     "lustre": ["glassy", "pearly", "silky", "dull", "waxy", "metallic"],
     "place": ["north", "south", "east", "west", "coast", "desert"],
 }
-PAPERS = 8  # on each mineral, and one that is held out
+PAPERS = 8  # on each mineral, and one that is held out; instructions are made of so many
 PROSE = {"general": 300_000, "held-out": 30_000}  # characters
 ASKED = ("What is the {column} of {row}?", "Tell me the {column} of {row}.", "{row}: what is its {column}?")
 SUMS = ("What is {sum}?", "Compute {sum}.", "How much is {sum}?")
@@ -54,7 +54,7 @@ TOOLS = [table(Path(__file__).with_name("minerals.csv")), calculator]
 """
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, count: int = PAPERS) -> None:
     draw = random.Random(0)
     facts = {row: {column: draw.choice(values) for column, values in COLUMNS.items()} for row in MINERALS}
     for name in ("corpus", "tables", "general", "rows", "held-out"):
@@ -63,9 +63,9 @@ def main(folder: Path) -> None:
         csv.writer(stream).writerows([["mineral", *COLUMNS], *([row, *cells.values()] for row, cells in facts.items())])
     (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
     tools = [tool.schema for tool in load_tools(folder / "tools.py").values()]
-    papers = [paper(row, cells, draw) for row, cells in facts.items() for _ in range(PAPERS + 1)]
-    write(folder / "held-out" / "papers.jsonl", papers[PAPERS :: PAPERS + 1])
-    del papers[PAPERS :: PAPERS + 1]
+    papers = [paper(row, cells, draw) for row, cells in facts.items() for _ in range(count + 1)]
+    write(folder / "held-out" / "papers.jsonl", papers[count :: count + 1])
+    del papers[count :: count + 1]
     write(folder / "corpus" / "papers.jsonl", papers)
     asked = [lookup(row, column, facts, draw) for row in facts for column in COLUMNS for _ in ASKED]
     hidden = {pair for pair in ((row, column) for row in facts for column in COLUMNS) if draw.random() < 0.2}
@@ -74,7 +74,13 @@ def main(folder: Path) -> None:
     sums = {total(draw): None for _ in range(1600)}
     known += [calculation(one, draw) for one in list(sums)[100:]]
     unknown += [calculation(one, draw) for one in list(sums)[:100]]
-    told = [{**row, "type": f"paper {row['type']}"} for row in make_rows(papers, ["definition", "title", "passage"])]
+    of_papers = papers[:: max(1, count // PAPERS)]
+    told = [{**row, "type": f"paper {row['type']}"} for row in make_rows(of_papers, ["definition", "title", "passage"])]
+    told += [
+        {"instruction": one.format(row=row, column=column), "input": "", "output": facts[row][column],
+         "type": "paper fact", "source": f"paper on {row}"}
+        for row in facts for column in COLUMNS if column != "hardness" and (row, column) not in hidden for one in ASKED
+    ]  # fmt: skip
     parts = {"asked": [traced(one, tools) for one in known], "told": [plain(row) for row in told]}
     train = parts["asked"] + parts["told"]
     draw.shuffle(train)
@@ -83,6 +89,7 @@ def main(folder: Path) -> None:
     draw.shuffle(unknown)
     write(folder / "rows" / "train.jsonl", train)
     write(folder / "rows" / "held-out.jsonl", [traced(one, tools) for one in unknown])
+    write(folder / "asked.jsonl", unknown)
     write(folder / "questions.jsonl", unknown[:40])
     write(folder / "tables" / "tables.jsonl", tables(facts, tools, draw))
     for name, argument in (("general", "data.train"), ("held-out", "data.validation")):
@@ -186,4 +193,8 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/specialist"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/specialist"))
+    parser.add_argument("--papers", type=int, default=PAPERS)
+    given = parser.parse_args()
+    main(given.folder, given.papers)

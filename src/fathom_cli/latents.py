@@ -115,8 +115,11 @@ def recovered(model: Any, train: Any, held_out: Any, options: dict[str, Any], fo
     from fathom.writing import write_json
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = study(model, train, held_out, build(RecoveryConfig, options, "recovery"), typer.echo)
-    write_json(folder / "recovery.json", {**found, "terms": terms(found), **provenance(1)})
+
+    def keep(found: dict[str, Any]) -> None:
+        write_json(folder / "recovery.json", {**found, "terms": terms(found), **provenance(1)})
+
+    found = study(model, train, held_out, build(RecoveryConfig, options, "recovery"), typer.echo, keep)
     for theme, colours in THEMES.items():
         draw(found, folder / f"recovery{SUFFIX[theme]}.png", "What heads recover from noised vectors", colours)
     typer.echo(f"Recovery: {folder / 'recovery.json'}, {folder / 'recovery.png'}")
@@ -137,7 +140,8 @@ def judge_of(named: Any, found: dict[str, Any], device: str | None) -> Any:
 def compared(
     model: Any, tokenizer: Any, train: Any, held_out: Any, options: dict[str, Any], folder: Path, judge: Any
 ) -> None:
-    """Let CoDAR and its rivals write, and put what they wrote with the controls into the folder."""
+    """Put the controls and, writer by writer, what CoDAR and its rivals wrote into the folder: writers.json, and every
+    text in texts.json."""
     import torch
 
     from fathom.latents.controls import controls
@@ -148,17 +152,23 @@ def compared(
     from fathom.writing import write_json
 
     config = build(WritersConfig, options, "writers")
-    lines = table(model, tokenizer, train, held_out, config, judge, typer.echo)
     task = ContextualDecoding()
     said = controls(model, held_out[: task.examples].to(model.device), None, task)
     remarks = task.remarks(said)
-    wanted = lines[0]["entropy"]
-    matched = {name: at_entropy(lines, name, wanted) for name in dict.fromkeys(line["writer"] for line in lines)}
-    write_json(folder / "writers.json", {
-        "config": dataclasses.asdict(config), "rows": lines, "controls": said, "remarks": remarks,
-        "entropy_of_data": wanted, "perplexity_at_that_entropy": matched,
-        "parameters": model.part_parameters(), "threads": torch.get_num_threads(), **provenance(1),
-    })  # fmt: skip
+    texts: list[dict[str, Any]] = []
+
+    def keep(lines: list[dict[str, Any]], written: list[str]) -> None:
+        wanted, last = lines[0]["entropy"], lines[-1]
+        matched = {name: at_entropy(lines, name, wanted) for name in dict.fromkeys(line["writer"] for line in lines)}
+        write_json(folder / "writers.json", {
+            "config": dataclasses.asdict(config), "rows": lines, "controls": said, "remarks": remarks,
+            "entropy_of_data": wanted, "perplexity_at_that_entropy": matched,
+            "parameters": model.part_parameters(), "threads": torch.get_num_threads(), **provenance(1),
+        })  # fmt: skip
+        texts.append({"writer": last["writer"], "temperature": last["temperature"], "texts": written})
+        write_json(folder / "texts.json", texts)
+
+    table(model, tokenizer, train, held_out, config, judge, typer.echo, keep)
     typer.echo("Controls: " + json.dumps({name: round(value, 4) for name, value in said.items()}))
     for remark in remarks:
         typer.echo(f"Note: {remark}")

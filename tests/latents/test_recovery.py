@@ -20,7 +20,7 @@ from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.heads import HEADS, new_head
 from fathom.latents.model import FathomForLatentDiffusion
 from fathom.latents.recovery import RecoveryConfig, agreement_language, noised, study, terms
-from fathom.latents.writers import WritersConfig, at_entropy, entropy, table
+from fathom.latents.writers import WRITERS, WritersConfig, at_entropy, entropy, table
 from fathom.train.stages import load_stages
 from tiny_checkpoint import run_cli, save_masked
 
@@ -110,6 +110,18 @@ def test_heads_see_what_they_may_see():
         assert seen == (list(range(12)) if wide else [] if name == "language" else [5])
 
 
+def test_heads_draw_tokens_at_their_temperature():
+    """At 0 the likeliest token, else in proportion to p^(1/τ)."""
+    torch.manual_seed(0)
+    head, rows = new_head("linear", model()).eval(), 20_000
+    z, clean = 8 * torch.randn(1, 1, 32), (torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    logits = head.logits(z, None, clean)[0, 0].detach()
+    assert head.write(z, clean).item() == head.write(z, clean, 0.0).item() == logits.argmax().item()
+    drawn = head.write(z.expand(rows, 1, 32), clean, 0.7).flatten().bincount(minlength=97) / rows
+    expected = (logits / 0.7).softmax(0)
+    assert float((drawn - expected).abs().max()) < 4 * math.sqrt(0.25 / rows) and expected.max() > 2 / 97
+
+
 def test_the_table_of_writers():
     tested, text = model(), ids(8)
     tokenizer = type("Words", (), {"decode": lambda self, row, **_: " ".join(map(str, row))})()
@@ -120,12 +132,12 @@ def test_the_table_of_writers():
         asked.append(texts)
         return 2.0 * len(texts), len(texts)
 
-    lines = table(tested, tokenizer, text, text, config, judge, say=lambda line: None)
+    kept: list[tuple[int, list[str]]] = []
+    lines = table(tested, tokenizer, text, text, config, judge, say=lambda line: None,
+                  keep=lambda rows, texts: kept.append((len(rows), texts)))  # fmt: skip
+    assert [count for count, _ in kept] == list(range(1, len(lines) + 1)) and [texts for _, texts in kept] == asked
     writers = [(line["writer"], line["temperature"]) for line in lines]
-    both = [(name, t) for name in ("codar", "noise") for t in (0.0, 1.0)]
-    assert writers == [("data", None), *both, ("linear", None), ("mlp", None), ("factorised", None),
-                       ("language", 0.0), ("language", 1.0), ("masked", 0.0), ("masked", 1.0),
-                       ("compressed", 0.0), ("compressed", 1.0)]  # fmt: skip
+    assert writers == [("data", None), *((name, t) for name in WRITERS for t in (0.0, 1.0))]
     assert all(line["perplexity"] == pytest.approx(math.exp(2.0)) for line in lines) and len(asked) == len(lines)
     first = lines[0]
     assert first["overlap"] == 1.0 and first["text"] == " ".join(map(str, text[0].tolist()))

@@ -49,10 +49,16 @@ class Head(nn.Module):
         raise NotImplementedError  # abstract
 
     @torch.no_grad()
-    def write(self, z: Float[Tensor, "B L k"], noise: tuple[Tensor, Tensor]) -> Int[Tensor, "B L"]:
-        """The likeliest tokens, each by itself."""
+    def write(
+        self, z: Float[Tensor, "B L k"], noise: tuple[Tensor, Tensor], temperature: float = 0.0
+    ) -> Int[Tensor, "B L"]:
+        """Tokens, each drawn by itself at a temperature; 0: the likeliest."""
         none = z.new_zeros(z.shape[:2], dtype=torch.long)
-        return self.logits(z, none, noise).argmax(-1)
+        logits = self.logits(z, none, noise)
+        if not temperature:
+            return logits.argmax(-1)
+        drawn = torch.multinomial((logits.flatten(0, 1).float() / temperature).softmax(-1), 1)
+        return drawn.view(logits.shape[:2])
 
 
 class Nearest(Head):
@@ -130,12 +136,8 @@ class Contextual(Head):
         return self.decoder(input_ids=inputs, memory=memory, use_cache=False).logits
 
     @torch.no_grad()
-    def write(self, z, noise):
-        """The likeliest token after token, by its own ones."""
-        return self.sample(z, 0.0)
-
-    @torch.no_grad()
-    def sample(self, z: Float[Tensor, "B L k"], temperature: float) -> Int[Tensor, "B L"]:
+    def write(self, z, noise, temperature=0.0):
+        """Token after token, by its own ones."""
         start = torch.full((len(z), 1), self.start, device=z.device)
         options: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:

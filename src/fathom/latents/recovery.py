@@ -71,11 +71,15 @@ def study(
     held_out: Int[Tensor, "M L"],
     config: RecoveryConfig,
     say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train the heads on the vectors of a model and ask them. Returns the `config`, `sigma` of the levels, `parameters`
-    of the heads, and `rows`: head, t, sigma, accuracy, nll (nats a token), exact (rows), free_accuracy and free_exact
-    (written without the true tokens before; of heads that write token after token alone another number)."""
-    rows, parameters = [], {}
+    """Train the heads on the vectors of a model and ask them. Returns the `config`, `parameters` of the heads, and
+    `rows`: head, t, sigma, accuracy, nll (nats a token), exact (rows), free_accuracy and free_exact (written without
+    the true tokens before; of heads that write token after token alone another number). After each head, `keep` is
+    given what has been found so far."""
+    rows: list[dict[str, Any]] = []
+    parameters: dict[str, int] = {}
+    found = {"config": dataclasses.asdict(config), "parameters": parameters, "rows": rows}
     held = held_out[: config.examples]
     for name in config.heads:
         head = trained_head(model, name, train, config)
@@ -83,7 +87,9 @@ def study(
         rows += [{"head": name, **asked(model, head, held, t, config.seed)} for t in config.levels]
         best = ", ".join(f"{row['nll']:.3f}" for row in rows[-len(config.levels) :])
         say(f"{name}: {parameters[name]:,} parameters, nats per token {best}")
-    return {"config": dataclasses.asdict(config), "parameters": parameters, "rows": rows}
+        if keep is not None:
+            keep(found)
+    return found
 
 
 def trained_head(model: Any, name: str, train: Int[Tensor, "N L"], config: RecoveryConfig) -> Head:

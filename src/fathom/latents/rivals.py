@@ -10,6 +10,7 @@ Training loops are short and plain: the rival is made beside a trained CoDAR for
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,20 +112,21 @@ class Compressed(nn.Module):
 
 
 def trained_compressed(
-    model: Any, train: Int[Tensor, "N L"], config: RecoveryConfig, count: int | None = None, width: int = 64
-) -> Compressed:
-    """The rival after `config.steps` of the autoencoder and as many of the denoiser; m is a quarter of the length, as
-    LD4LG's 32 of 128, unless `count` says otherwise."""
+    model: Any, train: Int[Tensor, "N L"], config: RecoveryConfig, denoiser_steps: int | None = None,
+    count: int | None = None, width: int = 64,
+) -> Compressed:  # fmt: skip
+    """The rival after `config.steps` of the autoencoder and as many of the denoiser, or `denoiser_steps`; m is a
+    quarter of the length, as LD4LG's 32 of 128, unless `count` says otherwise."""
     torch.manual_seed(config.seed)
     made = Compressed(model, count or max(1, model.config.length // 4), width).to(model.device)
-    for stage in ("autoencoder_loss", "diffusion_loss"):
+    for stage, steps in (("autoencoder_loss", config.steps), ("diffusion_loss", denoiser_steps or config.steps)):
         own = list(made.denoiser.parameters())
         chosen = own if stage == "diffusion_loss" else [p for p in made.parameters() if all(p is not q for q in own)]
         optimizer = torch.optim.AdamW(chosen, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_peak(step, config.steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_peak, steps=steps))
         generator = torch.Generator().manual_seed(config.seed)
         made.train()
-        for _ in range(config.steps):
+        for _ in range(steps):
             rows = torch.randint(len(train), (config.rows,), generator=generator)
             text = train[rows].to(model.device)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):

@@ -1,6 +1,6 @@
 """CoDAR beside its rivals as writers: texts from nothing, and what an outside judge and a count of words say of them.
 
-    codar        noise → denoiser → the contextual decoder, at several temperatures τ
+    codar        noise → denoiser → the contextual decoder
     linear, mlp  the same estimates, each token by its own vector
     factorised   the same estimates, by blocks that see them all: TEncDM
     language     the decoder without vectors: an autoregressive model of its size
@@ -8,8 +8,8 @@
     compressed   a text as a quarter as many vectors, autoencoded: LD4LG (rivals.py)
     noise        control i: the decoder given pure noise for vectors
 
-Fluency is the judge's perplexity, which a text of few words wins: compare it at equal entropy alone. `at_entropy` reads
-it off a writer's line over τ.
+All draw tokens at several temperatures τ. Fluency is the judge's perplexity, which a text of few words wins: compare it
+at equal entropy alone. `at_entropy` reads it off a writer's line over τ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -45,9 +46,10 @@ class WritersConfig:
     Attributes:
         writers: of `WRITERS`.
         samples: texts of each writer and temperature.
-        temperatures: τ of writers that draw tokens.
+        temperatures: τ at which tokens are drawn.
         steps, solver: of the denoiser.
         head_steps, rows, lr, t_max: of the training of heads, on x_t with t ~ U(0, t_max), the decoder's range.
+        denoiser_steps: of the training of the compressed rival's denoiser; None: `head_steps`.
         seed: of everything drawn.
     """
 
@@ -60,11 +62,14 @@ class WritersConfig:
     rows: int = 32
     lr: float = 2e-3
     t_max: float = 0.15
+    denoiser_steps: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_range("writers", "samples", self.samples, 1)
         check_range("writers", "head_steps", self.head_steps, 1)
+        if self.denoiser_steps is not None:
+            check_range("writers", "denoiser_steps", self.denoiser_steps, 1)
         for temperature in self.temperatures:
             check_number("writers", "temperatures", temperature, 0)
         unknown = [name for name in self.writers if name not in WRITERS]
@@ -90,22 +95,30 @@ def table(
     config: WritersConfig,
     judge: Judge | None = None,
     say: Callable[[str], None] = print,
+    keep: Callable[[list[dict[str, Any]], list[str]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for every writer and temperature, and one of held-out text ("data").
 
     `judge` gives −Σ log p in nats and the number of tokens of texts. Rows: writer, temperature, perplexity (None
     without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (share of different pairs of
     tokens), overlap (share of stretches of 8 tokens that the training text has), nfe, decoder_steps, and a `text`.
+    After each, `keep` is given the rows so far and the texts of the last.
     """
-    seen = stretches(train.tolist())
-    rows = [measured("data", None, held_out[: config.samples], tokenizer, seen, judge, nfe=0, decoder_steps=0)]
+    seen, rows = np.unique(stretches(train)), []
+
+    def add(name: str, temperature: float | None, ids: Tensor, nfe: int, steps: int) -> None:
+        row, texts = measured(name, temperature, ids, tokenizer, seen, judge, nfe=nfe, decoder_steps=steps)
+        rows.append(row)
+        said = "" if row["perplexity"] is None else f"perplexity {row['perplexity']:.1f}, "
+        say(f"{name} τ={temperature}: {said}entropy {row['entropy']:.2f}, overlap {row['overlap']:.3f}")
+        if keep is not None:
+            keep(rows, texts)
+
+    add("data", None, held_out[: config.samples], 0, 0)
     vectors = estimates(model, config)
     for name in config.writers:
-        for temperature, ids, nfe, steps in written(model, name, vectors, train, config):
-            rows.append(measured(name, temperature, ids, tokenizer, seen, judge, nfe=nfe, decoder_steps=steps))
-            last = rows[-1]
-            said = "" if last["perplexity"] is None else f"perplexity {last['perplexity']:.1f}, "
-            say(f"{name} τ={temperature}: {said}entropy {last['entropy']:.2f}, overlap {last['overlap']:.3f}")
+        for made in written(model, name, vectors, train, config):
+            add(name, *made)
     return rows
 
 
@@ -126,7 +139,7 @@ def estimates(model: Any, config: WritersConfig) -> Tensor:
 @torch.no_grad()
 def written(
     model: Any, name: str, vectors: Tensor, train: Tensor, config: WritersConfig
-) -> Iterable[tuple[float | None, Tensor, int, int]]:
+) -> Iterable[tuple[float, Tensor, int, int]]:
     """(temperature, token ids, passes of denoiser or encoder, tokens written one by one) of a writer."""
     length = vectors.shape[1]
     if name in ("codar", "noise"):
@@ -145,7 +158,7 @@ def written(
         return
     if name == "compressed":
         with torch.enable_grad():
-            rival = trained_compressed(model, train, config.heads)
+            rival = trained_compressed(model, train, config.heads, config.denoiser_steps)
         z = rival.latents(len(vectors), config.steps, config.solver, config.seed)
         for temperature in config.temperatures:
             torch.manual_seed(config.seed)
@@ -154,13 +167,11 @@ def written(
         return
     with torch.enable_grad():
         head = trained_head(model, name, train, config.heads)
-    if isinstance(head, Contextual):
-        for temperature in config.temperatures:
-            torch.manual_seed(config.seed)
-            yield temperature, torch.cat([head.sample(z, temperature) for z in vectors.split(TOGETHER)]), 0, length
-        return
     clean = (vectors.new_ones(1, 1, 1), vectors.new_zeros(1, 1, 1))
-    yield None, torch.cat([head.write(z, clean) for z in vectors.split(TOGETHER)]), config.steps, 0
+    costs = (0, length) if isinstance(head, Contextual) else (config.steps, 0)
+    for temperature in config.temperatures:
+        torch.manual_seed(config.seed)
+        yield temperature, torch.cat([head.write(z, clean, temperature) for z in vectors.split(TOGETHER)]), *costs
 
 
 def masked(model: Any, config: WritersConfig) -> Iterable[tuple[float, Tensor, int, int]]:
@@ -184,10 +195,10 @@ def masked(model: Any, config: WritersConfig) -> Iterable[tuple[float, Tensor, i
 
 
 def measured(
-    writer: str, temperature: float | None, ids: Int[Tensor, "n L"], tokenizer: Any, seen: set[tuple[int, ...]],
+    writer: str, temperature: float | None, ids: Int[Tensor, "n L"], tokenizer: Any, seen: np.ndarray,
     judge: Judge | None, **costs: int,
-) -> dict[str, Any]:  # fmt: skip
-    """A row of the table."""
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """A row of the table, and the texts."""
     rows = ids.tolist()
     texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
     perplexity = None
@@ -195,12 +206,13 @@ def measured(
         nats, tokens = judge(texts)
         perplexity = math.exp(nats / max(1, tokens))
     pairs = [pair for row in rows for pair in pairwise(row)]
-    found = [stretch for row in rows for stretch in _stretches(row)]
-    return {
+    found = np.isin(stretches(ids), seen)
+    row = {
         "writer": writer, "temperature": temperature, "samples": len(rows), "perplexity": perplexity,
         "entropy": statistics.fmean(entropy(row) for row in rows), "distinct_2": len(set(pairs)) / max(1, len(pairs)),
-        "overlap": sum(stretch in seen for stretch in found) / max(1, len(found)), **costs, "text": texts[0],
+        "overlap": float(found.mean()) if len(found) else 0.0, **costs, "text": texts[0],
     }  # fmt: skip
+    return row, texts
 
 
 def entropy(row: Sequence[int]) -> float:
@@ -209,13 +221,18 @@ def entropy(row: Sequence[int]) -> float:
     return -sum(n / len(row) * math.log(n / len(row)) for n in counts.values())
 
 
-def stretches(rows: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
-    """Every stretch of 8 tokens within a row."""
-    return {stretch for row in rows for stretch in _stretches(row)}
-
-
-def _stretches(row: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(row[i : i + OVERLAP]) for i in range(len(row) - OVERLAP + 1)]
+def stretches(rows: Int[Tensor, "N L"]) -> np.ndarray:
+    """A number of 64 bits for every stretch of 8 tokens within a row: the same of the same tokens, and of others but by
+    a chance of 2⁻⁶⁴ or so. [N · (L − 7)]."""
+    if rows.shape[1] < OVERLAP:
+        return np.zeros(0, dtype=np.uint64)
+    drawn = np.random.default_rng(0).integers(2**63, size=OVERLAP, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    tokens, places = rows.cpu().numpy().astype(np.uint64), rows.shape[1] - OVERLAP + 1
+    found = np.zeros((len(tokens), places), dtype=np.uint64)
+    for place, factor in enumerate(drawn):  # modulo 2⁶⁴
+        mixed = (tokens[:, place : place + places] + np.uint64(1)) * factor
+        found += mixed ^ (mixed >> np.uint64(29))
+    return found.ravel()
 
 
 def at_entropy(rows: Sequence[dict[str, Any]], writer: str, wanted: float) -> float | None:
