@@ -159,6 +159,8 @@ class FathomTrainer(Trainer):
         """The task's loss; what methods say beside it goes to the metrics."""
         forward = functools.partial(self.task.forward, model)
         inputs = {**inputs, "output_auxiliary": True}
+        if not model.training:  # else 5.24 divides by the targets of all ranks, which prediction_step would weigh twice
+            num_items_in_batch = None
         loss, output = super().compute_loss(forward, inputs, True, num_items_in_batch)  # type: ignore[arg-type]
         if model.training:
             self.metrics.add(output)
