@@ -113,8 +113,8 @@ def main() -> None:
                 verdicts = [verdict(one, question, databases) for one, question in zip(said, questions, strict=True)]
                 by_kind: dict[str, list[Any]] = collections.defaultdict(list)
                 for kind, one in zip(kinds, verdicts, strict=True):
-                    by_kind[kind].append(one)
-                    by_kind["all"].append(one)
+                    for part in {kind, "all"}:
+                        by_kind[part].append(one)
                 shares = {
                     kind: {name: sum(bool(getattr(v, name)) for v in ones) for name in ("exact", "execution", "runs")}
                     for kind, ones in by_kind.items()
