@@ -2,7 +2,8 @@
 
     python benchmarks/tables/answers.py runs/tables_gpu runs/databases runs/databases/held-out.jsonl OUT.json
 
-Reads every `model` folder that is somewhere in the folder. Greedy; each held-out row may say its `kind`. Beside the
+Reads every `model` folder that is somewhere in the folder. Greedy; each held-out row may say its `kind`. With --named
+an answer begins with its database's name, as `fathom table ask` has it. Beside the
 counts OUT has, for each model, a letter of every question: "e" for exact match alone, "x" for execution alone, "b" for
 both.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import lzma
 import time
@@ -23,7 +25,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from fathom.tables.ask import options_of, source_of
 from fathom.tables.picard import Picard
 from fathom.tables.questions import Databases, Question, verdict
-from fathom.tables.source import query_of
+from fathom.tables.source import begun, query_of
 
 BATCH = 128
 
@@ -51,23 +53,35 @@ def inputs(model: Any, tokenizer: Any, questions: list[Question], databases: Dat
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, questions: list[Question], databases: Databases, picard: bool, tokens: int
+    model: Any, tokenizer: Any, questions: list[Question], databases: Databases, picard: bool, tokens: int, named: bool
 ) -> tuple[list[str], dict[str, Any]]:
     """Queries that a model writes, and what PICARD did."""
-    said: list[str] = []
+    said = [""] * len(questions)
+    first = [begun(tokenizer, databases.schema(q.database).name) if named else [] for q in questions]
+    order = sorted(range(len(questions)), key=lambda number: len(first[number]))  # a batch begins with as many tokens
+    batches = [
+        ones[start : start + BATCH]
+        for _, group in itertools.groupby(order, key=lambda number: len(first[number]))
+        for ones in [list(group)]
+        for start in range(0, len(ones), BATCH)
+    ]
     counts: collections.Counter = collections.Counter()
     began = time.perf_counter()
-    for start in range(0, len(questions), BATCH):
-        asked = questions[start : start + BATCH]
+    for chosen in batches:
+        asked = [questions[number] for number in chosen]
         names = [databases.schema(q.database).name for q in asked]
         schemas = {name: databases.schema(q.database) for name, q in zip(names, asked, strict=True)}
         processors = [Picard().processor(tokenizer, schemas, names)] if picard else []
         out = model.generate(
             **inputs(model, tokenizer, asked, databases), max_new_tokens=tokens, num_beams=1, do_sample=False,
             logits_processor=processors,
+            decoder_input_ids=torch.tensor(
+                [[model.config.decoder_start_token_id, *first[number]] for number in chosen], device=model.device
+            ),
         )  # fmt: skip
         texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-        said += [query_of(text, name) for text, name in zip(texts, names, strict=True)]
+        for number, text, name in zip(chosen, texts, names, strict=True):
+            said[number] = query_of(text, name)
         for one in processors:
             counts.update({name: getattr(one, name) for name in ("checked", "rejected", "dead_ends", "cut_off")})
     return said, {**counts, "seconds": time.perf_counter() - began}
@@ -81,6 +95,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--schemas", help="a file like Spider's tables.json")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
+    parser.add_argument("--named", action="store_true", help="the database's name is given")
     args = parser.parse_args()
     raw = args.held_out.read_bytes()
     text = (lzma.decompress(raw) if args.held_out.suffix == ".xz" else raw).decode()
@@ -94,12 +109,12 @@ def main() -> None:
             model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder).eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             for picard in (False, True):
-                said, counts = answers(model, tokenizer, questions, databases, picard, args.tokens)
+                said, counts = answers(model, tokenizer, questions, databases, picard, args.tokens, args.named)
                 verdicts = [verdict(one, question, databases) for one, question in zip(said, questions, strict=True)]
                 by_kind: dict[str, list[Any]] = collections.defaultdict(list)
                 for kind, one in zip(kinds, verdicts, strict=True):
-                    by_kind[kind].append(one)
-                    by_kind["all"].append(one)
+                    for part in {kind, "all"}:
+                        by_kind[part].append(one)
                 shares = {
                     kind: {name: sum(bool(getattr(v, name)) for v in ones) for name in ("exact", "execution", "runs")}
                     for kind, ones in by_kind.items()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fathom.data import DataConfig, load_tokenizer
+from fathom.data.tokenizer import train_bpe
 from fathom.tables.acceptor import Acceptor
 from fathom.tables.questions import Databases
-from fathom.tables.source import Source, answer_text
+from fathom.tables.source import Source, answer_text, begun
 from fathom.tasks.text_to_sql import TextToSQL
 
 PARTS = ("train", "held-out")
@@ -82,3 +83,13 @@ def test_every_query_returns_rows_and_every_text_is_read_back(made):
             acceptor = Acceptor({row["db_id"]: schema})
             state = acceptor.advance(Acceptor.START, answer, [row["db_id"]])
             assert state is not None and acceptor.complete(state)
+
+
+def test_an_answer_begins_with_the_tokens_that_it_is_learned_with(made):
+    held_out = rows(made, "held-out")
+    texts = [answer_text(row["query"], row["db_id"]) for row in held_out]
+    for tokenizer in (load_tokenizer(str(made / "tokenizer")), train_bpe(texts, 300)):
+        for row, text in zip(held_out, texts, strict=True):
+            first = begun(tokenizer, row["db_id"])
+            assert tokenizer(text, add_special_tokens=False)["input_ids"][: len(first)] == first
+            assert tokenizer.decode(first).strip() == f"{row['db_id']} |"

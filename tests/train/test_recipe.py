@@ -65,6 +65,7 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
         (MINIMAL + "methods: []", r"methods=\[\]: must not be empty"),
         (MINIMAL + "budgets: [train_flop]", r"budgets\[0\]='train_flop': .*\(did you mean 'train_flops'\?\)"),
         (MINIMAL + "budgets: [{inference_flops: 1}]", "inference_flops takes no amount"),
+        (MINIMAL + "budgets: [tokens, {tokens: 1e6}]", r"budgets=\['tokens'\]: must not be given twice"),
         (MINIMAL + "seeds: 3", "seeds=3: must be a list"),
         (MINIMAL + "seeds: [0, 1.5]", r"seeds\[1\]=1.5: must be a whole number"),
         (MINIMAL + "seeds: [-1]", r"seeds=\[-1\]: must be between 0 and 2\*\*32 - 1"),

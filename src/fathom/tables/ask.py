@@ -14,7 +14,7 @@ from fathom.tables.base import require
 from fathom.tables.database import Answer, Database, QueryError
 from fathom.tables.picard import Picard
 from fathom.tables.relations import Turn
-from fathom.tables.source import Encoded, Source, query_of
+from fathom.tables.source import Encoded, Source, begun, query_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,7 @@ def ask(
     name = database.schema.name
     processors = [picard.processor(tokenizer, {name: database.schema}, [name])] if picard else []
     # Which database it is need not be guessed: the answer begins with its name.
-    begun = tokenizer(f"{name} |", add_special_tokens=False)["input_ids"]
-    start = torch.tensor([[model.config.decoder_start_token_id, *begun]], device=model.device)
+    start = torch.tensor([[model.config.decoder_start_token_id, *begun(tokenizer, name)]], device=model.device)
     out = model.generate(
         **inputs, decoder_input_ids=start, num_beams=beams, max_new_tokens=new_tokens, do_sample=False,
         logits_processor=processors,

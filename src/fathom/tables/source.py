@@ -227,6 +227,14 @@ def answer_text(query: str, schema_name: str) -> str:
     return f"{schema_name} | {normalised(query)}"
 
 
+def begun(tokenizer: Any, schema_name: str) -> list[int]:
+    """The tokens with which an answer about a database begins: its name and the bar, as they stand before a query."""
+    name = f"{schema_name} |"
+    found = tokenizer(answer_text("select", schema_name), add_special_tokens=False, return_offsets_mapping=True)
+    ends = [stop for _, stop in found["offset_mapping"]]  # the bar's token may have the space behind it
+    return [token for token, stop in zip(found["input_ids"], ends, strict=True) if stop <= len(name) + 1]
+
+
 def normalised(query: str) -> str:
     """A query in lower case outside quotes, with single spaces and none before a comma."""
     query = query.strip().rstrip(";").strip()

@@ -271,7 +271,7 @@ class Recipe:
             self._check_sources(method)
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
-            "budgets": list(self.budgets),
+            "budgets": [budget.kind for budget in self.budgets],  # one table each
         }
         for argument, values in distinct.items():
             twice = [value for value in values if values.count(value) > 1]
