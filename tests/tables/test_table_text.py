@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from peft.utils import PeftType
 from table_cases import CORPUS, FOODS, GRID, NAMES, host, pairs, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
@@ -255,6 +257,22 @@ def test_a_checkpoint_is_saved_and_loaded_under_any_method(section, family, fold
     assert torch.equal(again(**given).logits, model(**given).logits)
     plain = kind.from_pretrained(tmp_path, table="table_plain")  # an adapter is left out
     assert torch.equal(plain(**given).logits, stock(**given).logits)
+
+
+def test_pefts_list_of_methods_has_the_adapter_as_every_python_asks_for_it():
+    member = PeftType("KNOWLEDGE_ADAPTER")
+    assert vars(PeftType)["KNOWLEDGE_ADAPTER"] is member is PeftType["KNOWLEDGE_ADAPTER"]  # by 3.12, and by 3.11
+    assert copy.deepcopy(member) is member and member in list(PeftType)
+
+
+def test_bm25s_is_imported_without_jax(tmp_path):
+    """Where it is installed, an import of bm25s would start it, and it holds most of a GPU."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise SystemExit('jax was started')")
+    script = "import sys; from fathom.data.bm25 import load_bm25s; load_bm25s().BM25(); print('jax' in sys.modules)"
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "False", done.stderr
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "llama"])

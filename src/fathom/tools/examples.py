@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fathom.data.bm25 import load_bm25s
 from fathom.models.registry import nearest
 from fathom.tools.tool import Tool
 
@@ -113,7 +114,7 @@ def passages(path: str | Path, name: str = "search", k: int = 3) -> Tool:
     Raises ImportError with the pip command where bm25s is not installed, and what reading raises.
     """
     try:
-        import bm25s
+        bm25s = load_bm25s()
     except ModuleNotFoundError as error:
         raise ImportError(f"passages need bm25s ({error}): pip install 'fathom-lm[curate]'") from error
     from fathom.evaluate import read_documents

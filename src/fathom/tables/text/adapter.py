@@ -37,6 +37,7 @@ OF_FAMILY |= {"fathom_bart": "bart", "fathom_t5": "t5"}
 if NAME.upper() not in list(PeftType):  # peft's list of methods is an enumeration, which Python extends in no other way
     _member: Any = str.__new__(PeftType, NAME.upper())
     _member._name_ = _member._value_ = NAME.upper()
+    type.__setattr__(PeftType, NAME.upper(), _member)  # from Python 3.12 on members are attributes of the class
     PeftType._member_map_[NAME.upper()] = PeftType._value2member_map_[NAME.upper()] = _member
     PeftType._member_names_.append(NAME.upper())
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from fathom.data.bm25 import load_bm25s
 from fathom.tables.text.encoder import batch, load_encoder, special
 from fathom.tables.text.linearize import END, SEPARATOR, Table, plain_ids, words
 from fathom.tables.text.stages import Stage, train
@@ -38,7 +39,7 @@ class Candidates:
         if not self.texts:
             raise ValueError("corpus=[]: prototypes are sentences of it; give at least one")
         try:
-            import bm25s
+            bm25s = load_bm25s()
         except ImportError as error:
             raise ImportError("prototypes are found by bm25s: pip install 'fathom-lm[tables]'") from error
         self.known = {word for text in self.texts for word in words(text)}
