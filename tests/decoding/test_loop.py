@@ -209,3 +209,22 @@ def test_a_conversation_goes_on_in_a_cache_of_the_users_own(vanilla: Any) -> Non
             more = vanilla.generate(text, max_new_tokens=5, do_sample=False, **{CACHE_NAME: first[CACHE_NAME]})
         found.append(more)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("rows", "switched"), [(1, True), (2, True), (3, False)])
+def test_experts_are_not_copied_for_every_token_of_many_rows(
+    rows: int, switched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 experts of which 2 run: 3 rows pick more than there are."""
+    section = {"name": "moe", "experts": 4, "active": 2, "width": 16}
+    model: Any = tiny_model(feed_forward=section).eval()
+    asked: list[bool] = []
+
+    @contextlib.contextmanager
+    def optimise() -> Iterator[None]:
+        asked.append(True)
+        yield
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", optimise)
+    model.generate(tokens(rows, 5), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert bool(asked) == switched

@@ -489,7 +489,8 @@ def summary(runs: list[dict[str, Any]], groups: list[str]) -> list[dict[str, Any
 
 def show(results: dict[str, Any], path: Path) -> Path:
     """A picture: of each method the first group's bits per byte (kept or forgotten) against the last's (gained), the
-    mean over its seeds, with an arrow from the base. Lower and further left is better."""
+    mean over its seeds, with an arrow from the base, by way of its first seed's stages. Lower and further left is
+    better."""
     first, last = results["groups"][0], results["groups"][-1]
     points = {row["method"]: (row[first], row[last]) for row in results["methods"]}
     looks = styles(list(points))
@@ -499,7 +500,10 @@ def show(results: dict[str, Any], path: Path) -> Path:
     for name, (x, y) in points.items():
         look = looks[name]
         if name != BASE:
-            axes.annotate("", (x, y), (x0, y0), arrowprops={"arrowstyle": "->", "color": look.light, "alpha": 0.35})
+            one = next(run for run in results["runs"] if run["method"] == name)
+            way = [(x0, y0), *((point[first], point[last]) for point in one["path"][:-1])]
+            axes.plot(*zip(*way, strict=True), ".-", color=look.light, alpha=0.35, linewidth=1, markersize=4)
+            axes.annotate("", (x, y), way[-1], arrowprops={"arrowstyle": "->", "color": look.light, "alpha": 0.35})
         for run in results["runs"]:
             if run["method"] == name and name != BASE:
                 axes.plot(run[first], run[last], look.marker, color=look.light, alpha=0.3, markersize=4)
