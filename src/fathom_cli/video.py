@@ -44,7 +44,7 @@ def make(
 
     \b
     Example:
-      fathom video make runs/mova_demo/both/tokens-1944000-seed-0/model --prompt "a red ball bounces" -o clip.mp4
+      fathom video make runs/mova_demo/both/tokens-2592000-seed-0/model --prompt "a red block flashes" -o clip.mp4
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
