@@ -44,7 +44,9 @@ def command(
     gpus: Annotated[
         int | None, typer.Option(help="Plan the recipe's training on so many: memory, communication, step.", min=1)
     ] = None,
-    device: Annotated[str, typer.Option(help="With --gpus: the GPU; h200 is measured.")] = "h200",
+    device: Annotated[
+        str | None, typer.Option(help="With --gpus: the kind of GPU to plan for, by default the one measured, h200.")
+    ] = None,
     strategy: Annotated[
         str | None, typer.Option(help="With --gpus: ddp or fsdp2; default: ddp if the model fits, else fsdp2.")
     ] = None,
@@ -70,9 +72,9 @@ def command(
       fathom cost MODEL --prompt 1024 --new-tokens 256
     """
     if gpus is not None:
-        _plan(model, gpus, device, strategy, per_host, network, json_output)
+        _plan(model, gpus, device or "h200", strategy, per_host, network, json_output)
         return
-    if (device, strategy, per_host, network) != ("h200", None, 8, None):
+    if (device, strategy, per_host, network) != (None, None, 8, None):
         raise ValueError("--device, --strategy, --per-host and --network go with --gpus")
     if hours is None and (tdp, kg_per_kwh, pue) != (700.0, 0.475, 1.0):
         raise ValueError("--tdp, --kg-per-kwh and --pue go with --hours")
@@ -146,7 +148,7 @@ def _plan(
     training, length = recipe.training, recipe.data.block_size
     if recipe.task.checkpoint_fields is not None:
         raise ValueError(f"{model}: --gpus plans decoders; task {recipe.task.name!r} trains another model")
-    compiled = {True: "model", False: "no"}.get(training.compile, "layers")  # type: ignore[call-overload]
+    compiled = "layers" if isinstance(training.compile, str) else "model" if training.compile else "no"
     rows, advice = [], []
     for method in recipe.methods:
         config = model_config(recipe, method)

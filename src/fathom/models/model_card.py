@@ -43,7 +43,9 @@ class Published:
 
     def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
         """As in transformers, with a model card, unless the folder has one that somebody wrote."""
-        hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "create_pr") if name in kwargs}
+        hub: dict[str, Any] = {
+            name: kwargs.pop(name) for name in ("repo_id", "commit_message", "create_pr") if name in kwargs
+        }
         if push_to_hub:
             hub.update({name: kwargs.pop(name) for name in ("private", "revision") if name in kwargs})
         written = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
@@ -119,7 +121,7 @@ def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = Non
     commit = {name: value for name, value in commit.items() if value is not None}
     commit.setdefault("commit_message", "Upload model")
     done = api.upload_folder(
-        repo_id=repo_id, folder_path=folder, ignore_patterns=[CARD] if keep else None, **commit
+        repo_id=repo_id, folder_path=Path(folder), ignore_patterns=[CARD] if keep else None, **commit
     )  # fmt: skip
     return str(done)
 
@@ -184,7 +186,7 @@ def card_text(
 def sections_of(config: Any) -> dict[str, dict[str, Any]]:
     """The methods of a model other than the plain ones, by section of its config."""
     plain = {name: section.plain for name, section in registry.SECTIONS.items()}
-    plain |= {name: (method,) for name, method in SECTIONS.items()}
+    plain |= {name: () if method is None else (method,) for name, method in SECTIONS.items()}
     found = {}
     for name, methods in plain.items():
         value = getattr(config, name, None)

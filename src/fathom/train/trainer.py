@@ -367,7 +367,7 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
 
 def _arguments(
     training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool,
-    names: dict[str, str],
+    names: dict[str, Any],
 ) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
