@@ -1,6 +1,7 @@
 """A recipe of growths: Innovator's four stages beside cheaper ways, at equal training FLOPs, what a stage leaves."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -103,6 +104,12 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
     code, _, err = run_cli(monkeypatch, capsys, *given, "--method", "btx")
     assert code == 2 and "is a recipe, which names methods" in err
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+
+    shutil.rmtree(folder / whole[-1])  # as if its time had been over before it began
+    said: list[str] = []
+    cut = run_growths(loaded, tmp_path / "runs", say=said.append, minutes=0)
+    assert [run["method"] for run in cut["runs"]] == ["base", "continued", "merge"]
+    assert said[-1] == "2 stages did not begin: 0 minutes were over. The same command goes on."
 
 
 def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):

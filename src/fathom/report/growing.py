@@ -29,6 +29,7 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_conf
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.loading import build, check_keys, parse_yaml
 from fathom.train.recipe import Trains
+from fathom.train.trainer import RESULT
 from fathom.writing import whole, write_json
 
 TASK = CausalLM()
@@ -178,13 +180,13 @@ def run_growths(
     output: Path,
     jobs: int = 1,
     say: Callable[[str], object] = print,
-    skip: Callable[[Unit], bool] = lambda unit: False,
+    minutes: float | None = None,
 ) -> dict[str, Any]:
     """Train the base, then every stage of every method; returns what `growths.json` says.
 
     Args:
         jobs: stages side by side, branches too, each in a process of its own.
-        skip: asked before a stage begins: whether it may not any more, as the time that is left is too short for it.
+        minutes: after which no stage begins any more; the same command goes on with those that are left.
 
     Raises ValueError for what does not fit together, before anything trains.
     """
@@ -211,11 +213,18 @@ def run_growths(
     failures: list[str] = []
     devices = _devices(jobs)
 
+    begun = time.monotonic()
+
+    def late() -> bool:
+        return minutes is not None and time.monotonic() - begun > 60 * minutes
+
     def offer() -> None:
         for name in list(waiting):
             if len(running) == len(devices):
                 return
-            if all(need in done for need in units[name].needs) and not skip(units[name]):
+            if late() and not any((folder / name / file).is_file() for file in (RESULT, GROWN, SCORES)):
+                continue
+            if all(need in done for need in units[name].needs):
                 waiting.remove(name)
                 running.add(name)
                 ready[name] = carry_out, units[name], recipe, folder, base_data if name == BASE else data, held
@@ -232,6 +241,8 @@ def run_growths(
                 say(f"{name}: {_said(units[name].kind, outcome)}")
                 write_json(folder / RESULTS, _results(recipe, plans, units, done, failures))
             offer()
+    if waiting and late():
+        say(f"{len(waiting)} stages did not begin: {minutes:g} minutes were over. The same command goes on.")
     if not done:
         raise ValueError(f"no stage finished; the first failure: {failures[0] if failures else 'none began'}")
     results = _results(recipe, plans, units, done, failures)
