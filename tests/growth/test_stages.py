@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import yaml
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import training_flops_per_token
 from fathom.report import growing
-from fathom.report.growing import load_growths, model_of, run_growths, show
+from fathom.report.growing import Unit, load_growths, model_of, plan, run_growths, show
 from tiny import tiny_model
 from tiny_checkpoint import run_cli, save_fathom
 
@@ -137,6 +138,8 @@ def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
         ([{"name": "a", "stages": [{"share": 0}]}], "needs a share above 0"),
         ([{"name": "a", "stages": [{"share": 1, "branches": ["skye"]}]}], "skye.*did you mean 'sky'"),
         ([{"name": "a", "stages": [{"share": 1, "grow": {"name": "btx"}}]}], "surgery trains nothing"),
+        ([{"name": "a", "stages": [{"share": 1, "texts": ["sky"]}]}], "only surgery reads texts"),
+        ([{"name": "a", "stages": [{**BRANCHES, "weights": {"sky": 1}}]}], "a branch reads its own source alone"),
         ([{"name": "a", "stages": [{"share": 1}]}] * 2, "methods.a: two methods have this name"),
     ],
 )
@@ -168,3 +171,11 @@ def test_options_of_a_grown_model_may_change_where_its_tensors_do_not(name, tmp_
     assert model.config.feed_forward[name] == options[name] and model.config.feed_forward["width"] == 16
     with pytest.raises(ValueError, match="tensors have other shapes"):
         FathomForCausalLM.from_pretrained(tmp_path, feed_forward={"name": "moe", "experts": 6})
+
+
+@pytest.mark.parametrize("name", ["small", "cpu"])
+def test_shipped_recipes_fit(name):
+    loaded = load_growths(Path(__file__).parents[2] / f"recipes/growth_{name}.yaml")
+    base = Unit("base", "train", FathomConfig(**loaded.base["model"]))
+    for way in loaded.methods:
+        assert sum(unit.flops for unit in plan(loaded, way, 0, base)) > 0, way.name

@@ -133,8 +133,12 @@ class Growths:
         check_keys(stage.weights or {}, self.data.train, f"{where}.weights")
         if stage.grow is None and not stage.share > 0:
             raise ValueError(f"{where}.share={stage.share!r}: a stage that trains needs a share above 0")
-        if stage.grow is not None and (stage.share or stage.branches or stage.feed_forward or stage.weights):
-            raise ValueError(f"{where}.grow: surgery trains nothing; leave its other fields out")
+        if stage.grow is not None and dataclasses.replace(stage, grow=None, texts=()) != Stage():
+            raise ValueError(f"{where}.grow: surgery trains nothing; leave all but texts out")
+        if stage.grow is None and stage.texts:
+            raise ValueError(f"{where}.texts={list(stage.texts)!r}: only surgery reads texts; leave them out")
+        if stage.branches and stage.weights is not None:
+            raise ValueError(f"{where}.weights={stage.weights!r}: a branch reads its own source alone; leave them out")
 
 
 @dataclass(frozen=True)
