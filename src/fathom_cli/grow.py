@@ -32,6 +32,9 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
     jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of a recipe: no stage begins after so many; the same command goes on.", min=0)
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Make a mixture of experts of a dense checkpoint, layer by layer; or train all stages of a recipe and compare.
@@ -46,7 +49,7 @@ def command(
             raise ValueError(
                 f"{checkpoint}: is a recipe, which names methods, branches, options and seeds; leave them out"
             )
-        _recipe(Path(checkpoint), output or Path("runs"), jobs, json_output)
+        _recipe(Path(checkpoint), output or Path("runs"), jobs, minutes, json_output)
         return
     if method is None or output is None:
         raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
@@ -91,7 +94,7 @@ def _built(kind: Any, given: list[str]) -> Any:
     return kind(**options)
 
 
-def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
+def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_output: bool) -> None:
     """All stages of a recipe, a table and a picture."""
     import contextlib
     import sys
@@ -100,7 +103,7 @@ def _recipe(path: Path, output: Path, jobs: int, json_output: bool) -> None:
 
     try:
         with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
-            results = run_growths(load_growths(path), output, jobs)
+            results = run_growths(load_growths(path), output, jobs, minutes=minutes)
     except KeyboardInterrupt:
         typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
         raise typer.Exit(130) from None

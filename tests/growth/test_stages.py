@@ -1,6 +1,8 @@
 """A recipe of growths: Innovator's four stages beside cheaper ways, at equal training FLOPs, what a stage leaves."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import yaml
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import training_flops_per_token
 from fathom.report import growing
-from fathom.report.growing import load_growths, model_of, run_growths, show
+from fathom.report.growing import Unit, load_growths, model_of, plan, run_growths, show
 from tiny import tiny_model
 from tiny_checkpoint import run_cli, save_fathom
 
@@ -104,6 +106,12 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
     assert code == 2 and "is a recipe, which names methods" in err
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
 
+    shutil.rmtree(folder / whole[-1])  # as if its time had been over before it began
+    said: list[str] = []
+    cut = run_growths(loaded, tmp_path / "runs", say=said.append, minutes=0)
+    assert [run["method"] for run in cut["runs"]] == ["base", "continued", "merge"]
+    assert said[-1] == "2 stages did not begin: 0 minutes were over. The same command goes on."
+
 
 def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
     """Nothing trains: the start of a mixture is scored beside the base."""
@@ -130,6 +138,8 @@ def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
         ([{"name": "a", "stages": [{"share": 0}]}], "needs a share above 0"),
         ([{"name": "a", "stages": [{"share": 1, "branches": ["skye"]}]}], "skye.*did you mean 'sky'"),
         ([{"name": "a", "stages": [{"share": 1, "grow": {"name": "btx"}}]}], "surgery trains nothing"),
+        ([{"name": "a", "stages": [{"share": 1, "texts": ["sky"]}]}], "only surgery reads texts"),
+        ([{"name": "a", "stages": [{**BRANCHES, "weights": {"sky": 1}}]}], "a branch reads its own source alone"),
         ([{"name": "a", "stages": [{"share": 1}]}] * 2, "methods.a: two methods have this name"),
     ],
 )
@@ -161,3 +171,11 @@ def test_options_of_a_grown_model_may_change_where_its_tensors_do_not(name, tmp_
     assert model.config.feed_forward[name] == options[name] and model.config.feed_forward["width"] == 16
     with pytest.raises(ValueError, match="tensors have other shapes"):
         FathomForCausalLM.from_pretrained(tmp_path, feed_forward={"name": "moe", "experts": 6})
+
+
+@pytest.mark.parametrize("name", ["small", "cpu"])
+def test_shipped_recipes_fit(name):
+    loaded = load_growths(Path(__file__).parents[2] / f"recipes/growth_{name}.yaml")
+    base = Unit("base", "train", FathomConfig(**loaded.base["model"]))
+    for way in loaded.methods:
+        assert sum(unit.flops for unit in plan(loaded, way, 0, base)) > 0, way.name

@@ -29,6 +29,7 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_conf
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.loading import build, check_keys, parse_yaml
 from fathom.train.recipe import Trains
+from fathom.train.trainer import RESULT
 from fathom.writing import whole, write_json
 
 TASK = CausalLM()
@@ -131,8 +133,12 @@ class Growths:
         check_keys(stage.weights or {}, self.data.train, f"{where}.weights")
         if stage.grow is None and not stage.share > 0:
             raise ValueError(f"{where}.share={stage.share!r}: a stage that trains needs a share above 0")
-        if stage.grow is not None and (stage.share or stage.branches or stage.feed_forward or stage.weights):
-            raise ValueError(f"{where}.grow: surgery trains nothing; leave its other fields out")
+        if stage.grow is not None and dataclasses.replace(stage, grow=None, texts=()) != Stage():
+            raise ValueError(f"{where}.grow: surgery trains nothing; leave all but texts out")
+        if stage.grow is None and stage.texts:
+            raise ValueError(f"{where}.texts={list(stage.texts)!r}: only surgery reads texts; leave them out")
+        if stage.branches and stage.weights is not None:
+            raise ValueError(f"{where}.weights={stage.weights!r}: a branch reads its own source alone; leave them out")
 
 
 @dataclass(frozen=True)
@@ -178,13 +184,13 @@ def run_growths(
     output: Path,
     jobs: int = 1,
     say: Callable[[str], object] = print,
-    skip: Callable[[Unit], bool] = lambda unit: False,
+    minutes: float | None = None,
 ) -> dict[str, Any]:
     """Train the base, then every stage of every method; returns what `growths.json` says.
 
     Args:
         jobs: stages side by side, branches too, each in a process of its own.
-        skip: asked before a stage begins: whether it may not any more, as the time that is left is too short for it.
+        minutes: after which no stage begins any more; the same command goes on with those that are left.
 
     Raises ValueError for what does not fit together, before anything trains.
     """
@@ -211,11 +217,18 @@ def run_growths(
     failures: list[str] = []
     devices = _devices(jobs)
 
+    begun = time.monotonic()
+
+    def late() -> bool:
+        return minutes is not None and time.monotonic() - begun > 60 * minutes
+
     def offer() -> None:
         for name in list(waiting):
             if len(running) == len(devices):
                 return
-            if all(need in done for need in units[name].needs) and not skip(units[name]):
+            if late() and not any((folder / name / file).is_file() for file in (RESULT, GROWN, SCORES)):
+                continue
+            if all(need in done for need in units[name].needs):
                 waiting.remove(name)
                 running.add(name)
                 ready[name] = carry_out, units[name], recipe, folder, base_data if name == BASE else data, held
@@ -232,6 +245,8 @@ def run_growths(
                 say(f"{name}: {_said(units[name].kind, outcome)}")
                 write_json(folder / RESULTS, _results(recipe, plans, units, done, failures))
             offer()
+    if waiting and late():
+        say(f"{len(waiting)} stages did not begin: {minutes:g} minutes were over. The same command goes on.")
     if not done:
         raise ValueError(f"no stage finished; the first failure: {failures[0] if failures else 'none began'}")
     results = _results(recipe, plans, units, done, failures)
