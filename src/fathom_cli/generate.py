@@ -133,7 +133,12 @@ def command(
             f"--max-new-tokens={max_new_tokens}: with the prompt's {length} tokens that is more than the model's "
             f"{limit} positions; at most {max(0, limit - length)} are possible"
         )
-    diffusion = {"steps": steps, "block_length": block_length, "policy": policy, "block_cache": block_cache}
+    diffusion: dict[str, Any] = {
+        "steps": steps,
+        "block_length": block_length,
+        "policy": policy,
+        "block_cache": block_cache,
+    }
     diffusion = {name: value for name, value in diffusion.items() if value is not None}
     if is_diffusion(model):
         if settings:
@@ -190,8 +195,11 @@ def _with_options(policy: str, block_cache: str | None, settings: list[str]) -> 
     """The policy and the block cache with the options of `--set name=value`; values are JSON, or plain words."""
     from fathom.diffusion import BLOCK_CACHES, POLICIES
 
-    kinds = {"policy": POLICIES.get(policy), "block_cache": BLOCK_CACHES.get(block_cache)}
-    kinds = {axis: kind for axis, kind in kinds.items() if kind is not None}  # unknown names: generate() says so
+    kinds: dict[str, Any] = {}
+    if policy in POLICIES:  # of unknown names generate() says so
+        kinds["policy"] = POLICIES[policy]
+    if block_cache in BLOCK_CACHES:
+        kinds["block_cache"] = BLOCK_CACHES[block_cache]
     options: dict[str, dict[str, Any]] = {axis: {} for axis in kinds}
     for setting in settings:
         name, equals, value = setting.partition("=")

@@ -166,8 +166,8 @@ class SparseState(BlockState):
             real = torch.arange(most, device=chosen.device) < torch.tensor(counts, device=chosen.device)[:, None]
         index = columns[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         room = self.block.stop - self.first
-        spacious = [F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value)]
-        self.layers.append(Kept(*spacious, real, columns))
+        kept_key, kept_value = (F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value))
+        self.layers.append(Kept(kept_key, kept_value, real, columns))
         return key, value, self.passes.mask
 
     def scores(self, query: Float[Tensor, "R H L D"], key: Float[Tensor, "R G L D"]) -> Float[Tensor, "R n"]:
