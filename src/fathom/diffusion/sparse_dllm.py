@@ -207,7 +207,7 @@ class SparseState(BlockState):
     def nbytes(self):
         """Of what is kept; the block's own states come and go."""
         return sum(
-            x[:, :, : kept.columns.shape[1]].numel() * x.element_size()
+            x.numel() // x.shape[2] * kept.columns.shape[1] * x.element_size()
             for kept in self.layers
             for x in (kept.key, kept.value)
         )
