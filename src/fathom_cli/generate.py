@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -34,6 +35,10 @@ def command(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
     block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Diffusion: an option of the policy or the block cache, name=value; repeatable."),
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="Latent diffusion: ddim, ancestral, ode or sde.")] = None,
     tools: Annotated[
         Path | None,
@@ -53,6 +58,7 @@ def command(
     \b
     Example:
       fathom generate runs/demo/vanilla/tokens-700000-seed-0/model --prompt "The old man" --stream
+      fathom generate MODEL --prompt "The old man" --block-cache sparse_dllm --set keep_ratio=0.3
       fathom generate MODEL --prompt "What is 17 * 23?" --tools my_tools.py --rounds 3
     """
     try:
@@ -62,8 +68,8 @@ def command(
 
     if tools is None and (rounds is not None or json_output):
         raise ValueError("--rounds and --json go with --tools FILE")
-    if tools is not None and (steps, block_length, policy, block_cache) != (None,) * 4:
-        raise ValueError("--steps, --block-length, --policy and --block-cache do not go with --tools")
+    if tools is not None and (steps, block_length, policy, block_cache, settings) != (None,) * 5:
+        raise ValueError("--steps, --block-length, --policy, --block-cache and --set do not go with --tools")
     if tools is not None and not temperature and (top_k, top_p) != (None, None):
         raise ValueError(
             "--top-k and --top-p: with --tools the likeliest token is taken; give a --temperature above 0 too"
@@ -84,7 +90,7 @@ def command(
         logging.disable_progress_bar()
     if load_config(checkpoint).model_type == FathomLatentConfig.model_type:
         others = {"stream": stream or None, "top-k": top_k, "block-length": block_length, "policy": policy,
-                  "block-cache": block_cache, "tools": tools}  # fmt: skip
+                  "block-cache": block_cache, "set": settings, "tools": tools}  # fmt: skip
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f"--{name}: {checkpoint} is a latent diffusion model, which has no such option")
@@ -127,9 +133,16 @@ def command(
             f"--max-new-tokens={max_new_tokens}: with the prompt's {length} tokens that is more than the model's "
             f"{limit} positions; at most {max(0, limit - length)} are possible"
         )
-    diffusion = {"steps": steps, "block_length": block_length, "policy": policy, "block_cache": block_cache}
+    diffusion: dict[str, Any] = {
+        "steps": steps,
+        "block_length": block_length,
+        "policy": policy,
+        "block_cache": block_cache,
+    }
     diffusion = {name: value for name, value in diffusion.items() if value is not None}
     if is_diffusion(model):
+        if settings:
+            diffusion.update(_with_options(policy or "low_confidence", block_cache, settings))
         if block_length is None and max_new_tokens % 32:
             diffusion["block_length"] = None
         done = length
@@ -147,6 +160,8 @@ def command(
         )  # fmt: skip
         typer.echo("" if stream else tokenizer.decode(ids[0], skip_special_tokens=True))
         return
+    if settings:
+        diffusion["set"] = settings
     if diffusion:
         name = next(iter(diffusion)).replace("_", "-")
         raise ValueError(f"--{name}: {checkpoint} is no diffusion model, it writes from left to right; leave it out")
@@ -174,3 +189,26 @@ def _from_latents(checkpoint: str, device: str | None, prompt: str, options: dic
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False) if prompt else {}
     ids = model.generate(inputs["input_ids"].to(model.device) if prompt else None, **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _with_options(policy: str, block_cache: str | None, settings: list[str]) -> dict[str, Any]:
+    """The policy and the block cache with the options of `--set name=value`; values are JSON, or plain words."""
+    from fathom.diffusion import BLOCK_CACHES, POLICIES
+
+    kinds: dict[str, Any] = {}
+    if policy in POLICIES:  # of unknown names generate() says so
+        kinds["policy"] = POLICIES[policy]
+    if block_cache in BLOCK_CACHES:
+        kinds["block_cache"] = BLOCK_CACHES[block_cache]
+    options: dict[str, dict[str, Any]] = {axis: {} for axis in kinds}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        axes = [axis for axis, kind in kinds.items() if name in {field.name for field in dataclasses.fields(kind)}]
+        if not equals or not axes:
+            known = ", ".join(field.name for kind in kinds.values() for field in dataclasses.fields(kind)) or "none"
+            raise ValueError(f"--set {setting}: give name=value; options of {' and '.join(kinds) or 'these'}: {known}")
+        try:
+            options[axes[0]][name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[axes[0]][name] = value
+    return {axis: kind(**options[axis]) for axis, kind in kinds.items()}

@@ -10,6 +10,7 @@ import torch
 
 from fathom import FathomConfig, FathomForMaskedDiffusion
 from fathom.data import train_bpe
+from fathom.diffusion import Fourier, SparseDLLM
 from fathom.evaluate import evaluate_text, load_checkpoint, text_loss
 from tiny import SIZES, perturb
 from tiny_checkpoint import TEXT, run_cli, save_fathom
@@ -43,6 +44,21 @@ def test_generate(folder, monkeypatch, capsys):
         assert code == 0 and (stream or out == expected + "\n") and out.startswith("The sea")
     code, _, err = run_cli(monkeypatch, capsys, "generate", folder, "--prompt", "The sea", "--policy", "margn")
     assert code == 2 and "policy='margn': no such method (did you mean 'margin'?)" in err
+
+
+def test_options_of_policy_and_cache(folder, monkeypatch, capsys):
+    model, tokenizer = load_checkpoint(str(folder), "cpu")
+    ids = tokenizer("The sea", return_tensors="pt")["input_ids"]
+    asked = ("generate", folder, "--prompt", "The sea", "--max-new-tokens", 12, "--block-length", 6)
+    asked += ("--policy", "fourier_sampler", "--block-cache", "sparse_dllm")
+    given = {"policy": Fourier(rho=0.9, phi="low"), "block_cache": SparseDLLM(keep_ratio=0.1)}
+    out = model.generate(ids, max_new_tokens=12, block_length=6, temperature=0.8, **given)
+    options = ("--set", "rho=0.9", "--set", "phi=low", "--set", "keep_ratio=0.1")
+    code, said, _ = run_cli(monkeypatch, capsys, *asked, *options)
+    assert code == 0 and said == tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
+    for wrong, message in (("keep=1", "options of policy and block_cache: rho"), ("rho=2", "option rho=2: must be")):
+        code, _, err = run_cli(monkeypatch, capsys, *asked, "--set", wrong)
+        assert code == 2 and message in err
 
 
 def test_diffusion_options_on_an_autoregressive_checkpoint(tmp_path, monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_a_question_with_tools(run, folder, tmp_path, monkeypatch):
     code, _, err = run(folder, "--prompt", "x", "--rounds", 2)
     assert (code, err) == (2, "fathom: --rounds and --json go with --tools FILE\n")
     code, _, err = run(*question, "--policy", "entropy")
-    assert code == 2 and "--policy and --block-cache do not go with --tools" in err
+    assert code == 2 and "--block-cache and --set do not go with --tools" in err
     code, _, err = run(*question, "--top-p", 0.5)
     assert code == 2 and "--top-k and --top-p: with --tools the likeliest token is taken" in err
     assert run(*question, "--temperature", 5, "--top-p", 0)[1] == run(*question)[1]

@@ -34,8 +34,8 @@ DOCUMENTS = [
 @pytest.fixture(scope="module", params=[False, True], ids=["", "shift"])
 def model(request):
     torch.manual_seed(0)
-    section = {"name": "masked", "mask_token_id": 299, "shift": request.param}
-    made = FathomForMaskedDiffusion(FathomConfig(**{**SIZES, "vocab_size": 300}, diffusion=section))
+    section = {"name": "masked", "mask_token_id": 300, "shift": request.param}
+    made = FathomForMaskedDiffusion(FathomConfig(**{**SIZES, "vocab_size": 301}, diffusion=section))
     perturb(made)
     return made.eval()
 
@@ -65,8 +65,8 @@ def test_a_single_token_has_its_probability_from_the_logits(model):
     found = lm(model)._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])
     for (before, (token,)), (score, greedy) in zip(pairs, found, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([[*before, 299]])).logits[0, -1].double()
-        logits[299] = -torch.inf
+            logits = model(torch.tensor([[*before, 300]])).logits[0, -1].double()
+        logits[300] = -torch.inf
         assert score == pytest.approx(float(logits[token] - logits.logsumexp(0)), abs=1e-5)
         assert greedy == (int(logits.argmax()) == token)
 

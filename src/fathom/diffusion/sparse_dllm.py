@@ -166,8 +166,8 @@ class SparseState(BlockState):
             real = torch.arange(most, device=chosen.device) < torch.tensor(counts, device=chosen.device)[:, None]
         index = columns[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         room = self.block.stop - self.first
-        spacious = [F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value)]
-        self.layers.append(Kept(*spacious, real, columns))
+        kept_key, kept_value = (F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value))
+        self.layers.append(Kept(kept_key, kept_value, real, columns))
         return key, value, self.passes.mask
 
     def scores(self, query: Float[Tensor, "R H L D"], key: Float[Tensor, "R G L D"]) -> Float[Tensor, "R n"]:
@@ -207,7 +207,7 @@ class SparseState(BlockState):
     def nbytes(self):
         """Of what is kept; the block's own states come and go."""
         return sum(
-            x[:, :, : kept.columns.shape[1]].numel() * x.element_size()
+            x.numel() // x.shape[2] * kept.columns.shape[1] * x.element_size()
             for kept in self.layers
             for x in (kept.key, kept.value)
         )
