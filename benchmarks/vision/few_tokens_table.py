@@ -79,7 +79,14 @@ def main() -> None:
     any_run = next(iter(next(iter(runs.values())).values()))
     count = len(any_run["right"])
     by = groups(count)
-    out: dict[str, Any] = {"questions": count, "majority": majority(12_000, count), "trained": [], "differences": []}
+    setting = json.loads(Path(sys.argv[1], "setting.json").read_text(encoding="utf-8"))
+    out: dict[str, Any] = {
+        "setting": setting,
+        "questions": count,
+        "majority": majority(12_000, count),
+        "trained": [],
+        "differences": [],
+    }
     right = {
         key: {seed: [float(c) for c in job["right"]] for seed, job in found.items()} for key, found in runs.items()
     }
@@ -96,6 +103,7 @@ def main() -> None:
                 "train_seconds": [job["train_seconds"] for job in found.values()],
                 "curve": {seed: job["curve"] for seed, job in found.items()},
                 "nats": {seed: job["nats"] for seed, job in found.items()},
+                "right": {seed: job["right"] for seed, job in found.items()},
                 "accuracy": {group: share(mean, numbers) for group, numbers in by.items()},
             }
         )
@@ -121,7 +129,7 @@ def main() -> None:
             out["free"]["methods"][name] = (
                 {"refused": said["refused"]}
                 if "refused" in said
-                else {"questions": len(answers), "nats": said["nats"], "accuracy": groups_here}
+                else {"questions": len(answers), "nats": said["nats"], "right": said["right"], "accuracy": groups_here}
             )
         plain = [float(c) for c in free["asked"]["all_tokens"]["right"]]
         for name, said in free["asked"].items():
