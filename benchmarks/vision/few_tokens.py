@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.data import DataConfig, load_tokenizer
-from fathom.tasks.vqa import MEAN, STD, VQA, with_image
+from fathom.report.provenance import provenance
+from fathom.tasks.vqa import IMAGES, MEAN, STD, VQA, several, with_image
 from fathom.vision import METHODS, compress_vision, from_dict
 from fathom.vision.base import LanguageCompressor
-from fathom.vision.scenes import COLOURS, KINDS, NUMBERS, PLACES, SHAPES, Scene, is_new, scene
+from fathom.vision.scenes import KINDS, questions, scene
 from fathom.writing import write_json
 
 SIDE, PATCH, LAYER, CHANNELS = 224, 14, -4, 384
@@ -92,41 +92,6 @@ def jobs() -> list[dict[str, Any]]:
 # Pictures and questions
 
 
-def questions_of(drawn: Scene, number: int, count: int = ASKED) -> list[tuple[str, str]]:
-    """The scene's own question and others that its picture answers, of all kinds in turn. None is about a colour and
-    shape that training leaves out."""
-    rng = Random(f"more-{number}")
-    shapes = [thing.shape for thing in drawn.things]
-    alone = [thing for thing in drawn.things if shapes.count(thing.shape) == 1]
-    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
-    for thing in drawn.things:
-        found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
-        found["is_there"].append((f"is there a {thing.colour} {thing.shape}?", "yes"))
-        there = {(other.colour, other.shape) for other in drawn.things}
-        others = [(c, thing.shape) for c in COLOURS] + [(thing.colour, s) for s in SHAPES]
-        colour, shape = rng.choice([p for p in others if p not in there and not is_new(p[1], p[0])])
-        found["is_there"].append((f"is there a {colour} {shape}?", "no"))
-    for thing in alone:
-        found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
-        found["which_colour"].append((f"which colour is the {thing.shape}?", thing.colour))
-    for shape in (rng.choice(SHAPES), *rng.sample(shapes, min(1, len(shapes)))):
-        plural = shape + ("es" if shape == "cross" else "s")
-        found["how_many"].append((f"how many {plural} are there?", NUMBERS[shapes.count(shape)]))
-    if drawn.word:
-        found["read"].append(("what is the word?", drawn.word))
-    for kind in KINDS:
-        rng.shuffle(found[kind])
-    asked = [(drawn.question, drawn.answer)]
-    while len(asked) < count and any(found.values()):
-        for kind in KINDS:
-            while found[kind]:
-                pair = found[kind].pop()
-                if pair[0] not in [question for question, _ in asked]:
-                    asked.append(pair)
-                    break
-    return asked[:count]
-
-
 def draw_chunk(chunk: tuple[str, bool, int, int]) -> list[list[tuple[str, str]]]:
     """Draw the scenes of one chunk into the file of pixels. Returns their questions."""
     path, held_out, start, stop = chunk
@@ -135,7 +100,7 @@ def draw_chunk(chunk: tuple[str, bool, int, int]) -> list[list[tuple[str, str]]]
     for number in range(start, stop):
         drawn = scene(0, number, held_out)
         pixels[number] = np.asarray(drawn.draw(SIDE))
-        asked.append([(drawn.question, drawn.answer)] if held_out else questions_of(drawn, number))
+        asked.append([(drawn.question, drawn.answer)] if held_out else questions(drawn, ASKED))
     return asked
 
 
@@ -211,8 +176,8 @@ class Rows:
             return known[text]
 
         shape = (len(asked), room)
-        self.ids, self.owner = np.zeros(shape, np.int64), np.full(shape, -1, np.int16)
-        self.answer, self.place = np.zeros(shape, bool), np.zeros(shape, np.int16)
+        self.ids, self.owner = np.zeros(shape, np.int64), np.full(shape, ASKED, np.int64)
+        self.answer = np.zeros(shape, bool)
         self.cut = 0
         for row, pairs in enumerate(asked):
             at = 0
@@ -225,7 +190,6 @@ class Rows:
                 self.ids[row, at:end] = before + after
                 self.owner[row, at:end] = number
                 self.answer[row, at + len(before) : end] = True
-                self.place[row, at:end] = range(end - at)
                 at = end
 
 
@@ -273,25 +237,16 @@ def cast(model: Any, device: str, dtype: torch.dtype) -> None:
     rotary.inv_freq = frequencies.to(device)
 
 
-def states_of(model: Any, features: Tensor, ids: Tensor, owner: Tensor, place: Tensor) -> Tensor:
-    """Last hidden states of the questions' tokens [B, L, d]. A question's tokens see the picture and, of the text, what
-    came before in that question; their positions follow the picture's."""
-    picture = model.model.multi_modal_projector(features)
+def states_of(model: Any, features: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
+    """Last hidden states of the questions' tokens [B, L, d], as in the task `vqa`."""
+    pictures = model.model.multi_modal_projector(features)
     text = model.get_input_embeddings()(ids)
-    (batch, vision), length = picture.shape[:2], ids.shape[1]
-    whole = vision + length
-    allowed = torch.zeros(batch, whole, whole, dtype=torch.bool, device=ids.device)
-    allowed[:, :, :vision] = True
-    allowed[:, vision:, vision:] = owner[:, :, None] == owner[:, None, :]
-    allowed = allowed.tril()
-    at = torch.cat((torch.arange(vision, device=ids.device).expand(batch, -1), vision + place.long()), 1)
     output = model.model.language_model(
-        inputs_embeds=torch.cat((picture.to(text.dtype), text), 1),
-        attention_mask=allowed[:, None],
-        position_ids=at,
+        inputs_embeds=torch.cat((pictures.to(text.dtype), text), 1),
+        **several(F.pad(owner, (1, 0), value=IMAGES), pictures.shape[1], text.dtype),
         use_cache=False,
     )
-    return output.last_hidden_state[:, vision:]
+    return output.last_hidden_state[:, pictures.shape[1] :]
 
 
 def scores_of(model: Any, states: Tensor, ids: Tensor, answer: Any) -> tuple[Tensor, Tensor]:
@@ -307,8 +262,8 @@ def ask(model: Any, features: Any, rows: Rows, count: int, device: str, dtype: t
     found: dict[str, list] = {"right": [], "nats": []}
     for start in range(0, count, 64):
         numbers = slice(start, min(start + 64, count))
-        (ids, owner, place), answer = tensors(rows, numbers, device), rows.answer[numbers]
-        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner, place)
+        (ids, owner), answer = tensors(rows, numbers, device), rows.answer[numbers]
+        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner)
         logits, targets = scores_of(model, states, ids, answer)
         add(found, logits, targets, answer)
     return found
@@ -323,7 +278,7 @@ def add(found: dict[str, list], logits: Tensor, targets: Tensor, answer: Any) ->
 
 
 def tensors(rows: Rows, numbers: Any, device: str) -> list[Tensor]:
-    return [moved(one[numbers], device) for one in (rows.ids, rows.owner, rows.place)]
+    return [moved(one[numbers], device) for one in (rows.ids, rows.owner)]
 
 
 def moved(values: Any, device: Any) -> Tensor:
@@ -361,8 +316,8 @@ def train(
             warm = min(1.0, (step + 1) / max(1.0, 0.03 * steps))
             group["lr"] = group["peak"] * warm * 0.5 * (1 + math.cos(math.pi * spent))
         numbers = np.sort(order[step * BATCH : (step + 1) * BATCH])
-        ids, owner, place = tensors(rows, numbers, device)
-        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner, place)
+        ids, owner = tensors(rows, numbers, device)
+        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner)
         loss = F.cross_entropy(*scores_of(model, states, ids, rows.answer[numbers]))
         loss.backward()
         total, parts = total + loss.detach(), parts + 1
@@ -402,6 +357,8 @@ class Worker:
         self.rows = Rows(asked["train"], self.tokenizer, ROOM)
         self.held_out = Rows(asked["held_out"], self.tokenizer, 16)
         self.count = len(asked["held_out"])
+        setting = {**provenance(), "command": "python benchmarks/vision/few_tokens.py", "pictures": len(asked["train"])}
+        write_json(self.out / "setting.json", setting)
         self.pace: dict[str, float] = {}  # seconds of a picture, by what it was
         print("pictures", len(asked["train"]), "questions cut", self.rows.cut, "held out", self.count, flush=True)
 
@@ -581,7 +538,7 @@ class Worker:
             return self.ask_last(model, method, pixels, count // 2, image)
         for start in range(0, count, 48):
             numbers = slice(start, min(start + 48, count))
-            (ids, _, _), answer = tensors(self.held_out, numbers, self.device), self.held_out.answer[numbers]
+            (ids, _), answer = tensors(self.held_out, numbers, self.device), self.held_out.answer[numbers]
             long = torch.cat((torch.full((len(ids), kept), image, device=self.device), ids), 1)
             with compress_vision(model, None, method):
                 output = model(

@@ -2,8 +2,9 @@
 
     python benchmarks/vision/few_tokens_table.py OUT docs/results/vision_few_tokens_h200.json
 
-An interval is 1.96 standard errors. Of one accuracy over questions; of a difference over the same questions, after the
-mean over seeds, and beside it the differences of single seeds, which it does not cover.
+A picture of the table goes beside it, with .png for .json. An interval is 1.96 standard errors: of one accuracy, over
+questions; of a difference, over the same questions, after the mean over seeds. It does not cover what another seed
+gives: the differences of single seeds stand beside it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,51 @@ def difference(a: list[list[float]], b: list[list[float]], numbers: list[int]) -
     return [round(statistics.fmean(gaps), 4), round(1.96 * statistics.stdev(gaps) / math.sqrt(len(gaps)), 4)]
 
 
+def plot(out: dict[str, Any], path: Path) -> None:
+    """Accuracy by vision tokens: adapted and untrained models, and Fourier-VLM's by the size of the object."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    adapted = {(row["method"], row["tokens"]): row["accuracy"] for row in out["trained"] if row["stage"] == "adapted"}
+    counts = sorted({tokens for _, tokens in adapted if tokens})
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
+
+    def line(place: Any, of: Any, xs: list[int], label: str, **style: Any) -> None:
+        shares, margins = zip(*(of(tokens) for tokens in xs), strict=True)
+        place.errorbar(xs, shares, yerr=margins, label=label, marker="o", markersize=4, capsize=2, **style)
+
+    names = {"fourier_vlm": "Fourier-VLM", "average_pooling": "average pooling", "dct_coefficients": "raw coefficients"}
+    for name, label in names.items():
+        xs = [tokens for tokens in counts if (name, tokens) in adapted]
+        line(left, lambda tokens, name=name: adapted[name, tokens]["all"], xs, f"{label}, adapted")
+    free = out["free"]["methods"]
+    for name, label in {"sparsevlm": "SparseVLM", "divprune": "DivPrune", "fourier_vlm": "Fourier-VLM"}.items():
+        ends = "-amplitude" if name == "fourier_vlm" else ""
+        line(left, lambda n, name=name, ends=ends: free[f"{name}-{n}{ends}"]["accuracy"]["all"], counts,
+             f"{label}, untrained", linestyle=":")  # fmt: skip
+    left.axhline(adapted["all_tokens", None]["all"][0], color="gray", label="all 256 tokens")
+    left.axhline(out["majority"]["all"], color="gray", linestyle="--", label="most frequent answers")
+    for size in ("large", "medium", "small"):
+        line(
+            right,
+            lambda tokens, size=size: adapted["fourier_vlm", tokens][f"objects_{size}"],
+            counts,
+            f"{size} objects",
+        )
+        right.axhline(adapted["all_tokens", None][f"objects_{size}"][0], color=right.lines[-1].get_color(), alpha=0.4)
+    right.set_title("Fourier-VLM, adapted; pale: all 256 tokens", fontsize=10)
+    for place in (left, right):
+        place.set(xscale="log", xticks=counts, xticklabels=counts, ylim=(0, 1), xlabel="vision tokens of 256")
+        place.minorticks_off()
+        place.legend(fontsize=7, ncol=2 if place is left else 1, loc="upper left" if place is left else "lower right")
+        place.grid(alpha=0.3)
+    left.set_ylabel("questions answered right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT.json")
@@ -79,7 +125,14 @@ def main() -> None:
     any_run = next(iter(next(iter(runs.values())).values()))
     count = len(any_run["right"])
     by = groups(count)
-    out: dict[str, Any] = {"questions": count, "majority": majority(12_000, count), "trained": [], "differences": []}
+    setting = json.loads(Path(sys.argv[1], "setting.json").read_text(encoding="utf-8"))
+    out: dict[str, Any] = {
+        "setting": setting,
+        "questions": count,
+        "majority": majority(12_000, count),
+        "trained": [],
+        "differences": [],
+    }
     right = {
         key: {seed: [float(c) for c in job["right"]] for seed, job in found.items()} for key, found in runs.items()
     }
@@ -96,6 +149,7 @@ def main() -> None:
                 "train_seconds": [job["train_seconds"] for job in found.values()],
                 "curve": {seed: job["curve"] for seed, job in found.items()},
                 "nats": {seed: job["nats"] for seed, job in found.items()},
+                "right": {seed: job["right"] for seed, job in found.items()},
                 "accuracy": {group: share(mean, numbers) for group, numbers in by.items()},
             }
         )
@@ -121,7 +175,7 @@ def main() -> None:
             out["free"]["methods"][name] = (
                 {"refused": said["refused"]}
                 if "refused" in said
-                else {"questions": len(answers), "nats": said["nats"], "accuracy": groups_here}
+                else {"questions": len(answers), "nats": said["nats"], "right": said["right"], "accuracy": groups_here}
             )
         plain = [float(c) for c in free["asked"]["all_tokens"]["right"]]
         for name, said in free["asked"].items():
@@ -137,6 +191,7 @@ def main() -> None:
                     [answers], [[float(c) for c in free["asked"][rival]["right"]]], numbers
                 )
     write_json(Path(sys.argv[2]), out)
+    plot(out, Path(sys.argv[2]).with_suffix(".png"))
     for row in sorted(out["trained"], key=lambda row: (row["stage"], -(row["tokens"] or 999), row["method"])):
         print(row["stage"], row["method"], row["tokens"], row["seeds"], row["accuracy"]["all"])
 

@@ -210,5 +210,5 @@ def test_methods_of_the_recipes_keep_what_their_names_say(name, parts, tmp_path)
     first = loaded.task.before(loaded)
     assert (first is None) == (name != "vlm_small")
     if first is not None:
-        assert (first.task.trains, first.task.align, first.training.lr) == ("projector", 0, 1e-3)
-        assert (first.training.examples, first.training.warmup_ratio) == (50_000, 0.03)
+        assert (first.task.trains, first.task.align, first.training.lr) == ("projector", 0, 2e-3)
+        assert (first.training.examples, first.training.warmup_ratio) == (5_000, 0.03)
