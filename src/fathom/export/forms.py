@@ -80,7 +80,8 @@ def export(checkpoint: str, folder: str | Path, form: str = "stock") -> dict[str
     with new_folder(Path(folder)) as work:
         if vocabulary is not None:
             with tempfile.TemporaryDirectory() as place:
-                gguf.write(_plain(model, place), vocabulary, work / gguf.NAME, (facts or {}).get("license"))
+                licence = (facts or {}).get("license")
+                gguf.write(_plain(model, place), vocabulary, work / gguf.NAME, Path(folder).name, licence)
         else:
             (_write_llada if form == "llada" else _write_stock)(model, work)
             if tokenizer is not None:

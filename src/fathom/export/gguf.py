@@ -42,6 +42,7 @@ class Vocabulary:
     merges: "left right", from the first learnt.
     splits: llama.cpp's name of the rule by which texts are split.
     ends: ids of special tokens by llama.cpp's name for what they are, "bos", "eos", "padding".
+    template: how a conversation is written out, if the tokenizer says it.
     """
 
     tokens: list[str]
@@ -49,6 +50,7 @@ class Vocabulary:
     merges: list[str]
     splits: str
     ends: dict[str, int]
+    template: str | None = None
 
 
 def check(config: Any) -> None:
@@ -90,19 +92,20 @@ def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
         kinds.append(CONTROL if special else USER_DEFINED if unused or index in added else NORMAL)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     ends = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
-    return Vocabulary(
-        tokens, kinds, merges, rule[0], {name: token for name, token in ends.items() if token is not None}
-    )
+    known = {name: token for name, token in ends.items() if token is not None}
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    return Vocabulary(tokens, kinds, merges, rule[0], known, template)
 
 
-def write(model: Any, vocabulary: Vocabulary, path: Path, licence: str | None = None) -> None:
-    """Write a stock Llama model."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+def write(model: Any, vocabulary: Vocabulary, path: Path, name: str, licence: str | None = None) -> None:
+    """Write a stock Llama model. `name`: what programs show."""
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
     from gguf.quants import quantize
 
     config = model.config
     writer = GGUFWriter(str(path), "llama")
-    writer.add_name(path.parent.name)
+    writer.add_type("model")
+    writer.add_name(name)
     if licence is not None:
         writer.add_license(licence)
     writer.add_vocab_size(config.vocab_size)
@@ -127,7 +130,12 @@ def write(model: Any, vocabulary: Vocabulary, path: Path, licence: str | None = 
             token
         )
     writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
+    if vocabulary.template is not None:
+        writer.add_chat_template(vocabulary.template)
     kinds = {torch.bfloat16: GGMLQuantizationType.BF16, torch.float16: GGMLQuantizationType.F16}
+    files = {torch.bfloat16: LlamaFileType.MOSTLY_BF16, torch.float16: LlamaFileType.MOSTLY_F16}
+    writer.add_file_type(files.get(model.dtype, LlamaFileType.ALL_F32))
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
