@@ -21,7 +21,7 @@ def shrunken(text: str) -> str:
     recipe["methods"][2]["num_hidden_layers"] = 2
     recipe["data"] |= {"tokenizer": {"bpe": 300}, "block_size": 32, "max_tokens": 2048, "max_validation_tokens": 2048}
     recipe["training"] |= {"tokens": TOKENS, "sequences": 4}
-    recipe["seeds"] = [0, 1]
+    recipe["seeds"], recipe["retrain"] = [0, 1], 1
     return yaml.safe_dump(recipe)
 
 
@@ -42,6 +42,9 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys) -> 
                 assert code == 0 and out, (line, err)
     assert names["verdict"] in ("holds at this size", "direction only", "does not hold at this size")
     results = Results.load(Path("runs/claim/results.json"))
-    assert len(results.runs) == 6 and all(run.held_out for run in results.runs)
+    again = [run for run in results.runs if run.again]
+    assert len(results.runs) == 7 and all(run.held_out for run in results.runs)
+    assert [run.folder for run in again] == [f"vanilla/tokens-{TOKENS}-seed-0-again-1"]
+    assert results.runs[0].scores == again[0].scores  # on a CPU a run is itself
     card = Path(f"runs/claim/resformer/tokens-{TOKENS}-seed-0/model/README.md").read_text()
     assert "license: apache-2.0" in card and "| bits_per_byte |" in card
