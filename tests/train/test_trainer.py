@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch._dynamo.testing
 from filelock import FileLock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
