@@ -142,6 +142,8 @@ def _plan(
         raise ValueError(f"{model}: --gpus plans a training: give a recipe (YAML file)")
     if device not in DEVICES:
         raise ValueError(f"--device {device}: no step was measured on it; there are {', '.join(DEVICES)}")
+    if network is not None and not network > 0:
+        raise ValueError(f"--network {network:g}: must be above 0 GB/s")
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"--strategy {strategy}: must be ddp or fsdp2{nearest(str(strategy), list(STRATEGIES))}")
     recipe, given = load_recipe(Path(model)), DEVICES[device]

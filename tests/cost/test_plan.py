@@ -207,6 +207,7 @@ def test_the_command(monkeypatch, capsys, tmp_path) -> None:
         (("--gpus", 4, "--device", "h300"), "--device h300: no step was measured on it; there are h200"),
         (("--gpus", 4, "--strategy", "fsdp"), "--strategy fsdp: must be ddp or fsdp2"),
         (("--network", 4), "go with --gpus"),
+        (("--gpus", 16, "--network", 0), "--network 0: must be above 0 GB/s"),
     ):
         code, _, err = run_cli(monkeypatch, capsys, "cost", path, *arguments)
         assert code == 2 and message in err

@@ -210,3 +210,44 @@ def test_a_real_model_is_what_llama_cpps_own_converter_writes(tmp_path) -> None:
     for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.attn_k.weight", "blk.29.ffn_down.weight"):
         mine, right = (dequantize(side[name].data, side[name].tensor_type) for side in tensors)
         assert (mine == right).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scaled_table_of_16_bits_is_folded_without_rounding(tmp_path, dtype) -> None:
+    model = tiny_model(init="hf", embed_scale=32**0.5).to(dtype)
+    perturb(model)
+    model.save_pretrained(tmp_path / "ours")
+    assert export(str(tmp_path / "ours"), tmp_path / "stock")["difference"] < 1e-5
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float32)
+    torch.testing.assert_close(stock(ids()).logits, model.float()(ids()).logits)
+
+
+def test_gguf_says_how_texts_begin_what_chats_look_like_and_the_folder_s_name(llama, tmp_path) -> None:
+    from gguf import GGUFReader
+    from tokenizers.processors import TemplateProcessing
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    end = tokenizer.eos_token
+    tokenizer.chat_template = "{{ messages[0].content }}"
+
+    def saved(name: str, template: str) -> str:
+        rule = TemplateProcessing(single=template, special_tokens=[(end, tokenizer.eos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = rule
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    export(saved("begins", f"{end} $A"), tmp_path / "my model", "gguf")
+    fields = {n: f.contents() for n, f in GGUFReader(tmp_path / "my model" / "model.gguf").fields.items()}
+    assert fields["tokenizer.ggml.add_bos_token"] is True and fields["general.name"] == "my model"
+    assert fields["tokenizer.chat_template"] == "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=r"no gguf form: its tokenizer reads 'a' as .*only a bos before it"):
+        export(saved("ends", f"$A {end}"), tmp_path / "out", "gguf")
+
+
+def test_a_tokenizer_larger_than_the_model_has_no_gguf(tmp_path) -> None:
+    tiny_model(vocab_size=290, **PLAIN).save_pretrained(tmp_path / "ours")
+    tiny_tokenizer().save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"its tokenizer has \d+ tokens and the model 290"):
+        export(str(tmp_path / "ours"), tmp_path / "out", "gguf")

@@ -15,7 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
 
 import fathom
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.models.model_card import WRITTEN, describe
+from fathom.models.model_card import WRITTEN, card_text, describe
 from tiny import SIZES, tiny_model
 
 BART = {"vocab_size": 61, "d_model": 8, "encoder_layers": 4, "decoder_layers": 1, "encoder_ffn_dim": 8,
@@ -108,6 +108,32 @@ def test_numbers_of_other_weights_are_not_passed_off_as_these(described, tmp_pat
     model.save_pretrained(tmp_path / "again")
     card = (tmp_path / "again" / "README.md").read_text()
     assert "its weights have changed since" in card and "model-index" not in front(card)
+
+
+@pytest.mark.parametrize(("base", "linked"), [("someone/base", True), ("model", False)])
+def test_a_folder_on_this_machine_is_no_model_of_the_hub(described, base, linked) -> None:
+    config = FathomForCausalLM.from_pretrained(described).config
+    card = card_text(config, 1, FACTS | {"base_model": base, "license": None})
+    assert ("base_model" in front(card)) == linked and f"Weights of `{base}` went into it" in card
+
+
+def test_rows_in_another_order_are_other_weights(described, tmp_path) -> None:
+    model = FathomForCausalLM.from_pretrained(described)
+    with torch.no_grad():
+        for weight in model.parameters():  # every tensor's sum stays
+            weight.copy_(weight.flip(0).clone())
+    model.save_pretrained(tmp_path / "again")
+    assert "its weights have changed since" in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_texts_of_a_recipe_break_neither_table_nor_fence(described) -> None:
+    config = FathomForCausalLM.from_pretrained(described).config
+    score = {"name": "a|b", "value": 1.0, "unit": "bits: |", "meaning": "p(x | y)"}
+    facts = FACTS | {"scores": [score], "recipe": {"prompt": "```\n# no heading\n"}, "held_out_name": "a: ü # 漢"}
+    card = card_text(config, 1, facts)
+    assert r"| a\|b | 1 | p(x \| y) |" in card and front(card)["model-index"][0]["results"][0]["dataset"]["name"]
+    fenced = card.split("````yaml\n")[1].split("\n````\n")[0]
+    assert yaml.safe_load(fenced) == facts["recipe"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from fathom.report import page as page_module
 from fathom.report import plots
 from fathom.report.page import write_report
-from fathom.report.results import Results, Run, tables
+from fathom.report.results import Difference, Results, Run, tables
 from fathom.report.style import MARKER_PATHS, styles
 from fathom.report.wording import disturbances, overall, si, verdict
 from fathom_cli import cost
@@ -81,6 +81,21 @@ def test_a_difference_must_be_outside_seeds_texts_and_retraining():
     gap = table.rows[1].minus(table.rows[0])
     assert gap.value == pytest.approx(-0.025) and gap.retraining == pytest.approx(0.04) and not gap.clear
     assert "trained again came out up to 0.0400 bits per byte from itself" in verdict(table).details[-1]
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_handful_of_pieces_gives_no_interval(count):
+    """One piece, drawn anew, is always itself: an interval of no width, outside which is everything."""
+    pair = [with_pieces(run("vanilla"), [20.5] * count), with_pieces(run("loop"), [20.0] * count)]
+    (table,) = tables(results(pair))
+    assert table.rows[1].minus(table.rows[0]).over_texts is None
+    assert "over documents" not in " ".join(verdict(table).details)
+
+
+@pytest.mark.parametrize("texts", [None, (math.nan, math.nan), (0.1, 0.2)])
+@pytest.mark.parametrize("margin", [None, 0.1])
+def test_a_score_that_is_no_number_decides_nothing(texts, margin):
+    assert not Difference(math.nan, math.nan, margin, texts).clear
 
 
 def test_verdict_at_equal_tokens_names_cost_and_unknown_noise():

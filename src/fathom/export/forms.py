@@ -86,7 +86,7 @@ def export(checkpoint: str, folder: str | Path, form: str = "stock") -> dict[str
             (_write_llada if form == "llada" else _write_stock)(model, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
-        difference = _compare(model, work, form)
+        difference = _compare(model, work, form, checkpoint)
         shown = AutoConfig.from_pretrained(work) if form == "stock" else model.config
         describe(work, shown, sum(weight.numel() for weight in model.parameters()), facts, USE[form])
     return {"checkpoint": checkpoint, "form": form, "what": what, "folder": str(folder), "difference": difference}
@@ -158,13 +158,15 @@ def _gguf(config: Any) -> str:
 
 
 def _model(checkpoint: str, config: Any) -> Any:
-    """The model, in eval mode and in the precision of its files."""
+    """The model, in eval mode and in the precision of its files; in float32 where a scale is to be folded into the
+    input table, which 16 bits would round."""
     auto: Any = AutoModelForCausalLM
     if isinstance(config, EncoderSection):
         auto = AutoModelForSeq2SeqLM
     elif isinstance(config, FathomConfig) and config.diffusion["name"] != "none":
         auto = AutoModelForMaskedLM
-    return auto.from_pretrained(checkpoint, dtype="auto").eval()
+    folds = isinstance(config, FathomConfig) and config.embed_scale != 1.0
+    return auto.from_pretrained(checkpoint, dtype=torch.float32 if folds else "auto").eval()
 
 
 def _tokenizer(checkpoint: str) -> Any:
@@ -208,7 +210,7 @@ def _write_llada(model: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _compare(model: Any, folder: Path, form: str) -> float:
+def _compare(model: Any, folder: Path, form: str, checkpoint: str) -> float:
     """The largest difference of logits over the largest logit, of random tokens, in float32. Raises ValueError where it
     is above `CLOSE`."""
     generator = torch.Generator().manual_seed(0)
@@ -222,7 +224,10 @@ def _compare(model: Any, folder: Path, form: str) -> float:
         right = torch.cat([right[:, 1:], found[:, -1:]], 1)  # ours are of the token at their place, stock's of the next
     difference = ((found - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()
     if not difference < CLOSE:
-        raise ValueError(f"{folder}: read again, its logits differ by {difference:.1g} of the largest one; not written")
+        raise ValueError(
+            f"{checkpoint}: its {form} form, read again, has logits that differ by {difference:.1g} of the largest "
+            "one; not written"
+        )
     return difference
 
 

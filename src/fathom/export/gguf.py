@@ -42,7 +42,8 @@ class Vocabulary:
     merges: "left right", from the first learnt.
     splits: llama.cpp's name of the rule by which texts are split.
     ends: ids of special tokens by llama.cpp's name for what they are, "bos", "eos", "padding".
-    template: how a conversation is written out, if the tokenizer says it.
+    begins: whether texts are read with a bos before them.
+    chat: the chat template; None where there is none.
     """
 
     tokens: list[str]
@@ -50,7 +51,8 @@ class Vocabulary:
     merges: list[str]
     splits: str
     ends: dict[str, int]
-    template: str | None = None
+    begins: bool = False
+    chat: str | None = None
 
 
 def check(config: Any) -> None:
@@ -82,6 +84,18 @@ def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
         raise ValueError(
             f"{checkpoint}: no gguf form: its tokenizer is no byte-level BPE that splits texts as GPT-2 or SmolLM do"
         )
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"{checkpoint}: no gguf form: its tokenizer has {len(tokenizer)} tokens and the model {size}; give it a "
+            "tokenizer that it was made for"
+        )
+    plain, told = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    begins = tokenizer.bos_token_id is not None and told == [tokenizer.bos_token_id, *plain]
+    if told != plain and not begins:
+        raise ValueError(
+            f"{checkpoint}: no gguf form: its tokenizer reads 'a' as {tokenizer.convert_ids_to_tokens(told)}; of "
+            "tokens around a text, only a bos before it is written"
+        )
     added = {entry["id"]: entry for entry in stored["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens, kinds = [], []
@@ -92,9 +106,11 @@ def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
         kinds.append(CONTROL if special else USER_DEFINED if unused or index in added else NORMAL)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     ends = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
-    known = {name: token for name, token in ends.items() if token is not None}
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-    return Vocabulary(tokens, kinds, merges, rule[0], known, template)
+    chat = tokenizer.chat_template
+    return Vocabulary(
+        tokens, kinds, merges, rule[0], {name: token for name, token in ends.items() if token is not None}, begins,
+        chat if isinstance(chat, str) else None,
+    )  # fmt: skip
 
 
 def write(model: Any, vocabulary: Vocabulary, path: Path, name: str, licence: str | None = None) -> None:
@@ -125,25 +141,24 @@ def write(model: Any, vocabulary: Vocabulary, path: Path, name: str, licence: st
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.kinds)
     writer.add_token_merges(vocabulary.merges)
-    for name, token in vocabulary.ends.items():
-        {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "padding": writer.add_pad_token_id}[name](
-            token
-        )
-    writer.add_add_bos_token(False)
+    tell = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "padding": writer.add_pad_token_id}
+    for which, token in vocabulary.ends.items():
+        tell[which](token)
+    writer.add_add_bos_token(vocabulary.begins)
     writer.add_add_space_prefix(False)
-    if vocabulary.template is not None:
-        writer.add_chat_template(vocabulary.template)
+    if vocabulary.chat is not None:
+        writer.add_chat_template(vocabulary.chat)
     kinds = {torch.bfloat16: GGMLQuantizationType.BF16, torch.float16: GGMLQuantizationType.F16}
     files = {torch.bfloat16: LlamaFileType.MOSTLY_BF16, torch.float16: LlamaFileType.MOSTLY_F16}
     writer.add_file_type(files.get(model.dtype, LlamaFileType.ALL_F32))
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    for tensor, weight in model.state_dict().items():
+        if tensor == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if tensor.endswith(("q_proj.weight", "k_proj.weight")):
             weight = neighbouring(weight, config.head_dim)
         kind = kinds.get(weight.dtype, GGMLQuantizationType.F32) if weight.ndim > 1 else GGMLQuantizationType.F32
         numbers = quantize(weight.float().numpy(), kind)
-        writer.add_tensor(named(name), numbers, raw_dtype=kind)
+        writer.add_tensor(named(tensor), numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -162,6 +162,7 @@ def card_text(
     title = " + ".join(section["name"] for section in active.values())
     title = title or f"{getattr(config, 'backbone', config.model_type)}, no method"
     scores = [] if changed else [s for s in facts.get("scores", ()) if s["value"] is not None]
+    base = facts.get("base_model") or ""
     trained_on = facts.get("held_out_name", "held-out data")
     results = [
         EvalResult(task or "other", "fathom", trained_on, score["name"], score["value"], metric_name=score["unit"])
@@ -171,7 +172,7 @@ def card_text(
         library_name="diffusers" if auto == "MovaPipeline" else "transformers",
         pipeline_tag=task,
         license=facts.get("license"),
-        base_model=facts.get("base_model"),
+        base_model=base if "/" in base else None,  # else a folder's name, which on the hub is somebody else's model
         tags=["fathom", *dict.fromkeys(section["name"] for section in active.values())],
         model_name=title if results else None,
         eval_results=results or None,
@@ -213,19 +214,19 @@ def auto_class(config: Any) -> str:
 
 
 def weights_digest(folder: str | os.PathLike) -> str | None:
-    """What tells whether weights have changed: a hash of every tensor's name, shape and sum; None without safetensors.
+    """What tells whether weights have changed: a hash of every tensor; None without safetensors.
 
     It does not depend on how tensors are spread over files, and does on their precision.
     """
-    sums = {}
+    found = {}
     for file in _files(folder):
         part = file.parent.relative_to(folder).as_posix()
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  it is no mapping
                 tensor = tensors.get_tensor(name)
-                total = tensor.sum(dtype=torch.float64).item() if tensor.is_floating_point() else int(tensor.sum())
-                sums[f"{part}/{name}"] = [list(tensor.shape), str(tensor.dtype), repr(total)]
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest() if sums else None
+                content = tensor.contiguous().flatten().view(torch.uint8).numpy()
+                found[f"{part}/{name}"] = [list(tensor.shape), str(tensor.dtype), hashlib.sha256(content).hexdigest()]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else None
 
 
 def _files(folder: str | os.PathLike) -> list[Path]:
@@ -259,15 +260,16 @@ def _what(config: Any, kind: str, parameters: int, active: dict[str, dict[str, A
 
 def _training(facts: dict[str, Any]) -> str:
     recipe = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True, width=100)
+    fence = "````" if "```" in recipe else "```"
     told = f"{facts['tokens']:,} tokens in {facts['steps']:,} steps, {facts['train_flops']:.3g} FLOPs"
     notes = "".join(f"- {note}\n" for note in facts.get("notes", ()))
-    said = f"## Training\n\n{told}; seed {facts['seed']}. The recipe:\n\n```yaml\n{recipe}```\n"
+    said = f"## Training\n\n{told}; seed {facts['seed']}. The recipe:\n\n{fence}yaml\n{recipe}{fence}\n"
     return said + (notes and f"\n{notes}")
 
 
 def _measured(facts: dict[str, Any], changed: bool) -> str:
-    rows = [f"| {score['name']} | {score['value']:.4g} | {score['meaning']} |"
-            for score in facts["scores"] if score["value"] is not None]  # fmt: skip
+    scores = [score for score in facts["scores"] if score["value"] is not None]
+    rows = [f"| {_cell(score['name'])} | {score['value']:.4g} | {_cell(score['meaning'])} |" for score in scores]
     if not rows:
         return "## Measured\n\nNothing: the training had no held-out data.\n"
     about = f"On {facts['held_out']}, one seed, by Fathom {facts['versions']['fathom']} on {facts['device']}."
@@ -278,6 +280,10 @@ def _measured(facts: dict[str, Any], changed: bool) -> str:
         )
     table = "\n".join(["| score | value | how it is computed |", "|---|---|---|", *rows])
     return f"## Measured\n\n{about}\n\n{table}\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
 
 
 def _use(auto: str, own: bool) -> str:

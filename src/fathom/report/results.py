@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fathom.evaluate.held_out import bootstrap
+from fathom.evaluate.held_out import FEWEST, bootstrap
 from fathom.tasks import DEFAULT, Score, Task, lookup
 from fathom.tasks.base import scores_read, with_scores
 from fathom.writing import whole
@@ -181,7 +181,7 @@ class Difference:
     @property
     def clear(self) -> bool:
         """Outside every interval that is known. With one seed, where its noise is unknown, beyond 1 % as well."""
-        if self.undecided:
+        if self.undecided or not math.isfinite(self.value):
             return False
         if self.over_texts is not None and self.over_texts[0] <= 0 <= self.over_texts[1]:
             return False
@@ -275,6 +275,8 @@ class Row:
         if not seeds or len(known) < 2 * len(seeds) or len({tuple(piece["weights"]) for piece in known}) > 1:
             return "documents", None
         mine, theirs = (np.mean([piece["values"] for piece in side], axis=0) for side in pieces)
+        if len(known[0]["weights"]) < FEWEST:  # drawn anew, so few say less than they seem to: one has no width at all
+            return known[0]["unit"], None
         return known[0]["unit"], bootstrap((mine - theirs).tolist(), known[0]["weights"])
 
 
