@@ -22,6 +22,8 @@ def folder(tmp_path_factory):
     with contextlib.closing(sqlite3.connect(folder / "singers.sqlite")) as database:
         database.execute("create table singer (id int, name text)")
     (folder / "stages.yaml").write_text("stages: {space: {}}")
+    (folder / "growths.yaml").write_text("base: {tokens: 512}\nmethods: [innovator]")
+    (folder / "recipe.yaml").write_text("model: {backbone: llama}\nmethods: [vanilla]")
     from PIL import Image
 
     Image.new("RGB", (8, 8)).save(folder / "cat.png")
@@ -46,6 +48,9 @@ def folder(tmp_path_factory):
             "this one is read by `fathom generate` and `fathom latents recovery`",
         ),
         ("train stages.yaml", "stages.yaml: has stages, which `fathom latents run` trains one after the other"),
+        ("train growths.yaml", "growths.yaml: has a base, which `fathom grow` trains and then grows"),
+        ("cost growths.yaml", "growths.yaml: has a base, which `fathom grow` trains and then grows"),
+        ("grow recipe.yaml", "no base to grow; `fathom train` and `fathom compare` read such a recipe"),
     ],
 )
 def test_a_model_of_another_kind_is_refused_with_the_verb_that_reads_it(folder, monkeypatch, capsys, words, said):

@@ -174,6 +174,8 @@ def load_growths(path: str | Path) -> Growths:
     """The recipe in a YAML file. Raises OSError; ValueError that names the key, the value and the remedy."""
     try:
         raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        if isinstance(raw, dict) and "base" not in raw and "model" in raw:
+            raise ValueError("has a model and no base to grow; `fathom train` and `fathom compare` read such a recipe")
         return build(Growths, raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

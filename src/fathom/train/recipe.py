@@ -364,6 +364,8 @@ def load_recipe(path: str | Path) -> Recipe:
         raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
         if isinstance(raw, dict) and "stages" in raw:
             raise ValueError("has stages, which `fathom latents run` trains one after the other")
+        if isinstance(raw, dict) and "base" in raw:
+            raise ValueError("has a base, which `fathom grow` trains and then grows")
         recipe: Recipe = build(Recipe, raw)
         if "checkpoint" in recipe.model and "tokenizer" in (raw.get("data") or {}):
             bpe = isinstance(recipe.data.tokenizer, dict)
