@@ -223,3 +223,14 @@ def test_a_tokenizer_larger_than_the_model_has_no_gguf(tmp_path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"its tokenizer has \d+ tokens and the model 290"):
         export(str(tmp_path / "ours"), tmp_path / "out", "gguf")
+
+
+def test_an_adapter_and_a_file_in_the_way_are_named(llama, tmp_path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="file: is a file; name a new folder"):
+        export(str(llama), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has an adapter .*; merge it into its base"):
+        export(str(tmp_path / "adapter"), tmp_path / "out")

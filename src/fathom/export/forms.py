@@ -97,6 +97,11 @@ def read_config(checkpoint: str) -> Any:
     """The config of a checkpoint, ours or stock."""
     refuse_absent(checkpoint, f"checkpoint={checkpoint!r}")
     place = Path(checkpoint)
+    if (place / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{checkpoint}: has an adapter (adapter_config.json); merge it into its base (peft: merge_and_unload), save "
+            "that and export it"
+        )
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise FileNotFoundError(f"{checkpoint}: no config.json; give the folder of a trained model")
