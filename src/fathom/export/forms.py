@@ -99,8 +99,8 @@ def read_config(checkpoint: str) -> Any:
     place = Path(checkpoint)
     if (place / "adapter_config.json").is_file():
         raise ValueError(
-            f"{checkpoint}: has an adapter (adapter_config.json); merge it into its base (peft: merge_and_unload), save "
-            "that and export it"
+            f"{checkpoint}: has an adapter (adapter_config.json); merge it into its base (peft: merge_and_unload), "
+            "save that and export it"
         )
     if place.is_dir():
         if not (place / "config.json").is_file():
