@@ -65,8 +65,10 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to write into, which becomes `folder` only when the block ends without an error.
 
-    Raises FileExistsError when `folder` exists and is not empty.
+    Raises FileExistsError when `folder` is a file, or exists and is not empty.
     """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder}: is a file; name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,18 @@ def _plan(
     training, length = recipe.training, recipe.data.block_size
     if recipe.task.checkpoint_fields is not None:
         raise ValueError(f"{model}: --gpus plans decoders; task {recipe.task.name!r} trains another model")
+    only = {
+        "precision": (training.precision, "bf16", "its peak and the MFU are of bf16"),
+        "optimizer": (training.optimizer, "adamw", "AdamW's moments are counted"),
+    }
+    for name, (value, planned, why) in only.items():
+        if value != planned:
+            raise ValueError(f"{model}: training.{name}={value!r}: --gpus plans {name}: {planned} alone ({why})")
+    for method in recipe.methods:
+        if recipe.trains(method) != "all":
+            raise ValueError(
+                f"{model}: {method.name} trains {recipe.trains(method)!r}: --gpus plans trainings of all weights"
+            )
     compiled = "layers" if isinstance(training.compile, str) else "model" if training.compile else "no"
     rows, advice = [], []
     for method in recipe.methods:
@@ -168,6 +180,12 @@ def _plan(
                     raise ValueError(f"{method.name}: {error}") from None
         hours = (training.tokens or 0) / found.tokens_per_second / 3600
         rows.append((method.name, found, hours))
+        if found.layout.sequences * gpus != training.sequences:
+            advice.append(
+                f"{method.name}: {gpus} GPUs cannot share training.sequences={training.sequences}; planned with "
+                f"sequences: {found.layout.sequences * gpus} and gradient_accumulation: {found.layout.accumulation}, "
+                "the same step"
+            )
         better = larger_batches(config, length, found, given, network and network * 1e9)
         if better is not None:
             advice.append(

@@ -211,3 +211,28 @@ def test_the_command(monkeypatch, capsys, tmp_path) -> None:
     ):
         code, _, err = run_cli(monkeypatch, capsys, "cost", path, *arguments)
         assert code == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"precision": "fp32"}, "training.precision='fp32': --gpus plans precision: bf16 alone"),
+        ({"optimizer": "adafactor"}, "training.optimizer='adafactor': --gpus plans optimizer: adamw alone"),
+        ({"trains": "lora"}, "vanilla trains 'lora': --gpus plans trainings of all weights"),
+        ({"gradient_accumulation": 3}, ""),
+    ],
+)
+def test_a_plan_is_of_the_training_that_the_recipe_names(monkeypatch, capsys, tmp_path, training, message) -> None:
+    recipe = {
+        "name": "planned", "model": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "methods": ["vanilla"], "data": {"tokenizer": {"bpe": 512}, "block_size": 64},
+        "training": {"tokens": 1_000_000, "sequences": 16, "precision": "bf16", **training},
+    }  # fmt: skip
+    path = tmp_path / "a recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    code, out, err = run_cli(monkeypatch, capsys, "cost", path, "--gpus", 3)
+    if message:
+        assert code == 2 and message in err
+    else:  # 48 sequences a step
+        assert code == 0 and "cannot share training.sequences=16; planned with sequences: 12" in out
+        assert "gradient_accumulation: 4, the same step" in out

@@ -24,6 +24,8 @@ from fathom import (
     FathomBartForConditionalGeneration,
     FathomForCausalLM,
     FathomForMaskedDiffusion,
+    FathomTableLlamaConfig,
+    FathomTableLlamaForCausalLM,
     FathomTableT5Config,
     FathomTableT5ForConditionalGeneration,
 )
@@ -251,3 +253,34 @@ def test_a_tokenizer_larger_than_the_model_has_no_gguf(tmp_path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"its tokenizer has \d+ tokens and the model 290"):
         export(str(tmp_path / "ours"), tmp_path / "out", "gguf")
+
+
+def test_an_adapter_and_a_file_in_the_way_are_named(llama, tmp_path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="file: is a file; name a new folder"):
+        export(str(llama), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has an adapter .*; merge it into its base"):
+        export(str(tmp_path / "adapter"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["stock", "gguf"])
+def test_a_table_s_llama_becomes_a_stock_one(tmp_path, form) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = FathomTableLlamaForCausalLM(FathomTableLlamaConfig(vocab_size=300, **sizes)).eval()
+    model.save_pretrained(tmp_path / "ours")
+    tiny_tokenizer().save_pretrained(tmp_path / "ours")
+    assert forms_of(model.config)["stock"] == "stock llama"
+    assert export(str(tmp_path / "ours"), tmp_path / "out", form)["difference"] < 1e-5
+    given = {"gguf_file": "model.gguf"} if form == "gguf" else {}
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "out", **given)
+    torch.testing.assert_close(stock(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize(("table", "part"), [("akg", "adapter"), ({"name": "promptmize"}, "adapter")])
+def test_forms_are_offered_only_where_they_can_be_written(table, part) -> None:
+    said = forms_of(FathomTableT5Config(**T5, table=table))
+    assert f"stock t5 has no {part} such as its own" in str(said["stock"]) and isinstance(said["gguf"], ValueError)

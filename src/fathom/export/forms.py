@@ -27,6 +27,7 @@ from fathom.models.encoder_configs import EncoderSection
 from fathom.models.local_paths import refuse_absent
 from fathom.models.model_card import describe, facts_of
 from fathom.models.registry import ENCODER_PLAIN, nearest
+from fathom.tables.text.configuration import TableSection
 from fathom.writing import new_folder, write_json
 
 CHECKED = 32  # tokens whose logits are compared
@@ -96,6 +97,11 @@ def read_config(checkpoint: str) -> Any:
     """The config of a checkpoint, ours or stock."""
     refuse_absent(checkpoint, f"checkpoint={checkpoint!r}")
     place = Path(checkpoint)
+    if (place / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{checkpoint}: has an adapter (adapter_config.json); merge it into its base (peft: merge_and_unload), "
+            "save that and export it"
+        )
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise FileNotFoundError(f"{checkpoint}: no config.json; give the folder of a trained model")
@@ -125,6 +131,9 @@ def _stock(config: Any) -> str:
         section = getattr(config, config.section) if hasattr(config, config.section) else None
         if section is not None and section["name"] != ENCODER_PLAIN[config.section]:
             raise ValueError(f"{config.section}={section['name']!r}: stock {family} has no such {config.section}")
+        if isinstance(config, TableSection) and (config.method.adapts or config.method.prefixes):
+            part = "adapter" if config.method.adapts else "prefix"
+            raise ValueError(f"table={config.table['name']!r}: stock {family} has no {part} such as its own")
         return f"stock {family}"
     if not isinstance(config, FathomConfig):
         return f"stock {kind}"
@@ -152,7 +161,11 @@ def _llada(config: Any) -> str:
 
 def _gguf(config: Any) -> str:
     _stock(config)  # says why a model of ours has no form at all
-    target = decoders.stock_config(config) if isinstance(config, FathomConfig) else config
+    target = config
+    if isinstance(config, FathomConfig):
+        target = decoders.stock_config(config)
+    elif isinstance(config, EncoderSection):
+        target = config.stock_config()
     gguf.check(target)
     return "GGUF of a stock llama"
 
@@ -161,7 +174,7 @@ def _model(checkpoint: str, config: Any) -> Any:
     """The model, in eval mode and in the precision of its files; in float32 where a scale is to be folded into the
     input table, which 16 bits would round."""
     auto: Any = AutoModelForCausalLM
-    if isinstance(config, EncoderSection):
+    if config.is_encoder_decoder:
         auto = AutoModelForSeq2SeqLM
     elif isinstance(config, FathomConfig) and config.diffusion["name"] != "none":
         auto = AutoModelForMaskedLM
