@@ -280,7 +280,10 @@ def test_a_table_s_llama_becomes_a_stock_one(tmp_path, form) -> None:
     torch.testing.assert_close(stock(ids()).logits, model(ids()).logits)
 
 
-@pytest.mark.parametrize(("table", "part"), [("akg", "adapter"), ({"name": "promptmize"}, "adapter")])
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [("akg", "adapter"), ({"name": "promptmize", "planner": "prefix", "prefix_tokens": 3, "adapter": False}, "prefix")],
+)
 def test_forms_are_offered_only_where_they_can_be_written(table, part) -> None:
     said = forms_of(FathomTableT5Config(**T5, table=table))
     assert f"stock t5 has no {part} such as its own" in str(said["stock"]) and isinstance(said["gguf"], ValueError)
