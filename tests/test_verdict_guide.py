@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from fathom.report.results import Results
@@ -25,6 +26,7 @@ def shrunken(text: str) -> str:
     return yaml.safe_dump(recipe)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict = {}

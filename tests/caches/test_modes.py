@@ -214,7 +214,12 @@ def test_a_compiled_model(name, ids):
     assert relative(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["full", "treekv", "weightedkv", "h2o", "tova", "snapkv", "streaming_llm", "kivi"])
+COMPILED = ("h2o", "tova", "snapkv", "streaming_llm", "weightedkv")  # each takes seconds in the compiler
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "treekv", "kivi", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)]
+)
 def test_compiled_decoding_is_a_few_graphs(name, ids):
     """One whole graph for the first step, one with dynamic lengths for the others: not one a token."""
     model, method, graphs = copy.deepcopy(get_model("llama")), make(name, SMALL), []

@@ -23,7 +23,7 @@ ADAPTIVE = {
 
 @pytest.mark.parametrize(
     ("depth", "accumulation", "streaming"),
-    [({"name": "vanilla"}, 2, True), (ADAPTIVE, 1, False)],
+    [({"name": "vanilla"}, 2, True), pytest.param(ADAPTIVE, 1, False, marks=pytest.mark.slow)],
     ids=["vanilla", "adaptive_latent_cot"],
 )
 def test_one_recipe_learns_the_same(text, tmp_path: Path, monkeypatch, depth, accumulation, streaming) -> None:
