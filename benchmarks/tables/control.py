@@ -87,7 +87,7 @@ class Chosen:
         self.known: dict[str, list[list[list[str]]]] = {}
 
     def of(self, kind: str) -> list[list[list[str]]]:
-        """Of the training and the held-out rows."""
+        """The sources of the training and of the held-out rows."""
         if kind not in self.known:
             found = self.retriever(kind)
             if isinstance(found, torch.nn.Module):
@@ -115,7 +115,7 @@ class Chosen:
         return tsdae
 
     def agreement(self, kind: str) -> dict[str, float]:
-        """Of held-out rows with more than three sentences: the share of the oracle's three that a retriever has, and
+        """The share of the oracle's three sentences that a retriever has, over held-out rows with more than three, and
         the share of the reference's words that its sentences have."""
         rows = [i for i, row in enumerate(self.held_out) if len(set(grid_of(row).background)) > 3]
         mine, right = self.of(kind)[1], self.of("oracle")[1]

@@ -49,7 +49,7 @@ class Alone(TSDAE):
 
 
 def recall(found: Retriever, rows: list[Row], oracle: bool = False) -> np.ndarray:
-    """Of every row, the share of its description's words that three sentences have."""
+    """The share of each description's words that three sentences have: one number a row."""
     shares = []
     for row in rows:
         grid, wanted = grid_of(row), set(content_words(row.references[0]))

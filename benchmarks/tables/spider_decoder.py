@@ -45,7 +45,7 @@ def questions(path: Path) -> list[Question]:
 
 
 def encoded(asked: list[Question], tokenizer: Any, databases: Databases, tokens: int) -> list[Any]:
-    """Of each question the prompt with what its relations are made of, and the answer's tokens."""
+    """Each question's prompt, what its relations are made of, and the answer's tokens."""
     source, found = Source(tokens, values=False, links=False), []
     for question in asked:
         schema = databases.schema(question.database)

@@ -30,7 +30,7 @@ from fathom.models.configuration import FathomConfig
 
 @dataclasses.dataclass(frozen=True)
 class SamplingCost:
-    """Of one row's answer.
+    """What one row's answer costs.
 
     Attributes:
         full, block: passes over all columns, and over some.

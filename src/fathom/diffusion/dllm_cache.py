@@ -75,7 +75,7 @@ class DLLMCache(BlockCache):
 
 @dataclasses.dataclass
 class Kept:
-    """Of a layer: keys and values, and the outputs of attention and of the feed-forward network."""
+    """A layer's keys and values, and the outputs of its attention and of its feed-forward network."""
 
     key: Float[Tensor, "R G L D"]
     value: Float[Tensor, "R G L D"]

@@ -205,7 +205,7 @@ class SparseState(BlockState):
         return torch.cat([F.max_pool1d(part[:, None], width, 1, width // 2)[:, 0] for part in parts], dim=1)
 
     def nbytes(self):
-        """Of what is kept; the block's own states come and go."""
+        """Bytes of what is kept, without the block's own states, which come and go."""
         return sum(
             x.numel() // x.shape[2] * kept.columns.shape[1] * x.element_size()
             for kept in self.layers

@@ -46,7 +46,7 @@ class DiffusionLM(HFLM):
         return found
 
     def scores(self, ids: torch.Tensor, size: int) -> list[tuple[float, bool]]:
-        """Of rows whose last `size` tokens are the continuation."""
+        """The bound of each row's last `size` tokens, and whether the model writes them itself."""
         if size == 0:
             return [(0.0, True)] * len(ids)
         model: Any = self.model

@@ -22,7 +22,7 @@ FIRING = 0.1  # share of a token's neurons that count as firing: those of the la
 
 
 class Seen(NamedTuple):
-    """Of one layer's network, over D texts of N tokens each."""
+    """What one layer's network reads and does, over D texts of N tokens each."""
 
     inputs: Float[Tensor, "D d"]  # the mean of its inputs, of unit length
     fired: Bool[Tensor, "DN I"]
@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def look(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
-    """Of every layer. Texts are named as in a recipe's data; the checkpoint's tokenizer reads them.
+    """What every layer reads and does. Texts are named as in a recipe's data; the checkpoint's tokenizer reads them.
 
     Raises ValueError for a text of fewer tokens than a row.
     """

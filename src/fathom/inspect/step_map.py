@@ -222,6 +222,7 @@ def classify(texts: list[str]) -> list[tuple[str, ...]]:
 
 
 def dressed(axes: Axes, title: str, colours: dict[str, str]) -> None:
+    """Give axes the page's colours and a title, and leave only the left and the bottom line."""
     axes.set_title(title, fontsize=10, color=colours["ink"], loc="left")
     axes.tick_params(colors=colours["muted"], labelsize=8.5, length=0)
     axes.set_facecolor(colours["page"])

@@ -398,7 +398,7 @@ def _stage_recipe(recipe: Growths, folder: Path, unit: Unit, start: Path) -> Rec
 
 
 def _flops(recipe: Growths, config: FathomConfig) -> float:
-    """Of training on a token."""
+    """FLOPs of training on a token."""
     return TASK.training_flops(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
 
 
@@ -488,7 +488,7 @@ def _results(
 
 
 def summary(runs: list[dict[str, Any]], groups: list[str]) -> list[dict[str, Any]]:
-    """Of each method, over its seeds: every group's mean bits per byte, their standard deviation where there are
+    """A row for each method, over its seeds: every group's mean bits per byte, their standard deviation where there are
     several seeds, and the change against the base."""
     base = next((run for run in runs if run["method"] == BASE), None)
     rows = []

@@ -227,7 +227,7 @@ class Row:
 
     @property
     def marks(self) -> list[str]:
-        """Of any of its runs."""
+        """The marks of all its runs."""
         return list(dict.fromkeys(mark for run in self.runs for mark in run.marks))
 
     @property

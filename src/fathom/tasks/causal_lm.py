@@ -60,7 +60,7 @@ class CausalLM(Task):
         return prepare(data, cache_dir)
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
-        """Of named held-out texts each has its score too, as "bits_per_byte of NAME"."""
+        """Bits per byte, and of each named held-out text by itself, as "bits_per_byte of NAME"."""
         scores = {"bits_per_byte": bits_of_loss(data, loss)}
         if data.validation_parts:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

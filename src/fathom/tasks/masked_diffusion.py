@@ -168,7 +168,7 @@ class MaskedDiffusion(Task):
         return {**fields, "diffusion": section}
 
     def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
-        """Of a checkpoint that lacks a row for the mask token: its model with one more, the mean of the others."""
+        """The model of a checkpoint, with a row for the mask token where it has none: the mean of the others."""
         checkpoint = fields.get("checkpoint")
         if checkpoint is None or not is_masked(config):
             return None
@@ -282,7 +282,7 @@ class MaskedDiffusion(Task):
         return {"bits_per_byte_bound": bits_of_loss(data, loss)}
 
     def error(self, model: Any, data: PreparedData) -> float | None:
-        """Of the bound in bits per byte, from the spread of the draws on at most `ERROR_ROWS` held-out rows."""
+        """The bound's standard error in bits per byte, from the draws on at most `ERROR_ROWS` held-out rows."""
         if not is_masked(model.config) or self.draws == 1:
             return None
         rows = data.validation

@@ -68,6 +68,7 @@ def load(path: Any, changes: dict[str, Any]) -> tuple[FathomConfig, State] | Non
 
 
 def llada_config(stored: dict[str, Any], changes: dict[str, Any]) -> FathomConfig:
+    """The config of a stored LLaDA one, with `changes`. Raises ValueError for a field that is not implemented."""
     for name, only in LLADA_FIXED.items():
         if stored.get(name, only) not in (only, None):
             raise ValueError(f"llada config field {name}={stored[name]!r} is not implemented here (only {only!r})")
@@ -80,6 +81,7 @@ def llada_config(stored: dict[str, Any], changes: dict[str, Any]) -> FathomConfi
 
 
 def dream_config(stored: dict[str, Any], changes: dict[str, Any]) -> FathomConfig:
+    """The config of a stored Dream one, which is Qwen2's with shifted masked diffusion, with `changes`."""
     names = set(Qwen2Config.__dataclass_fields__) | {"rope_theta"}  # type: ignore[attr-defined]
     qwen = Qwen2Config(**{name: value for name, value in stored.items() if name in names and name != "model_type"})
     section = {"name": "masked", "mask_token_id": stored.get("mask_token_id", 151666), "shift": True}
