@@ -92,7 +92,7 @@ def question(draw: random.Random, tables: list[dict], both_ways: bool) -> tuple[
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that splits a text into the fewest pieces: syllables, what stands between names, single bytes else."""
+    """A tokenizer that splits a text into the fewest pieces: syllables, what stands between names, bytes."""
     scores = [("<unk>", -20.0), ("</s>", 0.0), *((piece, -1.0) for piece in (*STARTS, *ENDS, *PIECES))]
     scores += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
     model = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))

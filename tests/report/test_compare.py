@@ -15,6 +15,7 @@ from fathom.report import compare as engine
 from fathom.report import measure
 from fathom.report.compare import compare
 from fathom.report.plan import inference_flops, plan
+from fathom.report.processes import devices_of
 from fathom.report.results import Results
 from fathom.train import load_recipe, model_config
 
@@ -241,11 +242,11 @@ def test_bad_arguments_name_the_remedy(finished, tmp_path, monkeypatch):
         compare(path, tmp_path)
     with pytest.raises(ValueError, match="--jobs 0: must be at least 1"):
         compare(finished[1], tmp_path, jobs=0)
-    monkeypatch.setattr(engine.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert engine._devices(3) == ["0", "1", "0"]
+    assert devices_of(3) == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert engine._devices(3) == ["4", "6", "4"]
+    assert devices_of(3) == ["4", "6", "4"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="run it without torchrun and give --jobs"):
         compare(finished[1], tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from itertools import takewhile
 from typing import Any, ClassVar, Self
 
@@ -63,6 +64,12 @@ class Picture:
     def html(self) -> str:
         """What a page shows below the picture, as HTML on the page's CSS variables; "" for nothing."""
         return ""
+
+
+def shaded(text: str, percent: int, title: str) -> str:
+    """A token on a page: the higher `percent`, the more accent colour is behind it. The pointer shows `title`."""
+    colour = f"color-mix(in srgb,var(--accent) {percent}%,transparent)"
+    return f'<span style="background:{colour}" title="{title}">{html.escape(text)}</span>'
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Int[Tensor, " n"]) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import html
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -28,7 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fathom.evaluate.text import scored_spans
-from fathom.inspect.base import Picture, token_texts
+from fathom.inspect.base import Picture, shaded, token_texts
 from fathom.models.registry import build_options, lookup
 
 SHOWN = 10  # tokens that draw most, and least
@@ -257,17 +256,13 @@ class DepthMap(Picture):
         if not self.most:
             return f'<p class="note">{said}All tokens have the same weights.</p>'
         low, high = np.quantile([weight for _, weight in self.passage], [0.05, 0.95])
-        shaded = "".join(
-            f'<span style="background:color-mix(in srgb,var(--accent) {_percent(weight, low, high)}%,transparent)" '
-            f'title="{weight:.3f}">{html.escape(text)}</span>'
-            for text, weight in self.passage
-        )
+        passage = "".join(shaded(text, _percent(weight, low, high), f"{weight:.3f}") for text, weight in self.passage)
         return (
             f'<p class="note">{said}Tokens listed occur at least {self.least_count} '
             f"{'time' if self.least_count == 1 else 'times'}.</p>"
             f"<h3>The beginning of the text, shaded more where a token draws more on shallow layers "
             f"({low:.2f} to {high:.2f})</h3>"
-            f'<blockquote style="white-space:pre-wrap">{shaded}</blockquote>'
+            f'<blockquote style="white-space:pre-wrap">{passage}</blockquote>'
         )
 
 

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.diffusion.base import is_diffusion
-from fathom.inspect.base import Picture, token_texts
+from fathom.inspect.base import Picture, shaded, token_texts
 from fathom.inspect.step_map import CLASSES, PIECES, classify, dressed
 
 ROWS = 16  # continued beginnings
@@ -135,14 +135,13 @@ class RevealMap(Picture):
 
     def html(self):
         last = max(self.block - 1, 1)
-        shaded = "".join(
-            f'<span style="background:color-mix(in srgb,var(--accent) {round(70 * (step - 1) / last)}%,'
-            f'transparent)" title="step {step} of {self.block}, probability {sure:.2f}">{html.escape(text)}</span>'
+        passage = "".join(
+            shaded(text, round(70 * (step - 1) / last), f"step {step} of {self.block}, probability {sure:.2f}")
             for text, step, sure in self.passage
         )
         return (
             f'<p class="note">{self.rows} beginnings of the text, each continued by a block of {self.block} tokens, '
             "the most probable one a step, at temperature 0.</p>"
             "<h3>The first block, shaded more where a token is revealed later</h3>"
-            f'<blockquote style="white-space:pre-wrap">{html.escape(self.prompt)}{shaded}</blockquote>'
+            f'<blockquote style="white-space:pre-wrap">{html.escape(self.prompt)}{passage}</blockquote>'
         )

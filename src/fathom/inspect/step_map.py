@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 import re
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.evaluate.steps_run import is_adaptive, steps_run
-from fathom.inspect.base import Picture, token_texts
+from fathom.inspect.base import Picture, shaded, token_texts
 
 PASSAGE = 240  # tokens of the shaded passage
 BINS = 10  # equal numbers of tokens, by loss
@@ -174,16 +173,16 @@ class StepMap(Picture):
         return figure
 
     def html(self):
-        shaded = "".join(
-            f'<span style="background:color-mix(in srgb,var(--accent) {round(70 * (n - 1) / max(self.most - 1, 1))}%,'
-            f'transparent)" title="{n} of {self.most} steps, loss {loss:.2f}">{html.escape(text)}</span>'
+        last = max(self.most - 1, 1)
+        passage = "".join(
+            shaded(text, round(70 * (n - 1) / last), f"{n} of {self.most} steps, loss {loss:.2f}")
             for text, n, loss in self.passage
         )
         return (
             f'<p class="note">Mean over {self.tokens:,} tokens, read {self.window} at once. A token\'s steps are spent '
             "before the next one is predicted; the loss is the next token's.</p>"
             "<h3>The beginning of the text, shaded more where a token runs more steps</h3>"
-            f'<blockquote style="white-space:pre-wrap">{shaded}</blockquote>'
+            f'<blockquote style="white-space:pre-wrap">{passage}</blockquote>'
         )
 
 

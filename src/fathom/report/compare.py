@@ -9,18 +9,13 @@ Every run can be killed at any moment: the same command skips what is finished a
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from fathom.data import PreparedData
@@ -28,6 +23,7 @@ from fathom.data.prepared import named_held_out
 from fathom.report.measure import measure
 from fathom.report.page import write_report
 from fathom.report.plan import Planned, plan
+from fathom.report.processes import devices_of, run_jobs, workers
 from fathom.report.results import Results, Run, Trial
 from fathom.train import (
     LearningRateSweep,
@@ -41,7 +37,6 @@ from fathom.train import (
     model_config,
     try_lr,
 )
-from fathom.writing import naming
 
 
 def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] = print) -> Results:
@@ -62,7 +57,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
         raise ValueError(f"{path}: data.validation is null; a comparison needs {recipe.task.held_out}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("fathom compare starts its own processes: run it without torchrun and give --jobs")
-    devices = _devices(jobs)
+    devices = devices_of(jobs)
     side_by_side = max(Counter(devices).values())
     disable_progress_bar()  # of transformers: a bar for every model read back
     check_extras(recipe.training)
@@ -112,8 +107,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
             tried[where] = name, lr
             jobs_left[where] = (_try, model.method, lr, recipe, data, folder / name / "sweep")
 
-    with _workers(devices) as pool:
-        for job, outcome in _run(jobs_left, pool, len(devices), folder):
+    with workers(devices) as pool:
+        for job, outcome in run_jobs(jobs_left, pool, len(devices), folder):
             if job in tried and not isinstance(outcome, Exception):
                 name, lr = tried[job]
                 sweeps[name][lr] = outcome
@@ -170,89 +165,3 @@ def _trials(model: Planned, sweep: LearningRateSweep) -> list[Trial]:
         )
         for trial in sweep.trials
     ]
-
-
-def _devices(jobs: int) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each process: the GPUs in turn; None on a machine without GPUs."""
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs}: must be at least 1")
-    count = torch.cuda.device_count()
-    if not count:
-        return [None] * jobs
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-    return [visible[job % count] for job in range(jobs)]
-
-
-@contextlib.contextmanager
-def _workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
-    """A process a device; None where there is one device and this process may use it whole."""
-    if len(devices) == 1 and torch.cuda.device_count() <= 1:
-        yield None
-        return
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    free = context.Queue()
-    for device in devices:
-        free.put(device)
-    pool = ProcessPoolExecutor(len(devices), context, _start_worker, (free, len(devices)))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _run(
-    tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, workers: int, folder: Path
-) -> Iterator[tuple[str, Any]]:
-    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here.
-
-    Takes the tasks out of `tasks` from the front, one when a worker is free; it may be given more while this runs.
-    """
-    if pool is None:
-        while tasks:
-            name = next(iter(tasks))
-            function, *arguments = tasks.pop(name)
-            try:
-                yield name, function(*arguments)
-            except Exception as error:
-                yield name, _described(error)
-        return
-    futures: dict[Future, str] = {}
-    while tasks or futures:
-        while tasks and len(futures) < workers:
-            name = next(iter(tasks))
-            try:
-                futures[pool.submit(_logged, folder, name, *tasks.pop(name))] = name
-            except BrokenExecutor as error:  # a process was killed, and took the pool with it
-                yield name, _described(error)
-        for future in wait(futures, return_when=FIRST_COMPLETED).done:
-            failed = future.exception()
-            yield futures.pop(future), future.result() if failed is None else _described(failed)
-
-
-def _described(error: BaseException) -> Exception:
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _start_worker(free: Any, jobs: int) -> None:
-    """Take a device before CUDA starts, share the cores, and end with the parent, however that ends."""
-    device = free.get()
-    if device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-    disable_progress_bar()
-    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _logged(folder: Path, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The task with its output in a file: the displays of several processes cannot share a terminal."""
-    log = folder / "logs" / f"{name.replace('/', '-')}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with naming(log), log.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):
-        return function(*arguments)

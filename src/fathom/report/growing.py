@@ -47,7 +47,7 @@ from fathom.growth.grow import Source, check_texts, grow
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import nearest
-from fathom.report.compare import _devices, _run, _workers
+from fathom.report.processes import devices_of, run_jobs, workers
 from fathom.report.style import styles
 from fathom.tasks.causal_lm import CausalLM, bits_of_loss, loss_of_blocks
 from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_config, train_run
@@ -217,7 +217,7 @@ def run_growths(
     running: set[str] = set()
     done: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
-    devices = _devices(jobs)
+    devices = devices_of(jobs)
 
     begun = time.monotonic()
 
@@ -236,8 +236,8 @@ def run_growths(
                 ready[name] = carry_out, units[name], recipe, folder, base_data if name == BASE else data, held
 
     offer()
-    with _workers(devices) as pool:
-        for name, outcome in _run(ready, pool, len(devices), folder):
+    with workers(devices) as pool:
+        for name, outcome in run_jobs(ready, pool, len(devices), folder):
             running.discard(name)
             if isinstance(outcome, Exception):
                 failures.append(f"{name}: {outcome}")
