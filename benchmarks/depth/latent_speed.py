@@ -43,9 +43,9 @@ from fathom.ops.biased_attention import (
     RangeBias,
     biased_attention,
     block_mask,
-    causal,
     causal_ranges,
 )
+from fathom.ops.visibility import CAUSAL
 
 STARTED = time.perf_counter()
 FIXED = {"sweeps": 3, "random_sweeps": False}
@@ -131,7 +131,7 @@ def attention(
     forms = {
         "causal": lambda: sdpa(None),
         "unbiased layout": lambda: sdpa(layout),
-        "key bias, flex": lambda: biased(FlexBias(bias, block_mask(causal, length, length, bias.device))),
+        "key bias, flex": lambda: biased(FlexBias(bias, block_mask(CAUSAL, length, length, bias.device))),
         "key bias, channel": lambda: biased(ChannelBias(bias)),
         "key bias, ranges": lambda: biased(RangeBias(bias, causal_ranges(batch, length, bias.device))),
     }

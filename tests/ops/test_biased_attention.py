@@ -11,8 +11,9 @@ import torch
 from checked import check
 
 from fathom.ops import biased_attention as ops
-from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias, causal
+from fathom.ops.biased_attention import MASKED, ChannelBias, FlexBias
 from fathom.ops.eager_attention import eager_attention
+from fathom.ops.visibility import CAUSAL
 from tiny import assert_close
 
 dense_mask, append_bias_channels = check(ops.dense_mask), check(ops.append_bias_channels)
@@ -47,7 +48,7 @@ def inputs(queries, keys, dtype=torch.float64, width=WIDTH):
     )
 
 
-def oracle(query, key, value, bias, sees=causal):
+def oracle(query, key, value, bias, sees=CAUSAL):
     """[B, S, H, D]; weights exp(score)·exp(bias) of the seen keys, summed in a loop."""
     queries, keys = query.shape[2], key.shape[2]
     out = torch.empty(BATCH, queries, HEADS, WIDTH, dtype=query.dtype)
@@ -62,14 +63,14 @@ def oracle(query, key, value, bias, sees=causal):
     return out
 
 
-def by_dense(query, key, value, bias, sees=causal):
+def by_dense(query, key, value, bias, sees=CAUSAL):
     queries, keys = query.shape[2], key.shape[2]
     index = torch.arange(keys, device=query.device)
     mask = dense_mask(bias, sees(index[keys - queries :, None], index)[None], query.dtype)
     return eager_attention(torch.nn.Module(), query, key, value, mask, query.shape[-1] ** -0.5)[0]
 
 
-def by_flex(query, key, value, bias, sees=causal):
+def by_flex(query, key, value, bias, sees=CAUSAL):
     blocks = ops.block_mask(sees, query.shape[2], key.shape[2], query.device)
     return ops.biased_attention(None, None, query, key, value, FlexBias(bias, blocks), query.shape[-1] ** -0.5)[0]
 
@@ -240,7 +241,7 @@ def test_block_masks_are_made_once_a_shape():
 def test_flex_keeps_documents_apart():
     query, key, value, bias = inputs(6, 6)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
-    blocks = ops.block_mask(causal, 6, 6, query.device)
+    blocks = ops.block_mask(CAUSAL, 6, 6, query.device)
     actual = ops.flex_biased_attention(query, key, value, FlexBias(bias, blocks, documents), SCALING).transpose(1, 2)
     for row, starts in enumerate(([0, 3, 6], [0, 1, 4, 6])):
         for a, b in itertools.pairwise(starts):

@@ -31,11 +31,10 @@ from fathom.ops.biased_attention import (
     FlexBias,
     RangeBias,
     block_mask,
-    causal,
     causal_ranges,
     dense_mask,
 )
-from fathom.ops.visibility import Visibility
+from fathom.ops.visibility import CAUSAL, Visibility
 
 # SDPA that reads a bias of keys as a channel (ops/biased_attention.py) everywhere, as flash backends do; "sdpa" itself
 # only where the range kernels do not serve.
@@ -62,7 +61,7 @@ class SlotLayout:
         stages: slots a token.
         valid: which keys belong to real tokens; None: all.
         key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
-        visibility: which slot sees which, by their indices among the keys; None: plain causal order.
+        visibility: which slot sees which, by their indices among the keys.
         tokens: how many start in the new slots; a ragged cache counts them.
     """
 
@@ -71,7 +70,7 @@ class SlotLayout:
     stages: int
     valid: Bool[Tensor, "B keys"] | None = None
     key_bias: Float[Tensor, "B keys"] | None = None
-    visibility: Visibility | None = None
+    visibility: Visibility = CAUSAL
     tokens: int = 0
 
     @property
@@ -112,7 +111,7 @@ class SlotLayout:
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
         """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
         slot order; a dense tensor or a `KeyBias` where slots have a bias or another visibility."""
-        if self.key_bias is None and self.visibility is None:
+        if self.key_bias is None and self.visibility.is_causal:
             seen: Any = None if cache is None else SlotView(cache)
             return hf_versions.visible_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
         rows, queries, _ = slots.shape
@@ -124,10 +123,10 @@ class SlotLayout:
             documents = self.restarts.cumsum(-1).expand(rows, -1)
 
         backend: str = config._attn_implementation  # type: ignore[assignment]
-        flash, sees = "flash" in backend, causal if self.visibility is None else self.visibility
+        flash = "flash" in backend
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
-        plain = self.visibility is None and documents is None
+        plain = self.visibility.is_causal and documents is None
         # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order.
         if plain and large and backend == "sdpa" and queries == keys:
             return RangeBias(hidden, causal_ranges(rows, queries, slots.device))
@@ -140,9 +139,9 @@ class SlotLayout:
                 stacklevel=2,
             )
         if flash or large or backend == "flex_attention":
-            return FlexBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
+            return FlexBias(hidden, block_mask(self.visibility, queries, keys, slots.device), documents)
         index = torch.arange(keys, device=slots.device)
-        visible = sees(index[keys - queries :, None], index)[None]
+        visible = self.visibility(index[keys - queries :, None], index)[None]
         if self.valid is not None:
             visible = visible & self.valid[:, None]
         if documents is not None:

@@ -27,17 +27,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from fathom.ops.range_attention import range_attention, serves
 from fathom.ops.token_blocks import TokenRanges, readers_of
+from fathom.ops.visibility import Visibility
 
 # A bias that hides a key: exp(−4000) is 0 in every precision, and 4000/scaling is finite in fp16 up to 256 channels.
 MASKED = -4000.0
-
-# Does slot `query` see slot `key`? Both index the keys, the new slots last; hashable, so that block masks are cached.
-Sees = Callable[[Tensor, Tensor], Tensor]
-
-
-def causal(query: Tensor, key: Tensor) -> Tensor:
-    """The rule of ordinary decoders: a slot sees itself and all earlier ones."""
-    return key <= query
 
 
 def dense_mask(
@@ -47,7 +40,7 @@ def dense_mask(
     return torch.where(seen, bias[:, None], torch.finfo(dtype).min)[:, None].to(dtype)
 
 
-def block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> BlockMask:
+def block_mask(sees: Visibility, queries: int, keys: int, device: torch.device) -> BlockMask:
     """The block mask of `sees` for the last `queries` of `keys` slots, made once per shape."""
     if torch.compiler.is_compiling():  # part of the graph; a cache that outlives it cannot be
         return _block_mask.__wrapped__(sees, queries, keys, device)
@@ -55,7 +48,7 @@ def block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> Blo
 
 
 @functools.lru_cache(maxsize=64)
-def _block_mask(sees: Sees, queries: int, keys: int, device: torch.device) -> BlockMask:
+def _block_mask(sees: Visibility, queries: int, keys: int, device: torch.device) -> BlockMask:
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(query + (keys - queries), key)
 

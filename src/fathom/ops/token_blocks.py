@@ -17,6 +17,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from fathom.ops.visibility import CAUSAL
+
 BLOCK = 128
 RUN = 32  # keys whose readers are listed together
 ROWS = 64  # queries times heads of a listed block, at most
@@ -26,8 +28,8 @@ NOWHERE = 2**30  # a number that no token, and a place that no key has
 def sees(
     query: Int[Tensor, "B S"], key: Int[Tensor, "B keys"], first: Int[Tensor, "B S"] | None = None
 ) -> Bool[Tensor, "B S keys"]:
-    """The rule, written out: the reference."""
-    visible = key[:, None] <= query[:, :, None]
+    """The rule, written out: the reference. It is the causal visibility of token numbers, within a document."""
+    visible = CAUSAL(query[:, :, None], key[:, None])
     return visible if first is None else visible & (key[:, None] >= first[:, :, None])
 
 

@@ -5,8 +5,10 @@
     blocks          ⌊key/n⌋ ≤ ⌊query/n⌋                           all tokens of a block and of earlier ones
     prefix          key ≤ query or key < p                        the first p tokens see each other
 
-Queries and keys are numbers of tokens in their row, counted from its first real one. Padding and packed documents come
-on top: they hide keys from any of these. A visibility is hashable, so that masks made of it can be kept.
+Queries and keys are numbers of tokens in their row, counted from its first real one. Where tokens have several slots
+(`models/slots.py`), they are numbers of slots; where each token stops at its own step (`models/steps/stack.py`), all
+slots of a token have its number. Padding and packed documents come on top: they hide keys from any of these. A
+visibility is hashable, so that masks made of it can be kept.
 """
 
 from __future__ import annotations
