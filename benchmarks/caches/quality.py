@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fathom.caches import METHODS, cache_shape
 from fathom.caches.budgets import NotReachable
-from fathom.caches.quality import grid, perplexity, retrieval
+from fathom.evaluate.cache_quality import grid, perplexity, retrieval
 from fathom.evaluate.long_context import DEPTHS, FILLER, TASKS
 
 

@@ -199,8 +199,8 @@ def run(
       fathom cache run MODEL --method weightedkv --budget 256 --text book.txt
     """
     from fathom.caches import compress, compression_report
-    from fathom.caches.quality import perplexity
     from fathom.caches.versions import CACHE_NAME
+    from fathom.evaluate.cache_quality import perplexity
 
     if (text is None) == (prompt is None):
         raise ValueError("give --prompt TEXT to generate, or --text FILE to score it (one of the two)")
@@ -272,10 +272,10 @@ def bench(
     """
     from fathom.caches import METHODS, cache_shape, method_class
     from fathom.caches.budgets import NotReachable
-    from fathom.caches.quality import grid, perplexity
     from fathom.caches.record import fingerprint
     from fathom.caches.speed import decode_speed
     from fathom.caches.versions import causal_lm
+    from fathom.evaluate.cache_quality import grid, perplexity
     from fathom.evaluate.long_context import DEPTHS, FILLER, TASKS
 
     wrong = ValueError(f"--fractions {fractions!r}: write numbers above 0 up to 1, separated by commas")

@@ -11,11 +11,12 @@ from cache_cases import get_model
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict, quality
-from fathom.caches.quality import grid
+from fathom.caches import FreqKV, Full, TreeKV, compress, compression_report, from_dict
 from fathom.caches.report import CompressionReport
 from fathom.caches.show import as_text, kept_tokens
 from fathom.caches.versions import CACHE_NAME
+from fathom.evaluate import cache_quality
+from fathom.evaluate.cache_quality import grid
 from fathom.evaluate.long_context import DEPTHS, FILLER
 from fathom_cli.cache import app
 
@@ -97,7 +98,7 @@ def test_bench_holds_its_bytes_where_a_call_may_be_too_short_to_be_compressed(fo
 
 
 def test_bench_counts_the_secrets_found(folder, tmp_path):
-    """At --tokens tokens and with every depth its own secret: the grid of `fathom.caches.quality`, by hand."""
+    """At --tokens tokens and with every depth its own secret: the grid of `fathom.evaluate.cache_quality`, by hand."""
     out, text, tokens = tmp_path / "bench.json", folder / "text.txt", 90
     done = invoke("bench", folder, "--text", text, "--tokens", tokens, "--fractions", "0.5", "--methods", "tova",
                   "--output", out, "--chunk", 16, "--recall", "--dtype", "float32")  # fmt: skip
@@ -174,7 +175,7 @@ def test_errors_name_the_remedy(folder, tmp_path):
 
 def test_bench_writes_each_row_and_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
     """Stopped in the third row: two are in the file, and the same call measures the others only."""
-    out, calls, real = tmp_path / "bench.json", [], quality.perplexity
+    out, calls, real = tmp_path / "bench.json", [], cache_quality.perplexity
     args = ("bench", folder, "--text", folder / "text.txt", "--tokens", 96, "--fractions", "0.5,0.25,0.01",
             "--methods", "tova,kivi", "--output", out, "--chunk", 16)  # fmt: skip
 
@@ -185,7 +186,7 @@ def test_bench_writes_each_row_and_goes_on_where_it_was_stopped(folder, tmp_path
             calls.append(method.name)
             return real(model, ids, method, chunk)
 
-        monkeypatch.setattr(quality, "perplexity", perplexity)
+        monkeypatch.setattr(cache_quality, "perplexity", perplexity)
 
     stop_at(2)
     assert invoke(*args).exit_code != 0

@@ -11,8 +11,8 @@ from cache_cases import SMALL, build, get_model, make
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fathom.caches import FourierAttention, TreeKV, cache_shape, compress, load_codebooks, search_channels
-from fathom.caches.quality import grid
 from fathom.caches.record import fingerprint
+from fathom.evaluate.cache_quality import grid
 from fathom.evaluate.long_context import DEPTHS, FILLER
 
 MAP = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "disk"}

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from fathom.models.hf_versions import CACHE_NAME, cache_config
+from fathom.decoding.versions import CACHE_NAME
+from fathom.models.hf_versions import cache_config
 
 __all__ = ["CACHE_NAME", "CACHE_NAMES", "attention_modules", "causal_lm", "rotary_tables", "stock_layers"]
 

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.decoding.graphs import Recorder
 from fathom.decoding.growing import GrowingLayer, bucket, with_room
-from fathom.models.hf_versions import CACHE_NAME
+from fathom.decoding.versions import CACHE_NAME
 from fathom.ops.filled_attention import filled_attention
 
 logger = logging.getLogger("fathom.decoding")

@@ -20,7 +20,7 @@ from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.decoding.graphs import recorder_for
 from fathom.decoding.growing import give_room
 from fathom.decoding.switch import say
-from fathom.models.hf_versions import CACHE_NAME
+from fathom.decoding.versions import CACHE_NAME
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple
 
 from fathom.decoding import entry
 from fathom.decoding.speculation import Speculation, speculate
+from fathom.decoding.versions import CACHE_NAME
 from fathom.models import hf_versions
 from fathom.models.adapted_layers import plain_weight
 from fathom.models.checkpoints import stock as checkpoints
@@ -140,7 +141,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         if (use_cache or cache is not None) and hf_versions.layers_lose_cache(self):
             if cache is not None and cache.get_seq_length():
                 raise ValueError(
-                    f"{hf_versions.CACHE_NAME} holds {cache.get_seq_length()} tokens, which layers under gradient "
+                    f"{CACHE_NAME} holds {cache.get_seq_length()} tokens, which layers under gradient "
                     "checkpointing do not read in training; call eval() or gradient_checkpointing_disable() first"
                 )
             warnings.warn("no cache under gradient checkpointing in training: use_cache=False instead", stacklevel=2)
@@ -469,7 +470,7 @@ def hold_tokens(cache: Cache, depth: str) -> None:
     slotted = [layer for layer in cache.layers if isinstance(layer, SlotLayer | StepLayer)]
     if any(layer.get_seq_length() for layer in slotted):
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} holds several slots a token, but depth={depth!r} keeps 1 with these options; "
+            f"{CACHE_NAME} holds several slots a token, but depth={depth!r} keeps 1 with these options; "
             "pass an empty DynamicCache()"
         )
     if slotted:

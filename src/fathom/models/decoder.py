@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fathom.decoding.versions import CACHE_NAME
 from fathom.models.configuration import FathomConfig
-from fathom.models.hf_versions import CACHE_NAME
 from fathom.models.registry import build_options, lookup
 from fathom.models.token_facts import TokenFacts
 from fathom.ops.biased_attention import KeyBias, biased_attention

@@ -28,14 +28,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import find_adapter_config_file
 
 from fathom.decoding.growing import GrowingLayer
+from fathom.decoding.versions import CACHE_NAME
 from fathom.ops.biased_attention import FlexBias
 from fathom.ops.cached_attention import Newest
 from fathom.ops.visibility import CAUSAL, Visibility
 
 GROWING = (DynamicLayer, GrowingLayer)  # cache layers that keep every token
-
-# The name under which this version's models, layers and outputs carry the cache.
-CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 # `adapter_kwargs` with which transformers' loaders look for an adapter in vain.
 NO_ADAPTER = {"subfolder": "no-adapter"}

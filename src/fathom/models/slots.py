@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fathom.decoding.growing import GrowingLayer
+from fathom.decoding.versions import CACHE_NAME
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
 from fathom.models.decoder import Stack
@@ -244,13 +245,12 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
     if held:
         same = "but with another method's layout" if max(held) == stages else f"but depth={depth!r} keeps {stages}"
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty "
-            "DynamicCache()"
+            f"{CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty DynamicCache()"
         )
     kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
     if kinds:
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
+            f"{CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
             f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache(), "
             "and no cache_implementation to generate()"
         )

@@ -19,7 +19,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fathom.caches.base import CacheMethod, layer_bytes
 from fathom.caches.compress import compress
-from fathom.models.hf_versions import CACHE_NAME
+from fathom.decoding.versions import CACHE_NAME
 from fathom.serve.jobs import Job, Refused
 
 logger = logging.getLogger("fathom.serve")

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from fathom.models import hf_versions
+from fathom.decoding.versions import CACHE_NAME
 from fathom.models.configuration import FathomConfig
 from fathom.ops.gather_slots import KeyValue, columns
 from fathom.ops.token_blocks import NOWHERE
@@ -148,13 +148,13 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
         return
     if any(layer.get_seq_length() for layer in layers):
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} holds another method's slots, or those of other options, not those of "
+            f"{CACHE_NAME} holds another method's slots, or those of other options, not those of "
             f"depth={depth!r} with these; pass an empty DynamicCache()"
         )
     kinds = {type(layer).__name__ for layer in layers if not isinstance(layer, DynamicLayer)}
     if kinds:
         raise ValueError(
-            f"{hf_versions.CACHE_NAME} has layers of type {', '.join(sorted(kinds))}, but depth={depth!r} keeps as "
+            f"{CACHE_NAME} has layers of type {', '.join(sorted(kinds))}, but depth={depth!r} keeps as "
             "many slots as a token runs, which only dynamic layers hold; pass a DynamicCache(), "
             "and no cache_implementation to generate()"
         )

@@ -9,7 +9,7 @@ from cache_cases import codebooks, get_model
 from fathom.caches import KIVI, VQKV, Full, cache_shape
 from fathom.caches.base import CacheShape
 from fathom.caches.budgets import NotReachable
-from fathom.caches.quality import grid, perplexity, retrieval
+from fathom.evaluate.cache_quality import grid, perplexity, retrieval
 from fathom.evaluate.long_context import TASKS, hidden
 
 
