@@ -42,8 +42,15 @@ def test_forward_matmuls_equal_torchs_counter(family, sections):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")  # the name that every supported version has
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a gated MLP and grouped heads; a parallel residual
+@pytest.mark.parametrize(
+    "family, checkpointing",
+    [
+        ("llama", False),  # a gated MLP and grouped heads
+        ("gpt_neox", True),  # a parallel residual
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", False, marks=pytest.mark.slow),
+    ],
+)
 @every_variant
 def test_training_matmuls_equal_torchs_counter(family, sections, checkpointing):
     config = config_of(family, sections)
