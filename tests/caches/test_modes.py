@@ -202,7 +202,7 @@ def test_a_model_saved_or_built_in_the_context_is_stock(ids, llama, tmp_path):
     assert torch.equal(loaded(ids).logits, llama(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["full", "freqkv", "treekv"])
+@pytest.mark.parametrize("name", ["treekv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "freqkv"))])
 def test_a_compiled_model(name, ids):
     """torch.compile of a model without a cache; attention_mask says that nothing is packed."""
     model = copy.deepcopy(get_model("llama"))
@@ -214,12 +214,10 @@ def test_a_compiled_model(name, ids):
     assert relative(got, expected) < 1e-5
 
 
-COMPILED = ("h2o", "tova", "snapkv", "streaming_llm", "weightedkv")  # each takes seconds in the compiler
+COMPILED = ("full", "h2o", "tova", "snapkv", "streaming_llm", "weightedkv")  # each takes seconds in the compiler
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "treekv", "kivi", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)]
-)
+@pytest.mark.parametrize("name", ["treekv", "kivi", *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED)])
 def test_compiled_decoding_is_a_few_graphs(name, ids):
     """One whole graph for the first step, one with dynamic lengths for the others: not one a token."""
     model, method, graphs = copy.deepcopy(get_model("llama")), make(name, SMALL), []

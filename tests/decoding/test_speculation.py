@@ -31,7 +31,9 @@ def test_greedy_text_is_the_same(depth: dict[str, Any], draft_passes: int) -> No
         assert 0 <= counted.rate <= 1
 
 
-@pytest.mark.parametrize("depth", [DEPTHS[0], DEPTHS[3]], ids=lambda depth: depth["name"])
+@pytest.mark.parametrize(
+    "depth", [DEPTHS[0], pytest.param(DEPTHS[3], marks=pytest.mark.slow)], ids=lambda depth: depth["name"]
+)
 def test_drawn_text_is_as_likely_as_the_full_model_says(depth: dict[str, Any]) -> None:
     """χ² of two drawn tokens against the probabilities of the full model, one forward of all pairs."""
     model, prompt, draws, kept = tiny_model(depth=depth, vocab_size=16), tokens(1, 5) % 13 + 3, 500, 3

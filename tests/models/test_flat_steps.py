@@ -309,7 +309,7 @@ def same_slots(expected, actual) -> None:
             torch.testing.assert_close(other_values[:, other_live], values[:, live], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranged", [False, True], ids=["mask", "ranges"])
+@pytest.mark.parametrize("ranged", [pytest.param(False, marks=pytest.mark.slow), True], ids=["mask", "ranges"])
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["layers", "model"])
 @both
 @torch.no_grad()
@@ -508,7 +508,16 @@ STEPWISE = [
 ]
 
 
-@pytest.mark.parametrize("depth", STEPWISE)
+@pytest.mark.parametrize(
+    "depth",  # in CI the first variant of every method
+    [
+        pytest.param(
+            *case.values, id=case.id, marks=[] if n == names.index(case.values[0]["name"]) else pytest.mark.slow
+        )
+        for names in [[case.values[0]["name"] for case in STEPWISE]]
+        for n, case in enumerate(STEPWISE)
+    ],
+)
 def test_a_traced_training_step_of_every_variant_with_graphs(depth, monkeypatch):
     """As `training.compile: graphs` does it on a GPU, but for the graphs' code."""
     lay_flat(monkeypatch, True, True)
