@@ -36,7 +36,10 @@ from fathom.writing import whole
 PLOTS = {
     "loss_tokens": "Training loss against tokens",
     "loss_flops": "Training loss against training FLOPs",
-    "pareto": "Quality against inference cost",
+    "pareto": (
+        "Quality against inference cost; bars: 95 % of the difference from the baseline over seeds and texts, and of "
+        "retraining; dashed: the front of what is told apart"
+    ),
 }
 
 
