@@ -1,6 +1,6 @@
 """The folders that recipes/depth_campaign_20m.yaml reads, of files of JSON lines (`text`), compressed (`.xz`) or not.
 
-    python recipes/make_campaign_text.py corpus --train books-0.jsonl.xz wiki-0.jsonl.xz --held-out books.jsonl wiki.jsonl
+    python recipes/make_campaign_text.py corpus --train books.jsonl.xz wiki.jsonl.xz --held-out novels.jsonl pages.jsonl
 
 Training files are copied. Held-out texts become documents of alike size, so that drawing documents anew says something
 of a difference: a book is cut into passages at the ends of its paragraphs. The files take turns, so that any beginning

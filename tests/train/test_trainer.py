@@ -382,6 +382,18 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(recipe, data, fold
 def test_muon_refuses_what_it_does_not_serve(recipe, data, folder, method, message) -> None:
     with pytest.raises(ValueError, match=message):
         train_run(recipe(optimizer="muon"), method, seed=0, folder=folder, data=data)
+
+
+def test_muon_refuses_shards_and_low_rank(recipe, data, folder, monkeypatch) -> None:
+    plain = FathomTrainer.__init__
+
+    def sharded(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.is_fsdp_enabled = True
+
+    monkeypatch.setattr(FathomTrainer, "__init__", sharded)
+    with pytest.raises(ValueError, match=r"'muon' under FSDP: it needs whole matrices; use DDP"):
+        train_run(recipe(optimizer="muon"), VANILLA, seed=0, folder=folder, data=data)
     with pytest.raises(ValueError, match="'muon' with trains='lora'"):
         dataclasses.replace(recipe(optimizer="muon"), methods=(MethodConfig("vanilla", trains="lora"),))
 
