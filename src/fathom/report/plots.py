@@ -134,14 +134,16 @@ def _at_least(limits: tuple[float, float], span: float) -> tuple[float, float]:
 
 
 def error_bar(row: Row, baseline: Row) -> list[list[float]] | None:
-    """Lengths below and above the row's score: the interval of its difference from the baseline, so that a bar that
-    reaches the baseline's score is a difference that is not told apart. The baseline's own is of retraining."""
+    """Lengths below and above the row's score: how far its difference from the baseline is uncertain, so that a bar
+    that reaches the baseline's score is a difference that is not called. The baseline's own bar is of retraining."""
     if row is baseline:
         return None if row.retraining is None else [[row.retraining], [row.retraining]]
     gap = row.minus(baseline)
-    if gap.interval is None:
-        return None
-    return [[gap.value - gap.interval[0]], [gap.interval[1] - gap.value]]
+    low, high = gap.interval or (gap.value, gap.value)
+    if gap.margin is None:  # the noise of seeds is not known
+        least = UNCALLABLE_PERCENT / 100 * abs(baseline.result)
+        low, high = min(low, gap.value - least), max(high, gap.value + least)
+    return [[gap.value - low], [high - gap.value]]
 
 
 def front(table: Table) -> list[Row]:
