@@ -140,6 +140,24 @@ def test_a_method_near_the_best_is_named_in_the_headline():
     assert not table.best_is_clear
 
 
+def test_the_front_has_only_what_is_told_apart_and_bars_are_of_the_difference():
+    """Loop's gain has both signs over texts: it is below vanilla and not on the front, and its bar reaches vanilla."""
+    gains = {"vanilla": [20.5] * 12, "loop": [20.4 + (-1) ** n * 2 for n in range(12)], "pondering": [19.5] * 12}
+    again = replace(run("vanilla", gain=0.01), again=1)  # 0.005 bits per byte from the first time
+    runs = [with_pieces(run(m, gain=(sum(v) / 12 - 20.5) / 5), v) for m, v in gains.items()]
+    (table,) = tables(results([*runs, again]))
+    vanilla, loop, pondering = table.rows
+    assert plots.front(table) == [vanilla, pondering] and loop.result < vanilla.result
+    ((below,), (above,)) = plots.error_bar(loop, vanilla)
+    low, high = loop.minus(vanilla).over_texts
+    assert (below, above) == pytest.approx((-0.01 - low, high + 0.01)) and loop.result + above > vanilla.result
+    assert plots.error_bar(pondering, vanilla)[1] == pytest.approx([0.0205])  # one seed: 1 % of vanilla's 2.05
+    assert plots.error_bar(vanilla, vanilla) == [pytest.approx([0.005])] * 2
+    seeds = [replace(run(m, seed=s), held_out={}) for m in ("vanilla", "loop") for s in range(3)]
+    (table,) = tables(results([*seeds, again]))  # three seeds that agree: of retraining
+    assert plots.error_bar(table.rows[1], table.rows[0]) == [pytest.approx([0.005])] * 2
+
+
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_quality_axis_does_not_zoom_into_noise(tmp_path, monkeypatch, seeds):
     def share_of_axis(gain):

@@ -22,11 +22,15 @@ ADAPTIVE = {
 
 
 @pytest.mark.parametrize(
-    ("depth", "accumulation", "streaming"),
-    [({"name": "vanilla"}, 2, True), pytest.param(ADAPTIVE, 1, False, marks=pytest.mark.slow)],
-    ids=["vanilla", "adaptive_latent_cot"],
+    ("depth", "accumulation", "streaming", "optimizer"),
+    [
+        ({"name": "vanilla"}, 2, True, "adamw"),
+        pytest.param(ADAPTIVE, 1, False, "adamw", marks=pytest.mark.slow),
+        pytest.param({"name": "vanilla"}, 1, False, "muon", marks=pytest.mark.slow),
+    ],
+    ids=["vanilla", "adaptive_latent_cot", "muon"],
 )
-def test_one_recipe_learns_the_same(text, tmp_path: Path, monkeypatch, depth, accumulation, streaming) -> None:
+def test_one_recipe_learns_the_same(text, tmp_path: Path, monkeypatch, depth, accumulation, streaming, optimizer):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # both: NCCL takes no two processes on one GPU
     no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # else the second process asks for a second GPU's random state
     path = tmp_path / "recipe.yaml"
@@ -37,7 +41,7 @@ def test_one_recipe_learns_the_same(text, tmp_path: Path, monkeypatch, depth, ac
         "methods": [{"name": "method", "depth": depth}],
         "training": {
             "tokens": 640, "sequences": 4 // accumulation, "gradient_accumulation": accumulation,
-            "log_every": 1, "save_every": 4,
+            "log_every": 1, "save_every": 4, "optimizer": optimizer,
         },
     }  # fmt: skip
     path.write_text(yaml.safe_dump(recipe))

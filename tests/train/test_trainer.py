@@ -33,6 +33,7 @@ from fathom.train.trainer import FathomTrainer, compile_layers
 
 VANILLA = MethodConfig("vanilla")
 PONDERING = MethodConfig("pondering", {"depth": {"name": "pondering", "steps": 1}})
+MOE = {"feed_forward": {"name": "moe", "experts": 2}}
 
 
 class Record(TrainerCallback):
@@ -319,6 +320,82 @@ def test_adafactors_first_step_is_its_papers(recipe, data, folder) -> None:
         torch.testing.assert_close(after[name].double(), before[name].double() - lr * update, rtol=1e-4, atol=1e-6)
         checked += g.ndim == 2
     assert checked
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(recipe, data, folder) -> None:
+    """Two steps by their papers' equations, the singular values by an SVD in fp64; and a state that is resumed."""
+    lr, decay = 1e-2, 0.5
+    made = recipe(
+        optimizer="muon", lr=lr, schedule="constant", warmup_ratio=0, weight_decay=decay, grad_clip=0, tokens=128,
+        save_every=1,
+    )  # fmt: skip
+    record = Record()
+    before: dict[str, torch.Tensor] = {}
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            before.update({name: weight.detach().double() for name, weight in model.named_parameters()})
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_run(made, VANILLA, seed=0, folder=folder, data=data, lr=lr, callbacks=[record, Begin(), Stop()])
+    result = train_run(made, VANILLA, seed=0, folder=folder, data=data, lr=lr, callbacks=[record])
+    assert (result.steps, result.interruptions, len(record.gradients)) == (2, 1, 2)
+    after = dict(FathomForCausalLM.from_pretrained(result.model).named_parameters())
+    by_muon = 0
+    for name, weight in before.items():
+        gradients = [step[name].double() for step in record.gradients]
+        is_table = "embed" in name or "lm_head" in name
+        if weight.ndim == 2 and not is_table:
+            by_muon += 1
+            momentum = torch.zeros_like(weight)
+            for g in gradients:
+                momentum = 0.95 * momentum + 0.05 * g
+                u, s, v = torch.linalg.svd(0.05 * g + 0.95 * momentum, full_matrices=False)
+                s = s / s.norm()
+                for _ in range(5):
+                    s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+                weight = (1 - lr * decay) * weight - lr * 0.2 * max(weight.shape) ** 0.5 * (u * s) @ v
+            error = (after[name].detach().double() - weight).norm() / (weight - before[name]).norm()
+            assert float(error) < 0.1, name  # the iterations run in bf16; without momentum it is above 0.3
+        else:
+            first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+            for step, g in enumerate(gradients, 1):
+                first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g**2
+                weight = weight * (1 - lr * decay * (name == "lm_head.weight"))  # not of the table, nor of vectors
+                weight = weight - lr * first / (1 - 0.9**step) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+            torch.testing.assert_close(after[name].double(), weight, rtol=1e-4, atol=1e-5)
+    assert by_muon == 2 * 7 and len(before) > by_muon
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (MethodConfig("moe", MOE), "has 3 dimensions, and Muon takes"),
+        (MethodConfig("moe", MOE, trains="router"), "no matrices of blocks"),
+    ],
+)
+def test_muon_refuses_what_it_does_not_serve(recipe, data, folder, method, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_run(recipe(optimizer="muon"), method, seed=0, folder=folder, data=data)
+
+
+def test_muon_refuses_shards_and_low_rank(recipe, data, folder, monkeypatch) -> None:
+    plain = FathomTrainer.__init__
+
+    def sharded(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.is_fsdp_enabled = True
+
+    monkeypatch.setattr(FathomTrainer, "__init__", sharded)
+    with pytest.raises(ValueError, match=r"'muon' under FSDP: it needs whole matrices; use DDP"):
+        train_run(recipe(optimizer="muon"), VANILLA, seed=0, folder=folder, data=data)
+    with pytest.raises(ValueError, match="'muon' with trains='lora'"):
+        dataclasses.replace(recipe(optimizer="muon"), methods=(MethodConfig("vanilla", trains="lora"),))
 
 
 def test_tensorboard(recipe, data, folder) -> None:

@@ -15,7 +15,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fathom.report.results import UNCALLABLE_PERCENT, Row, Table
 from fathom.report.style import Style
-from fathom.tasks import Score
 from fathom.writing import whole
 
 THEMES = {"light": {"ink": "#1d2430", "muted": "#667080", "grid": "#e3e7ec", "page": "#ffffff", "accent": "#0b5cad"}}
@@ -48,15 +47,15 @@ def draw(table: Table, styles: dict[str, Style], reference: float, folder: Path)
 
     def pareto(axes: Axes, theme: str) -> None:
         points = [(row.first.answer_flops, row.result, row) for row in table.rows]
-        front = _front([(x, y) for x, y, _ in points], score)
-        if len(front) > 1:
-            axes.step(*zip(*front), where="post", color=THEMES[theme]["muted"], linewidth=1, linestyle=(0, (2, 2)))
+        steps = [(row.first.answer_flops, row.result) for row in front(table)]
+        if len(steps) > 1:
+            axes.step(*zip(*steps), where="post", color=THEMES[theme]["muted"], linewidth=1, linestyle=(0, (2, 2)))
         for x, y, row in points:
             style = styles[row.method]
             axes.errorbar(
                 x,
                 y,
-                yerr=row.spread(score.name),
+                yerr=error_bar(row, table.baseline),
                 color=getattr(style, theme),
                 marker=style.marker,
                 markersize=9,
@@ -134,13 +133,27 @@ def _at_least(limits: tuple[float, float], span: float) -> tuple[float, float]:
     return low - more, high + more
 
 
-def _front(points: list[tuple[float, float]], score: Score) -> list[tuple[float, float]]:
-    """The points that no other point beats in both cost and score."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], score.loss(point[1]))):
-        if not front or score.loss(y) < score.loss(front[-1][1]):
-            front.append((x, y))
-    return front
+def error_bar(row: Row, baseline: Row) -> list[list[float]] | None:
+    """Lengths below and above the row's score: how far its difference from the baseline is uncertain, so that a bar
+    that reaches the baseline's score is a difference that is not called. The baseline's own bar is of retraining."""
+    if row is baseline:
+        return None if row.retraining is None else [[row.retraining], [row.retraining]]
+    gap = row.minus(baseline)
+    low, high = gap.interval or (gap.value, gap.value)
+    if gap.margin is None:  # the noise of seeds is not known
+        least = UNCALLABLE_PERCENT / 100 * abs(baseline.result)
+        low, high = min(low, gap.value - least), max(high, gap.value + least)
+    return [[gap.value - low], [high - gap.value]]
+
+
+def front(table: Table) -> list[Row]:
+    """The rows, from the cheapest answer to the dearest, that are better than the cheaper ones before them and can be
+    told from them."""
+    found: list[Row] = []
+    for row in sorted(table.rows, key=lambda row: (row.first.answer_flops, row.loss)):
+        if not found or (row.loss < found[-1].loss and row.minus(found[-1]).clear):
+            found.append(row)
+    return found
 
 
 def _write(plot: Callable[[Axes, str], None], theme: str, path: Path) -> Path:

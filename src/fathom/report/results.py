@@ -179,6 +179,14 @@ class Difference:
     undecided: bool = False  # the higher of the two is an upper bound and the other exact
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """From the lowest end to the highest of the intervals that are known; None where none is."""
+        halves = [half for half in (self.margin, self.retraining) if half is not None]
+        ends = [self.over_texts] if self.over_texts is not None else []
+        ends += [(self.value - half, self.value + half) for half in halves]
+        return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
+
+    @property
     def clear(self) -> bool:
         """Outside every interval that is known. With one seed, where its noise is unknown, beyond 1 % as well."""
         if self.undecided or not math.isfinite(self.value):

@@ -182,8 +182,9 @@ class Training:
     compile: bool | Literal["layers", "graphs"] = False
     gradient_checkpointing: bool = False
     # adafactor (arXiv 1804.04235): second moments by rows and columns, no first moment, updates clipped at an RMS of 1;
-    # the step is the learning rate, not scaled by the size of a tensor. It reads no betas.
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    # the step is the learning rate, not scaled by the size of a tensor. It reads no betas. muon (arXiv 2502.16982): the
+    # matrices of blocks by torch.optim.Muon, all else by AdamW, at one learning rate; not under FSDP, not with lora.
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
     fused: bool = True  # AdamW as one kernel
     log_every: int = 10  # steps
     eval_every: int | None = None  # steps; None: at the end only
@@ -269,6 +270,11 @@ class Recipe:
         self.task.check(self.data)
         for method in self.methods:
             self._check_sources(method)
+            if self.training.optimizer == "muon" and self.trains(method) == "lora":
+                raise ValueError(
+                    "training.optimizer='muon' with trains='lora': it would make each of two factors orthogonal, "
+                    "not the matrix that they stand for; use 'adamw'"
+                )
         distinct: dict[str, list[Any]] = {
             "methods": [method.name for method in self.methods],
             "budgets": [budget.kind for budget in self.budgets],  # one table each

@@ -50,6 +50,7 @@ from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics, read_metrics
+from fathom.train.muon import MuonAndAdamW, matrices_of_blocks
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
@@ -147,10 +148,17 @@ class FathomTrainer(Trainer):
     """transformers' Trainer with the task's loss, our FLOPs, weight decay on matrices, and an exact held-out loss."""
 
     def __init__(
-        self, *, task: Task, metrics: Metrics, flops_per_token: float, targets_per_sequence: float, **kwargs: Any
+        self,
+        *,
+        task: Task,
+        metrics: Metrics,
+        flops_per_token: float,
+        targets_per_sequence: float,
+        muon: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(data_collator=task.collate, **kwargs)
-        self.task, self.metrics = task, metrics
+        self.task, self.metrics, self.muon = task, metrics, muon
         self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
 
     def compute_loss(
@@ -178,6 +186,23 @@ class FathomTrainer(Trainer):
         """
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         return [name for name, weight in model.named_parameters() if weight.ndim >= 2 and id(weight) not in tables]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if not self.muon or self.optimizer is not None:
+            return super().create_optimizer(model)
+        trained: Any = self.model if model is None else model
+        matrices, decayed = matrices_of_blocks(trained), set(self.get_decay_parameter_names(trained))
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, weight in trained.named_parameters():
+            if weight.requires_grad:
+                groups.setdefault((name in matrices, name in decayed), []).append(weight)
+        given = [
+            {"params": weights, "muon": muon, "weight_decay": self.args.weight_decay if decays else 0.0}
+            for (muon, decays), weights in groups.items()
+        ]
+        betas, fused = (self.args.adam_beta1, self.args.adam_beta2), str(self.args.optim).endswith("fused")
+        self.optimizer = MuonAndAdamW(given, self.args.learning_rate, self.args.weight_decay, betas, fused)
+        return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return round(self.flops_per_token * self.task.tokens(inputs))
@@ -288,6 +313,7 @@ def train_run(
         metrics=metrics,
         flops_per_token=flops_per_token,
         targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
+        muon=training.optimizer == "muon",
         model=model,
         args=arguments,
         train_dataset=order,
@@ -298,6 +324,8 @@ def train_run(
         raise ValueError(f"task {task.name!r} under FSDP: it runs parts of the model by themselves; use DDP (torchrun)")
     if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
         raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
+    if trainer.is_fsdp_enabled and trainer.muon:
+        raise ValueError("training.optimizer='muon' under FSDP: it needs whole matrices; use DDP (torchrun) or 'adamw'")
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(
