@@ -162,7 +162,7 @@ class BlockState:
         hidden: columns that hold the mask token.
         quota: hidden tokens of the block, by row, that the step must predict at least.
         """
-        return self.passes.full(canvas)
+        return self.passes.full(canvas, fixed=True)
 
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""

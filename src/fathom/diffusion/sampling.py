@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fathom.decoding.graphs import recorder_for, unrecordable
+from fathom.decoding.switch import say
 from fathom.diffusion.base import Block, BlockCache, Policy, View
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
@@ -270,6 +272,7 @@ class Sampler:
         self.check_policy()
         self.check_positions()
         self.eos = end_tokens(model, config)
+        self.ends = torch.tensor(self.eos, dtype=inputs.dtype, device=inputs.device)
         self.generators = [
             torch.Generator(device=inputs.device).manual_seed(seed) for seed in seeds(config.seed, len(inputs))
         ]
@@ -303,7 +306,7 @@ class Sampler:
             for token in config.cfg_keep_tokens:
                 keep |= canvas == token
             self.dropped = self.given & ~keep
-        passes = Passes(self.model, real)
+        passes = Passes(self.model, real, self.recorder())
         passes.times = 2 if guided else 1
         cache = config.block_cache.new_state(passes)  # type: ignore[union-attr]
         memory = config.policy.new_memory(len(canvas))  # type: ignore[union-attr]
@@ -325,7 +328,7 @@ class Sampler:
                 canvas[:, inside] = torch.where(at, new, canvas[:, inside])
                 revealed[:, inside] = torch.where(at, block.index * block.steps + step, revealed[:, inside])
                 confidence[:, inside] = torch.where(at, probability.float(), confidence[:, inside])
-                bytes_kept = max(bytes_kept, cache.nbytes())
+            bytes_kept = max(bytes_kept, cache.nbytes())
             if on_block is not None:
                 on_block(canvas, block.stop)
             if config.stop_at_eos and self.ended(canvas[:, : block.stop]).any(1).all():
@@ -339,6 +342,14 @@ class Sampler:
         canvas[:, : self.prompt] = torch.where(kept, canvas[:, : self.prompt], inputs)
         return DiffusionOutput(canvas, revealed, confidence, dict(passes.counts), passes.tokens, bytes_kept)
 
+    def recorder(self) -> Any:
+        """What records passes of fixed shape; None where the device has nothing for it, or the model forbids it."""
+        recorder = recorder_for(self.canvas.device)
+        reason = "" if recorder is None else unrecordable(self.model)
+        if reason:
+            say(f"passes of the sampler are not recorded: {reason}")
+        return None if reason else recorder
+
     def hidden(self, canvas: Tensor) -> Bool[Tensor, "B L"]:
         return (canvas == self.mask_id) & self.real
 
@@ -346,7 +357,7 @@ class Sampler:
         """The EOS tokens of the answers."""
         if not self.eos:
             raise ValueError("stop_at_eos=True: the model names no EOS token; give eos_token_id")
-        ends = torch.isin(canvas, torch.tensor(self.eos, device=canvas.device))
+        ends = torch.isin(canvas, self.ends)
         return ends & ~self.given[:, : canvas.shape[1]] & self.real[:, : canvas.shape[1]]
 
     def step(
@@ -396,8 +407,8 @@ class Sampler:
             steps=block.steps,
             generators=self.generators,
         )
-        view.tokens[candidates] = found
-        view.probability[candidates] = log_probs.gather(1, found[:, None])[:, 0].exp()
+        view.tokens[row, column] = found
+        view.probability[row, column] = log_probs.gather(1, found[:, None])[:, 0].exp()
         if policy.beyond_block:
             outside = hidden.clone()
             outside[:, block.start : block.stop] = False
@@ -411,7 +422,7 @@ class Sampler:
             view.others = torch.cat(most), where
         probability = view.probability
         if config.suppress_eos == "confidence" and self.eos:
-            held = candidates & torch.isin(view.tokens, torch.tensor(self.eos, device=at.device))
+            held = candidates & torch.isin(view.tokens, self.ends)
             view.probability = probability.masked_fill(held, 0)
         else:
             held = torch.zeros_like(candidates)
