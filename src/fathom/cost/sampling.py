@@ -55,6 +55,8 @@ def sampling_cost(
     """
     if config.diffusion["name"] == "none":
         raise ValueError("diffusion='none': the model writes from left to right, a token for a forward pass")
+    if config.diffusion["name"] == "block":
+        raise ValueError("diffusion='block': its cost is not counted yet; only that of diffusion='masked' is")
     cache: Any = sampled.block_cache
     if sampled.infill or (isinstance(cache, DKVCache) and (cache.mode == "greedy" or config.diffusion["shift"])):
         raise ValueError("infill, and dkv_cache that is greedy or of a shifted model: the cost depends on the text")

@@ -175,6 +175,12 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
 
 
+def own_blocks(model: Any) -> int | None:
+    """The block length that a model was trained on (`diffusion: block`); None: it sees all of a row."""
+    section = getattr(model.config, "diffusion", None) or {}
+    return section["block_length"] if section.get("name") == "block" else None
+
+
 def is_diffusion(model: Any) -> bool:
     """Whether the model predicts hidden tokens instead of the next one."""
     return (getattr(model.config, "diffusion", None) or {}).get("name", "none") != "none"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fathom.decoding.graphs import recorder_for, unrecordable
 from fathom.decoding.switch import say
-from fathom.diffusion.base import Block, BlockCache, Policy, View
+from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
@@ -231,6 +231,9 @@ class Sampler:
         if inputs is None or inputs.ndim != 2 or not len(inputs):
             raise ValueError("inputs: give token ids [rows, tokens]; a prompt may have no tokens ([rows, 0])")
         self.mask_id, self.shift = mask_token(model, config)
+        self.size = own_blocks(model)
+        if self.size is not None:
+            config = self.config = for_blocks(config, self.size)
         if attention_mask is None:
             attention_mask = torch.ones_like(inputs)
         if attention_mask.shape != inputs.shape:
@@ -267,6 +270,8 @@ class Sampler:
         self.real = torch.cat([real, torch.ones_like(masks, dtype=torch.bool)], dim=1)
         self.given = self.real & (self.canvas != self.mask_id)
         self.blocks = config.blocks(self.prompt, int(holes.sum(1).max()) if holes.numel() else 0, self.shift)
+        if self.size is not None:
+            self.blocks = self.aligned(self.blocks, real)
         for block in self.blocks:
             config.block_cache.check(block)  # type: ignore[union-attr]
         self.check_policy()
@@ -276,6 +281,22 @@ class Sampler:
         self.generators = [
             torch.Generator(device=inputs.device).manual_seed(seed) for seed in seeds(config.seed, len(inputs))
         ]
+
+    def aligned(self, blocks: list[Block], real: Bool[Tensor, "B P"]) -> list[Block]:
+        """The blocks of a model of block diffusion, whose borders are counted from the first token of a row: the first
+        one is what the prompt's last block lacks, and the last one may be short. Each keeps the steps of a whole block,
+        but no more than it has tokens."""
+        assert self.size is not None
+        lengths = sorted({length % self.size for length in real.sum(1).tolist()})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"inputs: rows end at {lengths} tokens of a block of {self.size}; give rows whose lengths differ by "
+                "whole blocks, or one at a time"
+            )
+        stop = self.prompt + self.config.max_new_tokens
+        starts = [self.prompt, *range(self.prompt - lengths[0] + self.size, stop, self.size)]
+        spans = zip(starts, [*starts[1:], stop], strict=True)
+        return [Block(i, a, b, min(blocks[0].steps, b - a), False) for i, (a, b) in enumerate(spans)]
 
     def check_policy(self) -> None:
         policy, cache = self.config.policy, self.config.block_cache
@@ -459,6 +480,22 @@ class Sampler:
             for count, generator in zip(counts, self.generators, strict=True)
         ]
         return (logits - (-torch.cat(noise).clamp(min=1e-300).log()).log()).argmax(-1)
+
+
+def for_blocks(config: DiffusionGenerationConfig, size: int) -> DiffusionGenerationConfig:
+    """The config for a model of block diffusion, with the cache that is its own."""
+    from fathom.diffusion.block import Exact
+
+    if config.infill:
+        raise ValueError("infill=True: a block of this model sees no later ones; only masked diffusion fills holes")
+    if (config.block_length or config.max_new_tokens) != size:
+        raise ValueError(f"block_length={config.block_length!r}: the model fills blocks of {size}; give {size}")
+    if type(config.block_cache) not in (BlockCache, Exact):
+        raise ValueError(
+            f"block_cache={config.block_cache.name!r}: a model of block diffusion keeps earlier blocks exactly; leave "  # type: ignore[union-attr]
+            "it out"
+        )
+    return dataclasses.replace(config, block_cache=Exact())
 
 
 def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | None) -> Float[Tensor, "N V"]:
