@@ -72,7 +72,7 @@ def chains(given: Any, tokenizer: Any, late: Any) -> None:
         prompts, truth = asked.to(model.device), answers.to(model.device)
         ways: list[tuple[str, int]] = [("", size)]
         if is_diffusion(model):
-            tries = [size, size // 2, size // 4, size // 8]
+            tries = sorted({max(1, size // n) for n in (1, 2, 4, 8)}, reverse=True)
             ways = [(policy, steps) for steps in tries for policy in WAYS if steps == size or "bounded" not in policy]
             if own_blocks(model):
                 ways = [(policy, size) for policy in ("low_confidence", "random", "left_to_right")]
@@ -107,23 +107,24 @@ def keys(given: Any, tokenizer: Any, late: Any) -> None:
         "yarn_4": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": trained},
         "dynamic_ntk": {"rope_type": "dynamic", "factor": 1.0},
     }
+    asked = {}
+    for length in [trained * n // 2 for n in (1, 2, 3, 4, 6, 8, 12, 16)]:
+        for eighth in range(8):
+            draw = random.Random(1000 * length + eighth)
+            rows = [passkey(draw, length, given.keys, 1, eighth / 7) for _ in range(given.rows)]
+            asked[length, eighth / 7] = [torch.tensor(tokenizer([row[i] for row in rows])["input_ids"]) for i in (0, 1)]
     for way, name, folder in [(way, name, folder) for way in ways for name, folder in models(given)]:
         if late():
             return
         model, factor = changed(folder, ways[way])
         cells = []
-        for length in (trained // 2, trained, 3 * trained // 2, 2 * trained, 3 * trained, 4 * trained, 6 * trained,
-                       8 * trained):  # fmt: skip
-            for depth in range(8):
-                draw = random.Random(1000 * length + depth)
-                rows = [passkey(draw, length, given.keys, 1, depth / 7) for _ in range(given.rows)]
-                prompts = torch.tensor([tokenizer(text)["input_ids"] for text, _ in rows]).to(model.device)
-                truth = torch.tensor([tokenizer(key)["input_ids"] for _, key in rows]).to(model.device)
-                right = (written(model, prompts, DIGITS, max(1, 65_536 // length))[0] == truth).double()
-                cells.append({
-                    "length": length, "depth": depth / 7, "digits": summary(right.mean(1).tolist()),
-                    "keys": summary(right.min(1).values.tolist()),
-                })  # fmt: skip
+        for (length, depth), pair in asked.items():
+            prompts, truth = (x.to(model.device) for x in pair)
+            right = (written(model, prompts, DIGITS, max(1, 65_536 // length))[0] == truth).double()
+            cells.append({
+                "length": length, "depth": depth, "digits": summary(right.mean(1).tolist()),
+                "keys": summary(right.min(1).values.tolist()),
+            })  # fmt: skip
         found.append({"model": name, "way": way, "lambda": factor, "cells": cells})
         write_json(given.output, {"rows": given.rows, "trained": trained, "keys": given.keys, "found": found})
 
