@@ -251,8 +251,15 @@ class MaskedDiffusion(Task):
         return self.hide(batch, t.repeat_interleave(size, dim=1)[:, :length], generators)
 
     def hide(
-        self, batch: dict[str, Tensor], t: Float[Tensor, (B #T
-)], generators: Sequence[torch.Generator]
+        self,
+        batch: dict[str, Tensor],
+        t: Float[
+            Tensor,
+            (
+                B  # T
+            ),
+        ],
+        generators: Sequence[torch.Generator],
     ) -> dict[str, Tensor]:
         """The batch with its tokens hidden, −1 for the mask token, and the weights of the losses."""
         may = batch["labels"] != IGNORED
