@@ -229,9 +229,10 @@ def _answers(
     from fathom.cost.sampling import sampling_cost
     from fathom.diffusion import DiffusionGenerationConfig
 
-    masked = [(name, config) for name, config in configs if config.diffusion["name"] != "none"]
+    masked = [(name, config) for name, config in configs if config.diffusion["name"] == "masked"]
     if not masked:
-        raise ValueError(f"--prompt={prompt}: none of {', '.join(name for name, _ in configs)} is a diffusion model")
+        names = ", ".join(name for name, _ in configs)
+        raise ValueError(f"--prompt={prompt}: none of {names} is a diffusion model that sees all of its row")
     found: dict[str, dict[str, Any]] = {}
     for name, config in masked:
         for cache in (None, "prefix", "dual", "sparse_dllm", *(() if config.diffusion["shift"] else ("dkv_cache",))):
