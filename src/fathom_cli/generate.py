@@ -126,7 +126,7 @@ def command(
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
-    given = max_new_tokens is not None
+    of_user = max_new_tokens is not None
     if max_new_tokens is None:
         max_new_tokens = 64 if limit is None else max(1, min(64, limit - length))
     if limit is not None and length + max_new_tokens > limit:
@@ -147,7 +147,7 @@ def command(
         size = own_blocks(model)
         if block_length is None and size is not None:
             diffusion["block_length"] = size
-            if not given:
+            if not of_user:
                 max_new_tokens -= max_new_tokens % size
         elif block_length is None and max_new_tokens % 32:
             diffusion["block_length"] = None
