@@ -68,7 +68,7 @@ def bound(
         order = keys.argsort(1) - block * size  # ranks among the answer's tokens of the block
         hidden = (order < count[:, block]) & answer
         each = hidden_losses(model, input_ids, hidden, mask_token_id, shift, attention_mask, position_ids)
-        drawn.append((each * (lengths / count)[:, block]).sum(1))
+        drawn.append((each * lengths[:, block] / count[:, block]).sum(1))
     values = torch.stack(drawn)
     error = values.std(0) / samples**0.5 if samples > 1 else torch.full_like(values[0], torch.nan)
     return values.mean(0), torch.where((lengths <= 1).all(1), 0, error)
