@@ -66,8 +66,8 @@ class Forced(Sampler):
         self.nats = torch.zeros(truth.shape, dtype=torch.float64, device=truth.device)
         self.right = torch.zeros_like(self.nats)
 
-    def step(self, canvas: Any, block: Any, *others: Any) -> tuple[Tensor, Tensor]:
-        new, probability = super().step(canvas, block, *others)
+    def step(self, canvas: Any, hidden: Any, block: Any, *others: Any) -> tuple[Tensor, Tensor]:
+        new, probability = super().step(canvas, hidden, block, *others)
         (view,) = self.config.policy.views  # type: ignore[union-attr]
         inside = slice(block.start, block.stop)
         truth, shown = self.truth[:, inside], new >= 0

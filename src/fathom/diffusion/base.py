@@ -66,7 +66,7 @@ class View:
         log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
         tokens: what would be revealed where; 0 elsewhere.
         probability: of these tokens in `log_probs`; 0 elsewhere.
-        hidden: the states that predict the block's tokens, what the head reads.
+        hidden: the states that predict the block's tokens, what the head reads; for policies that say `whole_block`.
         others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
             policies that say `beyond_block`.
         step, steps: of this block.
@@ -77,7 +77,7 @@ class View:
     log_probs: Float[Tensor, "N V"]
     tokens: Int[Tensor, "B n"]
     probability: Float[Tensor, "B n"]
-    hidden: Float[Tensor, "B n d"]
+    hidden: Float[Tensor, "B n d"] | None
     others: tuple[Float[Tensor, " M"], Int[Tensor, " M"]] | None
     step: int
     steps: int

@@ -58,14 +58,14 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns of a canvas, by row; `alike` where they are the same in every row."""
+    """Columns of a canvas, by row; `start` where they are one stretch, the same in every row."""
 
     index: Int[Tensor, "R m"]
-    alike: bool = False
+    start: int | None = None
 
     @classmethod
     def stretch(cls, start: int, stop: int, rows: int, device: torch.device) -> Columns:
-        return cls(torch.arange(start, stop, device=device).expand(rows, -1), alike=True)
+        return cls(torch.arange(start, stop, device=device).expand(rows, -1), start)
 
     @classmethod
     def where(cls, chosen: Bool[Tensor, "R L"]) -> Columns:
@@ -73,6 +73,16 @@ class Columns:
         most = max(1, int(chosen.sum(1).max()))
         index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         return cls(torch.where(chosen.gather(1, index), index, index[:, :1]))
+
+    def places(self, asked: Int[Tensor, " n"], length: int) -> Int[Tensor, "R n"]:
+        """Where the asked columns of a canvas of `length` lie among these, below 0 where they do not."""
+        rows, size = self.index.shape
+        if self.start is not None:
+            at = asked - self.start
+            return torch.where(at < size, at, -1).expand(rows, -1)
+        number = torch.arange(size, device=asked.device)
+        place = torch.full((rows, length), -1, device=asked.device)
+        return place.scatter_(1, self.index, number.expand_as(self.index))[:, asked]
 
 
 class Passes:
@@ -119,7 +129,7 @@ class Passes:
         self.tokens += columns.index.numel()
 
         def forward(canvas: Tensor, index: Tensor) -> Tensor:
-            return self.forward(canvas, Columns(index, columns.alike), read)
+            return self.forward(canvas, Columns(index, columns.start), read)
 
         if self.recorder is None or not fixed:
             return forward(canvas, columns.index)
@@ -177,12 +187,12 @@ class Store:
 
     def update(self, canvas: Int[Tensor, "R L"], columns: Columns) -> tuple[Tensor, Columns]:
         """A pass of some columns, which read the kept keys and values of the others."""
-        return self.passes.run(canvas, columns, self.read, "block", fixed=columns.alike), columns
+        return self.passes.run(canvas, columns, self.read, "block", fixed=columns.start is not None), columns
 
     def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         columns = self.passes.columns
         for kept, new in zip(self.layers[layer], (key, value), strict=True):
-            if columns.alike:
+            if columns.start is not None:
                 kept.index_copy_(2, columns.index[0], new)
             else:
                 kept.scatter_(2, columns.index[:, None, :, None].expand_as(new), new)

@@ -30,7 +30,6 @@ from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
-from fathom.ops.cross_entropy import without_token
 
 # Options of transformers' generate() that mean nothing here, and what to use.
 ELSEWHERE = {
@@ -339,12 +338,13 @@ class Sampler:
             inside = slice(block.start, block.stop)
             first = self.hidden(canvas)[:, inside].sum(1)
             for step in range(block.steps):
-                now = self.hidden(canvas)[:, inside].sum(1)
+                hidden = self.hidden(canvas)
+                now = hidden[:, inside].sum(1)
                 if not now.any():
                     break
                 last = step == block.steps - 1
                 quota = now if last else SCHEDULES[config.schedule](now, first, step, block.steps).minimum(now)
-                new, probability = self.step(canvas, block, step, quota, cache, memory)
+                new, probability = self.step(canvas, hidden, block, step, quota, cache, memory)
                 at = new >= 0
                 canvas[:, inside] = torch.where(at, new, canvas[:, inside])
                 revealed[:, inside] = torch.where(at, block.index * block.steps + step, revealed[:, inside])
@@ -382,25 +382,20 @@ class Sampler:
         return ends & ~self.given[:, : canvas.shape[1]] & self.real[:, : canvas.shape[1]]
 
     def step(
-        self, canvas: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
+        self, canvas: Tensor, hidden: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
     ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
         """The tokens that this step reveals, −1 elsewhere, and their probabilities."""
         config, policy, rows = self.config, self.config.policy, len(canvas)
         assert isinstance(policy, Policy)
-        hidden = self.hidden(canvas)
         guided = config.cfg_scale != 0
         if guided:
             free = canvas.masked_fill(self.dropped, self.mask_id)
             states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
-        place = torch.full_like(self.real, -1, dtype=torch.long).repeat(2 if guided else 1, 1)
-        number = torch.arange(columns.index.shape[1], device=canvas.device)
-        place.scatter_(1, columns.index, number.expand_as(columns.index))
-        place = place[:rows]  # where a column lies in `states`; guidance computes the same columns of both halves
-        at = place[:, block.predictors(canvas.device)]
-        computed = at >= 0
-        candidates = hidden[:, block.start : block.stop] & computed
+        # guidance computes the same columns of both halves
+        at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
+        candidates = hidden[:, block.start : block.stop] & (at >= 0)
         if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]
             candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
             quota = candidates.sum(1)
@@ -422,7 +417,7 @@ class Sampler:
             log_probs=log_probs,
             tokens=torch.zeros_like(at),
             probability=log_probs.new_zeros(at.shape),
-            hidden=states[torch.arange(rows, device=at.device)[:, None], at.clamp(min=0)],
+            hidden=states[torch.arange(rows, device=at.device)[:, None], at] if policy.whole_block else None,
             others=None,
             step=step,
             steps=block.steps,
@@ -434,7 +429,7 @@ class Sampler:
             outside = hidden.clone()
             outside[:, block.start : block.stop] = False
             predictor = (torch.arange(hidden.shape[1], device=at.device) - int(self.shift)).clamp(min=0)
-            other = place[:, predictor]
+            other = columns.places(predictor, canvas.shape[1])[:rows]
             where, there = (outside & (other >= 0)).nonzero(as_tuple=True)
             most = [
                 states_of(r, other[r, c]).log_softmax(-1).amax(-1).exp()  # not all of [M, V] at once
@@ -442,13 +437,14 @@ class Sampler:
             ]
             view.others = torch.cat(most), where
         probability = view.probability
+        held = None
         if config.suppress_eos == "confidence" and self.eos:
             held = candidates & torch.isin(view.tokens, self.ends)
             view.probability = probability.masked_fill(held, 0)
-        else:
-            held = torch.zeros_like(candidates)
         rank = policy.rank(view, memory)
-        rank = rank.masked_fill(held, torch.finfo(rank.dtype).min).masked_fill(~candidates, -torch.inf)
+        if held is not None:
+            rank = rank.masked_fill(held, torch.finfo(rank.dtype).min)
+        rank = rank.masked_fill(~candidates, -torch.inf)
         order = rank.argsort(dim=1, descending=True, stable=True)
         count = policy.count(view, order, quota).minimum(candidates.sum(1))
         chosen = torch.zeros_like(candidates)
@@ -461,11 +457,9 @@ class Sampler:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        """The mask token, and EOS where it is suppressed, have no probability."""
-        logits = without_token(logits, self.mask_id)
-        if self.config.suppress_eos == "logit":
-            for token in self.eos:
-                logits = without_token(logits, token)
+        """The mask token, and EOS where it is suppressed, have no probability. In place: the head made them for us."""
+        for token in (self.mask_id, *(self.eos if self.config.suppress_eos == "logit" else ())):
+            logits[:, token] = -torch.inf
         return logits
 
     def choose(self, logits: Float[Tensor, "N V"], row: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
