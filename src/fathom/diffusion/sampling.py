@@ -270,7 +270,7 @@ class Sampler:
         self.given = self.real & (self.canvas != self.mask_id)
         self.blocks = config.blocks(self.prompt, int(holes.sum(1).max()) if holes.numel() else 0, self.shift)
         if self.size is not None:
-            self.blocks = self.aligned(self.blocks, real)
+            self.blocks = self.aligned(real)
         for block in self.blocks:
             config.block_cache.check(block)  # type: ignore[union-attr]
         self.check_policy()
@@ -281,21 +281,16 @@ class Sampler:
             torch.Generator(device=inputs.device).manual_seed(seed) for seed in seeds(config.seed, len(inputs))
         ]
 
-    def aligned(self, blocks: list[Block], real: Bool[Tensor, "B P"]) -> list[Block]:
-        """The blocks of a model of block diffusion, whose borders are counted from the first token of a row: the first
-        one is what the prompt's last block lacks, and the last one may be short. Each keeps the steps of a whole block,
-        but no more than it has tokens."""
+    def aligned(self, real: Bool[Tensor, "B P"]) -> list[Block]:
+        """The blocks of a model of block diffusion, whose borders are counted from the first token of a row."""
         assert self.size is not None
-        lengths = sorted({length % self.size for length in real.sum(1).tolist()})
-        if len(lengths) > 1:
+        begun = sorted({length % self.size for length in real.sum(1).tolist()})
+        if len(begun) > 1:
             raise ValueError(
-                f"inputs: rows end at {lengths} tokens of a block of {self.size}; give rows whose lengths differ by "
+                f"inputs: rows end at {begun} tokens of a block of {self.size}; give rows whose lengths differ by "
                 "whole blocks, or one at a time"
             )
-        stop = self.prompt + self.config.max_new_tokens
-        starts = [self.prompt, *range(self.prompt - lengths[0] + self.size, stop, self.size)]
-        spans = zip(starts, [*starts[1:], stop], strict=True)
-        return [Block(i, a, b, min(blocks[0].steps, b - a), False) for i, (a, b) in enumerate(spans)]
+        return aligned(self.config, self.prompt, begun[0], self.size)
 
     def check_policy(self) -> None:
         policy, cache = self.config.policy, self.config.block_cache
@@ -474,6 +469,18 @@ class Sampler:
             for count, generator in zip(counts, self.generators, strict=True)
         ]
         return (logits - (-torch.cat(noise).clamp(min=1e-300).log()).log()).argmax(-1)
+
+
+def aligned(config: DiffusionGenerationConfig, prompt: int, begun: int, size: int) -> list[Block]:
+    """The blocks after a prompt of so many columns, whose last block has `begun` tokens, 0 if it is whole.
+
+    The first one is what that block lacks, and the last one may be short. Each has the steps of a whole block, but no
+    more than it has tokens.
+    """
+    stop, steps = prompt + config.max_new_tokens, config.blocks(prompt, 0, False)[0].steps
+    starts = [prompt, *range(prompt - begun + size, stop, size)]
+    spans = zip(starts, [*starts[1:], stop], strict=True)
+    return [Block(i, a, b, min(steps, b - a), False) for i, (a, b) in enumerate(spans)]
 
 
 def for_blocks(config: DiffusionGenerationConfig, size: int) -> DiffusionGenerationConfig:
