@@ -10,8 +10,8 @@ L = P + G columns, G/B blocks of s steps. A pass of n columns that read k keys e
     sparse_dllm  a block's first delay + 1 steps n = k = L; the others n = B, k = ⌊r (L − B)⌋ + B
     dkv_cache    every cache_steps-th step of a block n = k = L; the others n = the hidden and the last revealed, k = L
 
-Of block diffusion: the prompt's whole blocks once; then every step, and a finished block once more, n = B. Keys are k = L,
-of which a mask hides those that are not written yet.
+Of block diffusion: the prompt's whole blocks once; then every step, and a finished block once more, n = B. Keys are
+k = L, of which a mask hides those that are not written yet.
 
 With the schedule `linear`, and policies that reveal as many as it says.
 """
