@@ -107,6 +107,7 @@ def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device,
                 found[f"{name}_build"] = seconds(build, device, 0.5)
                 found[f"peak_{name}"] = peak(device, build)
                 found[f"{name}_bytes"] = state.nbytes()
+            state.passes.release()
             del state, build, step
     found["floor"] = floor(found, given)
     return found

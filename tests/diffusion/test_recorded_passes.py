@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_diffusion_invariants import CACHES, OFFICIAL, ids, model, run
 
 from fathom.decoding import switch
 from fathom.decoding.graphs import recorder_for
-from fathom.diffusion import sampling
+from fathom.diffusion import SparseDLLM, passes, sampling
+from fathom.diffusion.recorded import Recorded
+from fathom.diffusion.sparse_dllm import SparseState
 from fathom.ops import kernels
 from recording import Double
 
@@ -92,6 +97,37 @@ def test_what_cannot_be_recorded_runs_kernel_by_kernel(double, monkeypatch, capl
     out = run(tested, ids(2, 6), ("low_confidence", {}), ("dual", {}))
     assert torch.equal(out.sequences, alone.sequences) and double.recordings == before
     assert caplog.text.count("could not be recorded, and runs kernel by kernel: tried to allocate 3 GiB") == 1
+
+
+def test_recordings_and_kept_states_are_free_when_the_call_ends(double, monkeypatch):
+    """By reference counts alone: memory is back at once, and no graph dies while another one is recorded."""
+    kept = []
+
+    def stop(canvas, column):
+        raise KeyError("stop")
+
+    class Watched(Recorded):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    class Kept(SparseState):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(passes, "Recorded", Watched)
+    monkeypatch.setattr(SparseDLLM, "new_state", lambda self, runs: Kept(self, runs))
+    gc.collect()
+    gc.disable()
+    try:
+        run(model(), ids(2, 6), ("low_confidence", {}), ("sparse_dllm", {"delay_steps": 0}))
+        assert len(kept) == 2 and [one() for one in kept] == [None, None] and double.recordings == 1
+        with pytest.raises(KeyError, match="stop"):  # its frames are alive, the recording is not
+            model().generate(ids(2, 6), max_new_tokens=12, block_length=6, block_cache=SparseDLLM(), on_block=stop)
+        assert len(kept) == 4 and kept[3]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pass_after_the_warm_one_reads_no_value(double):

@@ -7,6 +7,7 @@ reads and writes the tensors that `function` named when it was recorded, at the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ class CudaGraphs:
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # another graph that is collected meanwhile cannot be freed, and spoils this one
         # "thread_local": another thread may allocate memory meanwhile, as a server's do
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
@@ -39,6 +42,9 @@ class CudaGraphs:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise
+        finally:
+            if collects:
+                gc.enable()
         return graph.replay
 
 

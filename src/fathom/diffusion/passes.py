@@ -101,6 +101,7 @@ class Passes:
     def __init__(self, model: Any, real: Bool[Tensor, "R L"], recorder: Recorder | None = None):
         self.model, self.real, self.recorder = model, real, recorder
         self.recorded: dict[str, Recorded] = {}  # by kind
+        self.read: Read | None = None  # of the pass that runs
         self.rows, self.length = real.shape
         self.positions = (real.long().cumsum(1) - 1).clamp(min=0)
         self.mask = None if bool(real.all()) else real[:, None, None]
@@ -143,6 +144,11 @@ class Passes:
         """What recorded passes read has got other addresses: they are recorded again."""
         self.recorded = {}
 
+    def release(self) -> None:
+        """The end of a call: recordings, and what passes kept, are free now and not when Python next looks for cycles.
+        Until then they would take memory, and a recording that is dropped while another one is made spoils it."""
+        self.recorded, self.read = {}, None
+
     def forward(self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read) -> Float[Tensor, "R m d"]:
         self.read, self.layer, self.columns = read, 0, columns
         # A mask of four dimensions is the caller's own: no model makes another one of it, and attention asks us.
@@ -161,6 +167,7 @@ class Passes:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layer, self.layer = self.layer, self.layer + 1
+        assert self.read is not None
         return self.read(layer, query, key, value)
 
 

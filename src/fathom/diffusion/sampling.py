@@ -313,6 +313,7 @@ class Sampler:
             )
 
     def run(self, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
+        """One answer for every row."""
         config, canvas = self.config, self.canvas
         guided = config.cfg_scale != 0
         real = torch.cat([self.real, self.real]) if guided else self.real
@@ -323,6 +324,14 @@ class Sampler:
             self.dropped = self.given & ~keep
         passes = Passes(self.model, real, self.recorder())
         passes.times = 2 if guided else 1
+        try:
+            return self.fill(passes, on_block)
+        finally:
+            passes.release()
+
+    def fill(self, passes: Passes, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
+        """All blocks, one after the other."""
+        config, canvas = self.config, self.canvas
         cache = config.block_cache.new_state(passes)  # type: ignore[union-attr]
         memory = config.policy.new_memory(len(canvas))  # type: ignore[union-attr]
         revealed = torch.full_like(canvas, -1)
