@@ -70,17 +70,18 @@ class DiffusionLM(HFLM):
             options = normalize_gen_kwargs(options, self.max_gen_toks)
             until = handle_stop_sequences(options.pop("until", None), eos=ends)
             size = options.pop("max_gen_toks")
-            if size >= self.max_length:
+            own = own_blocks(self.model)
+            room = size if own is None else -(-size // own) * own  # whole blocks
+            if room >= self.max_length:
                 raise ValueError(f"max_gen_toks={size}: must be below the model's {self.max_length} positions")
-            ids = self.tok_encode(context)[-(self.max_length - size) :] or [self.prefix_token_id]
+            ids = self.tok_encode(context)[-(self.max_length - room) :] or [self.prefix_token_id]
             sampled = {name: options[name] for name in ("top_k", "top_p") if options.get(name)}
-            blocks = own_blocks(self.model) or math.gcd(BLOCK, size)
             out = self.model.generate(
-                torch.tensor([ids], device=self.device), max_new_tokens=size // blocks * blocks, block_length=blocks,
+                torch.tensor([ids], device=self.device), max_new_tokens=room, block_length=own or math.gcd(BLOCK, size),
                 temperature=options.get("temperature", 1.0) if options.get("do_sample") else 0.0,
                 stop_at_eos=self.model.config.eos_token_id is not None, **sampled,
             )  # fmt: skip
-            text = self.tok_decode(out[0, len(ids) :].tolist())
+            text = self.tok_decode(out[0, len(ids) :][:size].tolist())
             for stop in filter(None, until):
                 text = text.split(stop)[0]
             found.append(text)
