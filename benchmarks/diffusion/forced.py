@@ -12,6 +12,7 @@ revealed so far. With more tokens a step, or kept states, it is that of the fact
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -65,8 +66,8 @@ class Forced(Sampler):
         self.nats = torch.zeros(truth.shape, dtype=torch.float64, device=truth.device)
         self.right = torch.zeros_like(self.nats)
 
-    def step(self, canvas: Any, block: Any, *others: Any) -> tuple[Tensor, Tensor]:
-        new, probability = super().step(canvas, block, *others)
+    def step(self, canvas: Any, hidden: Any, block: Any, *others: Any) -> tuple[Tensor, Tensor]:
+        new, probability = super().step(canvas, hidden, block, *others)
         (view,) = self.config.policy.views  # type: ignore[union-attr]
         inside = slice(block.start, block.stop)
         truth, shown = self.truth[:, inside], new >= 0
@@ -106,9 +107,8 @@ def compared(values: Sequence[float], base: Sequence[float], scale: float = 1.0)
 def load(folder: str | Path, **changes: Any) -> Any:
     """A trained model on the GPU if there is one, in fp32 with TF32 products; stock options over its config."""
     torch.set_float32_matmul_precision("high")
-    kind: Any = (
-        FathomForMaskedDiffusion if '"masked"' in (Path(folder) / "config.json").read_text() else FathomForCausalLM
-    )
+    section = json.loads((Path(folder) / "config.json").read_text())["diffusion"]["name"]
+    kind: Any = FathomForCausalLM if section == "none" else FathomForMaskedDiffusion
     model = kind.from_pretrained(folder, dtype=torch.float32, **changes).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -1,10 +1,13 @@
-"""Sparse-dLLM and the dual cache against no cache at LLaDA-8B's shapes, random weights, bf16, in one process.
+"""Block caches against no cache at the shapes of LLaDA-8B: random weights, bf16, one process, passes as CUDA graphs.
 
-Passes of a kind cost alike, so some of each are timed; runs of `generate` at the shortest prompt say what a step costs
-beside its pass. From them, with nb = G / Bk blocks:
+First whether recorded passes give what passes give. Then by rows and prompt: passes of each kind timed alone, and runs
+of `generate` as a user sees them. Where a run takes long it fills some blocks, on a canvas as long as that of the whole
+answer, and counts for all of them, which cost alike; making its recordings is in its time. With nb = G / Bk blocks:
 
-    uncached   S full passes;      dual   nb full + (S − nb) block passes
+    uncached   S full passes;      dual, prefix   nb full + (S − nb) block passes
     sparse     2 nb full (half of them evict) + (S − 2 nb) block passes over [kept; block]
+
+The floor is the time of these passes alone. What a run takes beside them: the head, the policy and the loop.
 
 python benchmarks/diffusion/speed.py -o speed.json
 """
@@ -23,7 +26,9 @@ import torch
 from torch import Tensor
 
 from fathom import FathomConfig, FathomForMaskedDiffusion
-from fathom.diffusion import Dual, SparseDLLM
+from fathom.decoding import switch
+from fathom.decoding.graphs import recorder_for
+from fathom.diffusion import Dual, Prefix, SparseDLLM
 from fathom.diffusion.base import Block
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.report.provenance import provenance
@@ -55,21 +60,6 @@ def seconds(function: Callable[[], Any], device: torch.device, budget: float) ->
     return statistics.median(found[1:])
 
 
-def graphed(function: Callable[[], Tensor], device: torch.device) -> Callable[[], None] | None:
-    """The same as a CUDA graph; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def peak(device: torch.device, function: Callable[[], Any]) -> int | None:
     if device.type != "cuda":
         return None
@@ -80,11 +70,12 @@ def peak(device: torch.device, function: Callable[[], Any]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+CACHES: dict[str, Any] = {"sparse": SparseDLLM(), "dual": Dual(), "prefix": Prefix()}
+
+
 @torch.no_grad()
-def passes(
-    model: Any, prompt: int, rows: int, given: Any, device: torch.device, graphs: bool = False
-) -> dict[str, Any]:
-    """Seconds of each kind of pass, and bytes. `graphs`: of the block passes as CUDA graphs too."""
+def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device, plain: bool) -> dict[str, Any]:
+    """Seconds of each kind of pass, and bytes. Passes over a block recorded, and where `plain` kernel by kernel too."""
     length = prompt + given.tokens
     canvas = torch.randint(0, 400, (rows, length), device=device)
     real = torch.ones_like(canvas, dtype=torch.bool)
@@ -94,59 +85,82 @@ def passes(
     hidden[:, middle:] = True
     quota = torch.ones(rows, dtype=torch.long, device=device)
     found: dict[str, Any] = {"prompt": prompt, "rows": rows, "length": length}
-    plain = Passes(model, real)
-    found["full"] = seconds(lambda: plain.full(canvas)[0], device, 1.5)
-    found["peak_uncached"] = peak(device, lambda: plain.full(canvas)[0])
-    for name, cache in (("sparse", SparseDLLM()), ("dual", Dual())):
-        state = cache.new_state(Passes(model, real))
-        state.begin(block)
-        delay = cache.delay_steps
-
-        def build(state: Any = state, delay: int = delay) -> None:
+    whole = Passes(model, real)
+    found["full"] = seconds(lambda: whole.full(canvas)[0], device, 1.0)
+    found["peak_uncached"] = peak(device, lambda: whole.full(canvas)[0])
+    recorder = recorder_for(device)
+    for name, cache in CACHES.items():
+        for way in ("block_recorded", "block") if recorder and plain else ("block_recorded" if recorder else "block",):
+            state = cache.new_state(Passes(model, real, recorder if way == "block_recorded" else None))
             state.begin(block)
-            state.states(canvas, hidden, delay, quota)
 
-        found[f"{name}_build"] = seconds(build, device, 1.5)
-        found[f"peak_{name}"] = peak(device, build)
-        found[f"{name}_bytes"] = state.nbytes()
-        step = lambda state=state, delay=delay: state.states(canvas, hidden, delay + 1, quota)[0]  # noqa: E731
-        found[f"{name}_block"] = seconds(step, device, 1.0)
-        if graphs:
-            replay = graphed(step, device)
-            found[f"{name}_block_graph"] = None if replay is None else seconds(replay, device, 0.5)
-            del replay
-        del state, step, build
+            def build(state: Any = state, delay: int = cache.delay_steps) -> None:
+                state.states(canvas, hidden, delay, quota)
+
+            def step(state: Any = state, delay: int = cache.delay_steps) -> Tensor:
+                return state.states(canvas, hidden, delay + 1, quota)[0]
+
+            build()
+            step(), step()  # one as it is, one recorded
+            found[f"{name}_{way}"] = seconds(step, device, 0.3)
+            if f"{name}_build" not in found and name != "prefix":
+                found[f"{name}_build"] = seconds(build, device, 0.5)
+                found[f"peak_{name}"] = peak(device, build)
+                found[f"{name}_bytes"] = state.nbytes()
+            state.passes.release()
+            del state, build, step
+    found["floor"] = floor(found, given)
     return found
 
 
-def floor(found: dict[str, Any], given: Any, kind: str = "block") -> dict[str, float]:
-    """Seconds of all passes of a run, by cache."""
+def floor(found: dict[str, Any], given: Any) -> dict[str, float]:
+    """Seconds of all passes of an answer, by cache."""
     blocks, steps, full = given.tokens // given.block, given.tokens, found["full"]
-    totals = {"none": steps * full}
-    if found.get(f"sparse_{kind}") is not None:
-        totals["sparse"] = blocks * (full + found["sparse_build"]) + (steps - 2 * blocks) * found[f"sparse_{kind}"]
-        totals["dual"] = blocks * found["dual_build"] + (steps - blocks) * found[f"dual_{kind}"]
-    return totals
+    of_block = {name: found.get(f"{name}_block_recorded", found.get(f"{name}_block")) for name in CACHES}
+    return {
+        "none": steps * full,
+        "sparse": blocks * (full + found["sparse_build"]) + (steps - 2 * blocks) * of_block["sparse"],
+        "dual": blocks * found["dual_build"] + (steps - blocks) * of_block["dual"],
+        "prefix": blocks * found["dual_build"] + (steps - blocks) * of_block["prefix"],  # of the middle block
+    }
 
 
-def runs(model: Any, alone: dict[str, Any], given: Any, device: torch.device, late: Callable[[], bool]) -> list[Any]:
-    """Whole answers at the shortest prompt, beside the time of their passes alone."""
-    found: list[Any] = []
-    ids = torch.randint(0, 400, (alone["rows"], given.prompts[0]), device=device)
-    for name, cache in (("sparse", SparseDLLM()), ("dual", Dual()), ("none", None)):
-        if late():
-            break
-        options = {"block_length": given.block, "block_cache": cache}
-        model.generate(ids, max_new_tokens=given.block, steps=4, **options)
-        start = time.perf_counter()
-        out = model.generate(ids, max_new_tokens=given.tokens, return_dict_in_generate=True, **options)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        took = time.perf_counter() - start
-        found.append({
-            "cache": name, "prompt": alone["prompt"], "rows": alone["rows"], "seconds": took, "nfe": out.nfe,
-            "tokens_per_second": given.tokens * alone["rows"] / took, "passes_alone": floor(alone, given)[name],
-        })  # fmt: skip
+def run(
+    model: Any, name: str, alone: dict[str, Any], given: Any, device: torch.device, most: float = 4.0
+) -> dict[str, Any]:
+    """An answer, of which as many blocks are run as take about `most` seconds."""
+    blocks, expected = given.tokens // given.block, alone["floor"][name]
+    while blocks % 2 == 0 and blocks > 2 and expected * blocks * given.block / given.tokens > most:
+        blocks //= 2
+    part = blocks * given.block
+    ids = torch.randint(0, 400, (alone["rows"], alone["length"] - part), device=device)
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sync()
+    start = time.perf_counter()
+    out = model.generate(
+        ids, max_new_tokens=part, block_length=given.block, block_cache=CACHES.get(name), return_dict_in_generate=True
+    )
+    sync()
+    took = (time.perf_counter() - start) * given.tokens / part
+    return {
+        "cache": name, "blocks_run": blocks, "seconds": took, "nfe_run": out.nfe, "over_floor": took / expected,
+        "tokens_per_second": given.tokens * alone["rows"] / took,
+    }  # fmt: skip
+
+
+def exact(model: Any, given: Any, device: torch.device) -> dict[str, Any]:
+    """Whether ids, steps and probabilities are those of passes that are not recorded."""
+    ids = torch.randint(0, 400, (2, given.prompts[0] // 4), device=device)
+    found = {}
+    for name in ("none", *CACHES):
+        outs = []
+        for graphs in (True, False):
+            switch.GRAPHS = graphs
+            outs.append(model.generate(ids, max_new_tokens=16, block_length=8, temperature=1.0,
+                                       block_cache=CACHES.get(name), return_dict_in_generate=True))  # fmt: skip
+        switch.GRAPHS = True
+        same = [torch.equal(getattr(outs[0], x), getattr(outs[1], x)) for x in ("sequences", "revealed", "confidence")]
+        found[name] = {"ids": same[0], "steps": same[1], "probabilities": same[2]}
     return found
 
 
@@ -178,35 +192,38 @@ def main() -> None:
     torch.set_default_dtype(torch.float32)
     report: dict[str, Any] = {
         "shapes": given.shapes, "tokens": given.tokens, "block": given.block, "keep_ratio": 0.5,
-        "passes": [], "runs": [],
+        "cells": [],
         "about": provenance(), "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "made_after": time.perf_counter() - begun,
     }  # fmt: skip
     late = lambda: time.perf_counter() - begun > given.deadline  # noqa: E731
+    report["recorded_equals_plain"] = exact(model, given, device)
+    write_json(given.output, report)
     for rows in given.rows:
         for prompt in given.prompts:
             if late():
                 break
+            first = not report["cells"]
             with sampling_attention(model):
-                found = passes(model, prompt, rows, given, device)
-            totals = floor(found, given)
-            found["over_none"] = {name: totals["none"] / value for name, value in totals.items()}
-            report["passes"].append(found)
+                alone = passes(model, prompt, rows, given, device, first)
+            report["cells"].append(alone)
+            alone["runs"], uncached = [], alone["floor"]["none"]
+            if first:
+                alone["uncached"] = run(model, "none", alone, given, device, 5.0)
+                uncached = alone["uncached"]["seconds"]
+            for name in CACHES if first else ("sparse", "dual"):
+                if not late():
+                    alone["runs"].append(run(model, name, alone, given, device))
+                    alone["runs"][-1]["times_uncached"] = uncached / alone["runs"][-1]["seconds"]
+                    write_json(given.output, report)
+            if first:  # what recording brings
+                switch.GRAPHS = False
+                alone["kernel_by_kernel"] = [run(model, name, alone, given, device, 0.6) for name in ("sparse", "dual")]
+                switch.GRAPHS = True
             write_json(given.output, report)
-        if rows == given.rows[0]:
-            report["runs"] = runs(model, report["passes"][0], given, device, late)
-    for found in report["passes"]:  # last: what cannot be captured ends it
-        if late():
-            break
-        with sampling_attention(model):
-            graph = passes(model, found["prompt"], found["rows"], given, device, graphs=True)
-        found |= {name: value for name, value in graph.items() if name.endswith("_graph")}
-        totals = floor(found, given, "block_graph")
-        found["over_none_graph"] = {name: totals["none"] / value for name, value in totals.items()}
-        write_json(given.output, report)
     report["seconds"] = time.perf_counter() - begun
     write_json(given.output, report)
-    print(json.dumps({"runs": report["runs"], "seconds": report["seconds"]}))
+    print(json.dumps({"exact": report["recorded_equals_plain"], "seconds": report["seconds"]}))
 
 
 if __name__ == "__main__":

@@ -234,18 +234,23 @@ def _answers(
         raise ValueError(f"--prompt={prompt}: none of {', '.join(name for name, _ in configs)} is a diffusion model")
     found: dict[str, dict[str, Any]] = {}
     for name, config in masked:
-        for cache in (None, "prefix", "dual", "sparse_dllm", *(() if config.diffusion["shift"] else ("dkv_cache",))):
-            sampled = DiffusionGenerationConfig(max_new_tokens=new, steps=steps, block_length=block, block_cache=cache)
+        own = config.diffusion.get("block_length")  # of block diffusion, which has one cache, its own
+        others = (None, "prefix", "dual", "sparse_dllm", *(() if config.diffusion.get("shift") else ("dkv_cache",)))
+        for cache in others if own is None else (None,):
+            sampled = DiffusionGenerationConfig(
+                max_new_tokens=new, steps=steps, block_length=own or block, block_cache=cache
+            )
             cost = sampling_cost(config, prompt, sampled, dtype)
-            found.setdefault(name, {})[cache or "none"] = dataclasses.asdict(cost)
+            found.setdefault(name, {})[cache or ("none" if own is None else "exact")] = dataclasses.asdict(cost)
     if as_json:
         about = {"prompt": prompt, "new_tokens": new, "steps": steps or new, "block_length": block}
         typer.echo(json.dumps({**about, "models": found}, indent=2))
         return
+    sizes = {name: config.diffusion.get("block_length", block) for name, config in masked}
     for name, caches in found.items():
-        typer.echo(f"{name}: {new} tokens after {prompt}, in {steps or new} steps, blocks of {block}")
+        typer.echo(f"{name}: {new} tokens after {prompt}, in {steps or new} steps, blocks of {sizes[name]}")
         for cache, cost in caches.items():
-            saved = caches["none"]["flops"] / cost["flops"]
+            saved = next(iter(caches.values()))["flops"] / cost["flops"]
             typer.echo(
                 f"  {cache:<12} {cost['full']:>5} full passes {cost['block']:>5} of blocks  {_short(cost['flops']):>8} "
                 f"FLOPs ({saved:.1f}× fewer)  cache {_short(cost['cache_bytes'])}B"

@@ -31,7 +31,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=2**63 - 1)] = 0,
     steps: Annotated[int | None, typer.Option(help="Diffusion: steps in all; default: one a token.", min=1)] = None,
     block_length: Annotated[
-        int | None, typer.Option(help="Diffusion: tokens of a block; default: 32, or the whole.", min=1)
+        int | None, typer.Option(help="Diffusion: tokens of a block; default: its own, 32, or the whole.", min=1)
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
     block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
@@ -81,7 +81,7 @@ def command(
     from transformers import TextStreamer
     from transformers.utils import logging
 
-    from fathom.diffusion.base import is_diffusion
+    from fathom.diffusion.base import is_diffusion, own_blocks
     from fathom.evaluate import load_checkpoint
     from fathom.evaluate.load_model import load_config
     from fathom.latents import FathomLatentConfig
@@ -126,6 +126,7 @@ def command(
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
+    of_user = max_new_tokens is not None
     if max_new_tokens is None:
         max_new_tokens = 64 if limit is None else max(1, min(64, limit - length))
     if limit is not None and length + max_new_tokens > limit:
@@ -143,7 +144,12 @@ def command(
     if is_diffusion(model):
         if settings:
             diffusion.update(_with_options(policy or "low_confidence", block_cache, settings))
-        if block_length is None and max_new_tokens % 32:
+        size = own_blocks(model)
+        if block_length is None and size is not None:
+            diffusion["block_length"] = size
+            if not of_user:
+                max_new_tokens -= max_new_tokens % size
+        elif block_length is None and max_new_tokens % 32:
             diffusion["block_length"] = None
         done = length
 

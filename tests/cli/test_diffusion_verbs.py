@@ -61,6 +61,29 @@ def test_options_of_policy_and_cache(folder, monkeypatch, capsys):
         assert code == 2 and message in err
 
 
+def test_a_model_of_block_diffusion(tmp_path, monkeypatch, capsys):
+    """Its own blocks by default, a bound on texts, costs with its own cache, tasks in whole blocks."""
+    tokenizer = train_bpe([TEXT], 299)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    sizes = {**SIZES, "vocab_size": 300, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    section = {"name": "block", "mask_token_id": tokenizer.mask_token_id, "block_length": 5}
+    FathomForMaskedDiffusion(FathomConfig(**sizes, diffusion=section)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT[:90])
+    for arguments, said in (
+        (("generate", tmp_path, "--prompt", "The sea"), "The sea"),
+        (("evaluate", tmp_path, "--text", tmp_path / "text.txt"), "upper bound"),
+        (
+            ("cost", tmp_path, "--prompt", 7, "--new-tokens", 10),
+            "blocks of 5\n  exact            1 full passes    12 of blocks",
+        ),
+    ):
+        code, out, err = run_cli(monkeypatch, capsys, *arguments)
+        assert code == 0 and said in out, err
+    code, _, err = run_cli(monkeypatch, capsys, "generate", tmp_path, "--prompt", "The sea", "--block-length", 4)
+    assert code == 2 and "block_length=4: the model fills blocks of 5; give 5" in err
+
+
 def test_diffusion_options_on_an_autoregressive_checkpoint(tmp_path, monkeypatch, capsys):
     save_fathom(tmp_path)
     code, _, err = run_cli(monkeypatch, capsys, "generate", tmp_path, "--prompt", "The sea", "--steps", 4)

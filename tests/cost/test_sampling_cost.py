@@ -35,9 +35,8 @@ def model(shift=False, **fields):
 
 
 def check(made, cache, **options):
-    sampled = DiffusionGenerationConfig(
-        max_new_tokens=12, block_length=6, block_cache=cache, return_dict_in_generate=True, **options
-    )
+    options = {"block_length": 6, **options}
+    sampled = DiffusionGenerationConfig(max_new_tokens=12, block_cache=cache, return_dict_in_generate=True, **options)
     ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         out = made.generate(ids, generation_config=sampled)
@@ -55,6 +54,17 @@ def test_closed_forms_are_what_is_counted(cache):
 @pytest.mark.parametrize("cache", [None, Dual(), SparseDLLM(), SparseDLLM(first_step="extra_query")])
 def test_of_shifted_models(cache):
     check(model(shift=True), cache)
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_of_block_diffusion(size):
+    """The prompt's 9 tokens end within a block of 4, or fill three of 3; the last block of 4 is short."""
+    torch.manual_seed(0)
+    section = {"name": "block", "mask_token_id": 96, "block_length": size}
+    sizes = {**SIZES, "vocab_size": 97, "num_key_value_heads": 2}
+    made = FathomForMaskedDiffusion(FathomConfig(**sizes, diffusion=section)).eval()
+    check(made, None, block_length=size, steps=12)
+    check(made, None, block_length=size, steps=24 // size)
 
 
 def test_of_a_loop():

@@ -45,3 +45,52 @@ def test_rows_hold_one_key_and_sums_are_right(tmp_path, monkeypatch):
         assert a + b == c
     assert (tmp_path / "corpus" / "text" / "a-train-0.jsonl.xz").exists()
     assert (tmp_path / "corpus" / "validation" / "a-valid.jsonl.xz").exists()
+
+
+def tasks():
+    spec = importlib.util.spec_from_file_location("make_diffusion_tasks", SCRIPT.with_name("make_diffusion_tasks.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tasks_have_one_right_answer_and_disjoint_rows(tmp_path, monkeypatch):
+    """Chains follow from what is said of them, keys are those said in the text; every row has the asked length."""
+    module, letters = tasks(), "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    given = (
+        tmp_path,
+        "--chains",
+        60,
+        "--passkeys",
+        20,
+        "--held-out",
+        10,
+        "--length",
+        96,
+        "--keys",
+        3,
+        "--variables",
+        4,
+    )
+    monkeypatch.setattr(sys, "argv", ["make_diffusion_tasks.py", *map(str, given)])
+    module.main()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    prompts = {}
+    for task, length, count in (("chains", 9, 60), ("passkey", 96, 20)):
+        for name, rows in (("train", count), ("validation", 10)):
+            lines = (tmp_path / task / f"{name}.jsonl").read_text().splitlines()
+            assert len(lines) == rows
+            for line in lines:
+                parts = [message["content"] for message in json.loads(line)["messages"]]
+                assert sum(len(tokenizer(part)["input_ids"]) for part in parts) == length
+                prompts.setdefault((task, name), set()).add(parts[0])
+                if task == "chains":
+                    said, values = parts[0].split()[:-1], [int(x) for x in parts[1].split()]
+                    for (before, number), value in zip(said, values, strict=True):
+                        start = 0 if before == "Z" else values[letters.index(before)]
+                        assert value == (start + "abcdefghij".index(number)) % 10
+                    assert sorted(module.depths(parts[0])) == [0, 1, 2, 3]
+                else:
+                    for question, answer in zip(parts[::2], parts[1::2], strict=True):
+                        assert parts[0][:-1].count(question[-1] + answer) == 1
+        assert not prompts[task, "train"] & prompts[task, "validation"]

@@ -19,7 +19,7 @@ class PlainModel:
     def __init__(self, model):
         self.config = model.config
         self.weights = {name: x.detach().double() for name, x in model.state_dict().items()}
-        self.shift = model.config.diffusion["shift"]
+        self.shift = model.config.diffusion.get("shift", False)
         self.mask = model.config.diffusion["mask_token_id"]
 
     def norm(self, x, name):

@@ -308,7 +308,7 @@ def test_denominators(denominator):
     each = F.cross_entropy(tested(noised).logits.flatten(0, 1), ids(1, 8).repeat(2, 1).flatten(), reduction="none")
     reference = MaskedDiffusion(random_length=0.0)
     weights = reference.hide(
-        {"input_ids": ids(1, 8).repeat(2, 1), "labels": batch["labels"]}, torch.zeros(2, dtype=torch.float64),
+        {"input_ids": ids(1, 8).repeat(2, 1), "labels": batch["labels"]}, torch.zeros(2, 1, dtype=torch.float64),
         [torch.Generator().manual_seed(0)] * 2,
     )["loss_weights"]  # fmt: skip
     assert weights.shape == (2, 8)

@@ -32,7 +32,7 @@ from typing import Any
 from fathom.models.configuration import FathomConfig
 from fathom.models.method import Counts
 from fathom.models.registry import SECTIONS, build_options, lookup
-from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL
+from fathom.ops.visibility import BIDIRECTIONAL, CAUSAL, Blocks, Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +177,19 @@ def training_flops_per_token(
         if not config.residual_dropout:
             skipped = slots - repeats * residual.recomputed_outputs / config.num_hidden_layers
             recomputed -= skipped * counts["feed_forward"].last_matmul
-    return forward.matmul + 2 * product + recomputed
+    total = forward.matmul + 2 * product + recomputed
+    if config.diffusion["name"] == "block":  # a row runs twice, noisy and clean; the head reads the noisy copy alone
+        return 2 * total - 3 * forward.head
+    return total
 
 
 def mean_keys(config: FathomConfig, sequence_length: float, causal: bool) -> float:
     """Keys that a query reads, the mean over a sequence, by what it sees; `causal=False`: all T."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length!r}: must be at least 1")
-    visibility = CAUSAL if config.is_causal and causal else BIDIRECTIONAL
+    visibility: Visibility = CAUSAL if config.is_causal and causal else BIDIRECTIONAL
+    if config.diffusion["name"] == "block" and causal:
+        visibility = Blocks(config.diffusion["block_length"])
     return visibility.mean_keys(sequence_length)
 
 

@@ -10,6 +10,9 @@ L = P + G columns, G/B blocks of s steps. A pass of n columns that read k keys e
     sparse_dllm  a block's first delay + 1 steps n = k = L; the others n = B, k = ⌊r (L − B)⌋ + B
     dkv_cache    every cache_steps-th step of a block n = k = L; the others n = the hidden and the last revealed, k = L
 
+Of block diffusion: the prompt's whole blocks once; then every step, and a finished block once more, n = B. Keys are
+k = L, of which a mask hides those that are not written yet.
+
 With the schedule `linear`, and policies that reveal as many as it says.
 """
 
@@ -24,7 +27,7 @@ import torch
 from fathom.cost.flops import flop_terms, method_counts
 from fathom.diffusion import DKVCache, Dual, Prefix, SparseDLLM
 from fathom.diffusion.base import Block
-from fathom.diffusion.sampling import DiffusionGenerationConfig
+from fathom.diffusion.sampling import DiffusionGenerationConfig, aligned, for_blocks
 from fathom.models.configuration import FathomConfig
 
 
@@ -55,6 +58,8 @@ def sampling_cost(
     """
     if config.diffusion["name"] == "none":
         raise ValueError("diffusion='none': the model writes from left to right, a token for a forward pass")
+    if config.diffusion["name"] == "block":
+        return block_cost(config, prompt, sampled, dtype)
     cache: Any = sampled.block_cache
     if sampled.infill or (isinstance(cache, DKVCache) and (cache.mode == "greedy" or config.diffusion["shift"])):
         raise ValueError("infill, and dkv_cache that is greedy or of a shifted model: the cost depends on the text")
@@ -84,6 +89,31 @@ def sampling_cost(
                 break
     size = torch.empty((), dtype=dtype).element_size()
     return SamplingCost(full, partly, columns, flops, round(2 * layers * channels * most * size))
+
+
+def block_cost(
+    config: FathomConfig, prompt: int, sampled: DiffusionGenerationConfig, dtype: torch.dtype
+) -> SamplingCost:
+    """The same of a model of block diffusion."""
+    size, length = config.diffusion["block_length"], prompt + sampled.max_new_tokens
+    counts = method_counts(config)
+    terms = flop_terms(config, counts, length, False)
+    heads = counts["depth"].heads - 1
+    of_column = terms.linear + terms.method + terms.attention + heads * 2 * config.hidden_size * config.vocab_size
+    whole = prompt - prompt % size
+    columns, passes, scored = whole, 0, 0
+    for block in aligned(for_blocks(sampled, size), prompt, prompt % size, size):
+        start, hidden = block.start - block.start % size, block.stop - block.start
+        last = block.stop == length
+        count = hidden
+        for step in range(block.steps):
+            columns, passes, scored = columns + block.stop - start, passes + 1, scored + hidden
+            hidden -= count // block.steps + (step < count % block.steps)
+        columns, passes = columns + (0 if last else size), passes + (not last)
+    flops = columns * of_column + scored * 2 * config.hidden_size * config.vocab_size
+    layers, channels = counts["depth"].passes * config.num_hidden_layers, config.num_key_value_heads * config.head_dim
+    kept = 2 * layers * channels * length * torch.empty((), dtype=dtype).element_size()
+    return SamplingCost(int(whole > 0), passes, columns, flops, kept)
 
 
 def work(

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fathom.decoding.graphs import Recorder
+from fathom.decoding.graphs import Recorder, unrecordable
 from fathom.decoding.growing import GrowingLayer, bucket, with_room
 from fathom.decoding.versions import CACHE_NAME
 from fathom.ops.filled_attention import filled_attention
@@ -100,19 +100,9 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return "rows or layers hold different numbers of tokens, so that a new one has no common place"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "the model is quantised"
     if model_kwargs.get("position_ids") is None or model_kwargs["position_ids"].ndim != 2:
         return "positions are not [rows, tokens]"
-    for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            return f"accelerate moves the weights of {name or 'the model'}"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not getattr(hook, "only_python", False) for hook in hooks):
-            return f"{name or 'the model'} has forward hooks, which a replay would not call"
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            return "the model is compiled"
-    return ""
+    return unrecordable(model)
 
 
 class FixedStep:

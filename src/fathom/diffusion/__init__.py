@@ -8,7 +8,7 @@
 
 from typing import Any
 
-from fathom.diffusion import masked, none
+from fathom.diffusion import block, masked, none
 from fathom.diffusion.base import Block, BlockCache, Policy, View
 from fathom.diffusion.dkv_cache import DKVCache
 from fathom.diffusion.dllm_cache import DLLMCache
@@ -39,6 +39,6 @@ METHODS: dict[str, Any] = {**POLICIES, **BLOCK_CACHES, LongLLaDA.name: LongLLaDA
 __all__ = [
     "BLOCK_CACHES", "METHODS", "POLICIES", "Block", "BlockCache", "DKVCache", "DLLMCache", "DiffusionGenerationConfig",
     "DiffusionOutput", "Dual", "Dynamic", "Entropy", "EntropyBounded", "Fourier", "LeftToRight", "LongLLaDA",
-    "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "generate",
-    "masked", "none",
+    "LowConfidence", "Margin", "Policy", "Prefix", "RandomOrder", "SparseDLLM", "Threshold", "View", "block",
+    "generate", "masked", "none",
 ]  # fmt: skip

@@ -66,7 +66,7 @@ class View:
         log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
         tokens: what would be revealed where; 0 elsewhere.
         probability: of these tokens in `log_probs`; 0 elsewhere.
-        hidden: the states that predict the block's tokens, what the head reads.
+        hidden: the states that predict the block's tokens, what the head reads; for policies that say `whole_block`.
         others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
             policies that say `beyond_block`.
         step, steps: of this block.
@@ -77,7 +77,7 @@ class View:
     log_probs: Float[Tensor, "N V"]
     tokens: Int[Tensor, "B n"]
     probability: Float[Tensor, "B n"]
-    hidden: Float[Tensor, "B n d"]
+    hidden: Float[Tensor, "B n d"] | None
     others: tuple[Float[Tensor, " M"], Int[Tensor, " M"]] | None
     step: int
     steps: int
@@ -162,7 +162,7 @@ class BlockState:
         hidden: columns that hold the mask token.
         quota: hidden tokens of the block, by row, that the step must predict at least.
         """
-        return self.passes.full(canvas)
+        return self.passes.full(canvas, fixed=True)
 
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""
@@ -173,6 +173,12 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
     """Raise ValueError unless `fine`, naming the method, the option, the value and what would be right."""
     if not fine:
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
+
+
+def own_blocks(model: Any) -> int | None:
+    """The block length that a model was trained on (`diffusion: block`); None: it sees all of a row."""
+    section = getattr(model.config, "diffusion", None) or {}
+    return section["block_length"] if section.get("name") == "block" else None
 
 
 def is_diffusion(model: Any) -> bool:

@@ -47,10 +47,6 @@ class DualState(BlockState):
         super().__init__(method, passes)
         self.store = Store(passes)
 
-    def begin(self, block):
-        self.block = block
-        self.store.layers = []
-
     def states(self, canvas, hidden, step, quota):
         since = step - self.method.delay_steps
         if since < 0:

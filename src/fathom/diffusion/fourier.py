@@ -126,6 +126,7 @@ class Fourier(Policy):
         if self.phi == "noise":
             device = view.candidates.device
             return torch.stack([torch.rand(length, generator=g, device=device) for g in view.generators])
+        assert view.hidden is not None
         _, first, width = band(length, self.rho, view.step, view.steps)
         return band_score(view.hidden, 0 if self.phi == "low" else first, width)
 

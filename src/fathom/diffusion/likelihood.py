@@ -5,6 +5,9 @@
 L tokens in the answer; l ~ uniform on 1 … L of them are hidden, chosen without replacement. Of K draws the l are
 spread: l_k = 1 + ⌊L · frac(u + k/K)⌋ with one u ~ U(0, 1), which leaves each l uniform, whatever L and K. An answer of
 one token is exact with one draw. The mask token has no probability.
+
+Of block diffusion (arXiv 2503.09573) the bound is the sum of those of the blocks, each given earlier ones as they are:
+every block has an l of its own, and one pass scores all of them. With blocks of one token it is exact.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fathom.diffusion.base import own_blocks
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.ops.cross_entropy import cross_entropy, without_token
 
@@ -44,21 +48,30 @@ def bound(
     """
     if samples < 1:
         raise ValueError(f"samples={samples}: must be at least 1")
-    rows = input_ids.cpu()
+    rows, device = input_ids.cpu(), answer.device
     generators = [torch.Generator().manual_seed(zlib.crc32(row.numpy().tobytes(), seed)) for row in rows]
-    lengths = answer.sum(1)
-    starts = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in generators])
+    size = own_blocks(getattr(model, "module", model)) or rows.shape[1]
+    block = torch.arange(rows.shape[1], device=device) // size  # of every column
+    blocks = -(-rows.shape[1] // size)
+    lengths = torch.zeros(len(rows), blocks, dtype=torch.long, device=device)
+    lengths.index_add_(1, block, answer.long())  # tokens of the answer in each block
+    starts = torch.stack([torch.rand(blocks, dtype=torch.float64, generator=g) for g in generators])
     drawn = []
     for k in range(samples):
-        count = 1 + (lengths.cpu() * ((starts + k / samples) % 1)).long().minimum(lengths.cpu() - 1).clamp(min=0)
-        keys = torch.stack([torch.rand(rows.shape[1], generator=g) for g in generators]).to(answer.device)
-        order = keys.masked_fill(~answer, 2).argsort(1).argsort(1)  # ranks among the answer's tokens
-        hidden = (order < count.to(answer.device)[:, None]) & answer
+        at = (starts + k / samples) % 1
+        count = 1 + (lengths.cpu() * at).long().minimum(lengths.cpu() - 1).clamp(min=0).to(device)
+        keys = torch.stack([torch.rand(rows.shape[1], generator=g) for g in generators]).to(device)
+        keys = keys.masked_fill(~answer, 2).argsort(1)
+        keys = keys.gather(
+            1, block[keys].argsort(dim=1, stable=True)
+        )  # a block after the other, its answer's tokens first
+        order = keys.argsort(1) - block * size  # ranks among the answer's tokens of the block
+        hidden = (order < count[:, block]) & answer
         each = hidden_losses(model, input_ids, hidden, mask_token_id, shift, attention_mask, position_ids)
-        drawn.append(each.sum(1) * lengths / count.to(answer.device))
+        drawn.append((each * lengths[:, block] / count[:, block]).sum(1))
     values = torch.stack(drawn)
     error = values.std(0) / samples**0.5 if samples > 1 else torch.full_like(values[0], torch.nan)
-    return values.mean(0), torch.where(lengths <= 1, 0, error)
+    return values.mean(0), torch.where((lengths <= 1).all(1), 0, error)
 
 
 def hidden_losses(
@@ -71,7 +84,9 @@ def hidden_losses(
     position_ids: Tensor | None = None,
 ) -> Float[Tensor, "B T"]:
     """−log p of the hidden tokens given the others, 0 elsewhere. With `shift` the state before a token predicts it."""
-    states = final_states(model, input_ids.masked_fill(hidden, mask_token_id), attention_mask, position_ids)
+    noisy = input_ids.masked_fill(hidden, mask_token_id)
+    clean = input_ids if own_blocks(getattr(model, "module", model)) else None
+    states = final_states(model, noisy, attention_mask, position_ids, clean)
     row, column = hidden.nonzero(as_tuple=True)
     targets = input_ids[row, column]
     states = states[row, (column - int(shift)).clamp(min=0)]
@@ -86,10 +101,19 @@ def hidden_losses(
 
 
 def final_states(
-    model: Any, input_ids: Int[Tensor, "B T"], attention_mask: Tensor | None, position_ids: Tensor | None
+    model: Any,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    clean_ids: Int[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T d"]:
-    """What the head reads, of our models and of stock ones."""
+    """What the head reads, of our models and of stock ones. `clean_ids`: as of FathomForMaskedDiffusion."""
     model = getattr(model, "module", model)  # under DDP
+    if clean_ids is not None:
+        ids, mask, positions, visibility = model.two_streams(input_ids, clean_ids, attention_mask, position_ids)
+        embeddings = model.model.embed(ids)
+        stack = model.bind_stack(embeddings, mask, positions, None, {"use_cache": False}, visibility)
+        return model.depth(stack, embeddings, model.vocabulary()).hidden_states[:, : input_ids.shape[1]]
     if isinstance(model, FathomForCausalLM):
         embeddings = model.model.embed(input_ids)
         stack = model.bind_stack(embeddings, attention_mask, position_ids, None, {"use_cache": False})

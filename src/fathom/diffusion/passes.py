@@ -3,6 +3,9 @@
 A pass sends the tokens of some columns through the model. Every attention layer asks the pass what keys and values its
 queries read: `read(layer, query, key, value)`, with queries and keys after their rotation. Layers count up in the order
 in which they run, pass·L + ℓ for methods that run the stack several times.
+
+A step's pass over few columns costs its launches more than its work, so passes whose shape stays are recorded as CUDA
+graphs where the device has them (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from fathom.decoding.graphs import Recorder
+from fathom.diffusion.recorded import Recorded
 from fathom.models.causal_lm import FathomForCausalLM
 
 NAME = "fathom_diffusion"  # of the attention function, as transformers' registry knows it
@@ -53,14 +58,14 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns of a canvas, by row; `span` where they are the same stretch in every row."""
+    """Columns of a canvas, by row; `start` where they are one stretch, the same in every row."""
 
     index: Int[Tensor, "R m"]
-    span: slice | None = None
+    start: int | None = None
 
     @classmethod
     def stretch(cls, start: int, stop: int, rows: int, device: torch.device) -> Columns:
-        return cls(torch.arange(start, stop, device=device).expand(rows, -1), slice(start, stop))
+        return cls(torch.arange(start, stop, device=device).expand(rows, -1), start)
 
     @classmethod
     def where(cls, chosen: Bool[Tensor, "R L"]) -> Columns:
@@ -69,20 +74,34 @@ class Columns:
         index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         return cls(torch.where(chosen.gather(1, index), index, index[:, :1]))
 
+    def places(self, asked: Int[Tensor, " n"], length: int) -> Int[Tensor, "R n"]:
+        """Where the asked columns of a canvas of `length` lie among these, below 0 where they do not."""
+        rows, size = self.index.shape
+        if self.start is not None:
+            at = asked - self.start
+            return torch.where(at < size, at, -1).expand(rows, -1)
+        number = torch.arange(size, device=asked.device)
+        place = torch.full((rows, length), -1, device=asked.device)
+        return place.scatter_(1, self.index, number.expand_as(self.index))[:, asked]
+
 
 class Passes:
     """Runs passes and counts them.
 
     Args:
         real: columns that are no padding, [R, L].
+        recorder: what records passes that say `fixed`; None: nothing does.
 
     Attributes:
         counts: forward evaluations by kind, "full" and "block".
         tokens: columns computed, all rows.
+        columns: of the pass that runs.
     """
 
-    def __init__(self, model: Any, real: Bool[Tensor, "R L"]):
-        self.model, self.real = model, real
+    def __init__(self, model: Any, real: Bool[Tensor, "R L"], recorder: Recorder | None = None):
+        self.model, self.real, self.recorder = model, real, recorder
+        self.recorded: dict[str, Recorded] = {}  # by kind
+        self.read: Read | None = None  # of the pass that runs
         self.rows, self.length = real.shape
         self.positions = (real.long().cumsum(1) - 1).clamp(min=0)
         self.mask = None if bool(real.all()) else real[:, None, None]
@@ -94,16 +113,44 @@ class Passes:
         """What a full pass reads: all real columns."""
         return key, value, self.mask
 
-    def full(self, canvas: Int[Tensor, "R L"], read: Read | None = None) -> tuple[Tensor, Columns]:
+    def full(self, canvas: Int[Tensor, "R L"], read: Read | None = None, fixed: bool = False) -> tuple[Tensor, Columns]:
         """The states of all columns."""
         columns = Columns.stretch(0, self.length, self.rows, canvas.device)
-        return self.run(canvas, columns, read or self.plain, "full"), columns
+        return self.run(canvas, columns, read or self.plain, "full", fixed), columns
 
-    def run(self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read, kind: str) -> Float[Tensor, "R m d"]:
-        """The states of some columns, after the final norm."""
-        self.read, self.layer = read, 0
+    def run(
+        self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read, kind: str, fixed: bool = False
+    ) -> Float[Tensor, "R m d"]:
+        """The states of some columns, after the final norm; the next pass may overwrite them.
+
+        fixed: later passes of the kind may have other values, while all that `read` names stays where it is and as
+            large as it is, and it looks up the columns here. Otherwise call `moved` before the next one.
+        """
         self.counts[kind] += self.times
         self.tokens += columns.index.numel()
+
+        def forward(canvas: Tensor, index: Tensor) -> Tensor:
+            return self.forward(canvas, Columns(index, columns.start), read)
+
+        if self.recorder is None or not fixed:
+            return forward(canvas, columns.index)
+        found = self.recorded.get(kind)
+        if found is None or found.index.shape != columns.index.shape:
+            self.recorded.pop(kind, None)  # its memory first
+            found = self.recorded[kind] = Recorded(self.recorder, forward, canvas, columns.index)
+        return found(canvas, columns.index)
+
+    def moved(self) -> None:
+        """What recorded passes read has got other addresses: they are recorded again."""
+        self.recorded = {}
+
+    def release(self) -> None:
+        """The end of a call: recordings, and what passes kept, are free now and not when Python next looks for cycles.
+        Until then they would take memory, and a recording that is dropped while another one is made spoils it."""
+        self.recorded, self.read = {}, None
+
+    def forward(self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read) -> Float[Tensor, "R m d"]:
+        self.read, self.layer, self.columns = read, 0, columns
         # A mask of four dimensions is the caller's own: no model makes another one of it, and attention asks us.
         given: dict[str, Any] = {
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=canvas.device),
@@ -120,11 +167,13 @@ class Passes:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layer, self.layer = self.layer, self.layer + 1
+        assert self.read is not None
         return self.read(layer, query, key, value)
 
 
 class Store:
-    """Keys and values of all columns, layer by layer, of which passes rewrite those that they compute."""
+    """Keys and values of all columns, layer by layer, of which passes rewrite those that they compute. They stay where
+    they are from block to block."""
 
     def __init__(self, passes: Passes):
         self.passes = passes
@@ -132,26 +181,29 @@ class Store:
 
     def fill(self, canvas: Int[Tensor, "R L"]) -> tuple[Tensor, Columns]:
         """A full pass, whose keys and values are kept."""
-        self.layers = []
 
         def read(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            self.layers.append((key, value))
+            if layer == len(self.layers):
+                self.layers.append((key, value))
+            else:
+                for kept, new in zip(self.layers[layer], (key, value), strict=True):
+                    kept.copy_(new)
             return key, value, self.passes.mask
 
         return self.passes.full(canvas, read)
 
     def update(self, canvas: Int[Tensor, "R L"], columns: Columns) -> tuple[Tensor, Columns]:
         """A pass of some columns, which read the kept keys and values of the others."""
+        return self.passes.run(canvas, columns, self.read, "block", fixed=columns.start is not None), columns
 
-        def read(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            for kept, new in zip(self.layers[layer], (key, value), strict=True):
-                if columns.span is not None:
-                    kept[:, :, columns.span] = new
-                else:
-                    kept.scatter_(2, columns.index[:, None, :, None].expand_as(new), new)
-            return *self.layers[layer], self.passes.mask
-
-        return self.passes.run(canvas, columns, read, "block"), columns
+    def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        columns = self.passes.columns
+        for kept, new in zip(self.layers[layer], (key, value), strict=True):
+            if columns.start is not None:
+                kept.index_copy_(2, columns.index[0], new)
+            else:
+                kept.scatter_(2, columns.index[:, None, :, None].expand_as(new), new)
+        return *self.layers[layer], self.passes.mask
 
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for layer in self.layers for x in layer)

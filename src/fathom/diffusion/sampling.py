@@ -24,11 +24,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fathom.diffusion.base import Block, BlockCache, Policy, View
+from fathom.decoding.graphs import recorder_for, unrecordable
+from fathom.decoding.switch import say
+from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
-from fathom.ops.cross_entropy import without_token
 
 # Options of transformers' generate() that mean nothing here, and what to use.
 ELSEWHERE = {
@@ -229,6 +230,9 @@ class Sampler:
         if inputs is None or inputs.ndim != 2 or not len(inputs):
             raise ValueError("inputs: give token ids [rows, tokens]; a prompt may have no tokens ([rows, 0])")
         self.mask_id, self.shift = mask_token(model, config)
+        self.size = own_blocks(model)
+        if self.size is not None:
+            config = self.config = for_blocks(config, self.size)
         if attention_mask is None:
             attention_mask = torch.ones_like(inputs)
         if attention_mask.shape != inputs.shape:
@@ -265,14 +269,28 @@ class Sampler:
         self.real = torch.cat([real, torch.ones_like(masks, dtype=torch.bool)], dim=1)
         self.given = self.real & (self.canvas != self.mask_id)
         self.blocks = config.blocks(self.prompt, int(holes.sum(1).max()) if holes.numel() else 0, self.shift)
+        if self.size is not None:
+            self.blocks = self.aligned(real)
         for block in self.blocks:
             config.block_cache.check(block)  # type: ignore[union-attr]
         self.check_policy()
         self.check_positions()
         self.eos = end_tokens(model, config)
+        self.ends = torch.tensor(self.eos, dtype=inputs.dtype, device=inputs.device)
         self.generators = [
             torch.Generator(device=inputs.device).manual_seed(seed) for seed in seeds(config.seed, len(inputs))
         ]
+
+    def aligned(self, real: Bool[Tensor, "B P"]) -> list[Block]:
+        """The blocks of a model of block diffusion, whose borders are counted from the first token of a row."""
+        assert self.size is not None
+        begun = sorted({length % self.size for length in real.sum(1).tolist()})
+        if len(begun) > 1:
+            raise ValueError(
+                f"inputs: rows end at {begun} tokens of a block of {self.size}; give rows whose lengths differ by "
+                "whole blocks, or one at a time"
+            )
+        return aligned(self.config, self.prompt, begun[0], self.size)
 
     def check_policy(self) -> None:
         policy, cache = self.config.policy, self.config.block_cache
@@ -295,6 +313,7 @@ class Sampler:
             )
 
     def run(self, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
+        """One answer for every row."""
         config, canvas = self.config, self.canvas
         guided = config.cfg_scale != 0
         real = torch.cat([self.real, self.real]) if guided else self.real
@@ -303,8 +322,16 @@ class Sampler:
             for token in config.cfg_keep_tokens:
                 keep |= canvas == token
             self.dropped = self.given & ~keep
-        passes = Passes(self.model, real)
+        passes = Passes(self.model, real, self.recorder())
         passes.times = 2 if guided else 1
+        try:
+            return self.fill(passes, on_block)
+        finally:
+            passes.release()
+
+    def fill(self, passes: Passes, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
+        """All blocks, one after the other."""
+        config, canvas = self.config, self.canvas
         cache = config.block_cache.new_state(passes)  # type: ignore[union-attr]
         memory = config.policy.new_memory(len(canvas))  # type: ignore[union-attr]
         revealed = torch.full_like(canvas, -1)
@@ -315,17 +342,18 @@ class Sampler:
             inside = slice(block.start, block.stop)
             first = self.hidden(canvas)[:, inside].sum(1)
             for step in range(block.steps):
-                now = self.hidden(canvas)[:, inside].sum(1)
+                hidden = self.hidden(canvas)
+                now = hidden[:, inside].sum(1)
                 if not now.any():
                     break
                 last = step == block.steps - 1
                 quota = now if last else SCHEDULES[config.schedule](now, first, step, block.steps).minimum(now)
-                new, probability = self.step(canvas, block, step, quota, cache, memory)
+                new, probability = self.step(canvas, hidden, block, step, quota, cache, memory)
                 at = new >= 0
                 canvas[:, inside] = torch.where(at, new, canvas[:, inside])
                 revealed[:, inside] = torch.where(at, block.index * block.steps + step, revealed[:, inside])
                 confidence[:, inside] = torch.where(at, probability.float(), confidence[:, inside])
-                bytes_kept = max(bytes_kept, cache.nbytes())
+            bytes_kept = max(bytes_kept, cache.nbytes())
             if on_block is not None:
                 on_block(canvas, block.stop)
             if config.stop_at_eos and self.ended(canvas[:, : block.stop]).any(1).all():
@@ -339,6 +367,14 @@ class Sampler:
         canvas[:, : self.prompt] = torch.where(kept, canvas[:, : self.prompt], inputs)
         return DiffusionOutput(canvas, revealed, confidence, dict(passes.counts), passes.tokens, bytes_kept)
 
+    def recorder(self) -> Any:
+        """What records passes of fixed shape; None where the device has nothing for it, or the model forbids it."""
+        recorder = recorder_for(self.canvas.device)
+        reason = "" if recorder is None else unrecordable(self.model)
+        if reason:
+            say(f"passes of the sampler are not recorded: {reason}")
+        return None if reason else recorder
+
     def hidden(self, canvas: Tensor) -> Bool[Tensor, "B L"]:
         return (canvas == self.mask_id) & self.real
 
@@ -346,29 +382,24 @@ class Sampler:
         """The EOS tokens of the answers."""
         if not self.eos:
             raise ValueError("stop_at_eos=True: the model names no EOS token; give eos_token_id")
-        ends = torch.isin(canvas, torch.tensor(self.eos, device=canvas.device))
+        ends = torch.isin(canvas, self.ends)
         return ends & ~self.given[:, : canvas.shape[1]] & self.real[:, : canvas.shape[1]]
 
     def step(
-        self, canvas: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
+        self, canvas: Tensor, hidden: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
     ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
         """The tokens that this step reveals, −1 elsewhere, and their probabilities."""
         config, policy, rows = self.config, self.config.policy, len(canvas)
         assert isinstance(policy, Policy)
-        hidden = self.hidden(canvas)
         guided = config.cfg_scale != 0
         if guided:
             free = canvas.masked_fill(self.dropped, self.mask_id)
             states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
-        place = torch.full_like(self.real, -1, dtype=torch.long).repeat(2 if guided else 1, 1)
-        number = torch.arange(columns.index.shape[1], device=canvas.device)
-        place.scatter_(1, columns.index, number.expand_as(columns.index))
-        place = place[:rows]  # where a column lies in `states`; guidance computes the same columns of both halves
-        at = place[:, block.predictors(canvas.device)]
-        computed = at >= 0
-        candidates = hidden[:, block.start : block.stop] & computed
+        # guidance computes the same columns of both halves
+        at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
+        candidates = hidden[:, block.start : block.stop] & (at >= 0)
         if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]
             candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
             quota = candidates.sum(1)
@@ -390,19 +421,19 @@ class Sampler:
             log_probs=log_probs,
             tokens=torch.zeros_like(at),
             probability=log_probs.new_zeros(at.shape),
-            hidden=states[torch.arange(rows, device=at.device)[:, None], at.clamp(min=0)],
+            hidden=states[torch.arange(rows, device=at.device)[:, None], at] if policy.whole_block else None,
             others=None,
             step=step,
             steps=block.steps,
             generators=self.generators,
         )
-        view.tokens[candidates] = found
-        view.probability[candidates] = log_probs.gather(1, found[:, None])[:, 0].exp()
+        view.tokens[row, column] = found
+        view.probability[row, column] = log_probs.gather(1, found[:, None])[:, 0].exp()
         if policy.beyond_block:
             outside = hidden.clone()
             outside[:, block.start : block.stop] = False
             predictor = (torch.arange(hidden.shape[1], device=at.device) - int(self.shift)).clamp(min=0)
-            other = place[:, predictor]
+            other = columns.places(predictor, canvas.shape[1])[:rows]
             where, there = (outside & (other >= 0)).nonzero(as_tuple=True)
             most = [
                 states_of(r, other[r, c]).log_softmax(-1).amax(-1).exp()  # not all of [M, V] at once
@@ -410,13 +441,14 @@ class Sampler:
             ]
             view.others = torch.cat(most), where
         probability = view.probability
+        held = None
         if config.suppress_eos == "confidence" and self.eos:
-            held = candidates & torch.isin(view.tokens, torch.tensor(self.eos, device=at.device))
+            held = candidates & torch.isin(view.tokens, self.ends)
             view.probability = probability.masked_fill(held, 0)
-        else:
-            held = torch.zeros_like(candidates)
         rank = policy.rank(view, memory)
-        rank = rank.masked_fill(held, torch.finfo(rank.dtype).min).masked_fill(~candidates, -torch.inf)
+        if held is not None:
+            rank = rank.masked_fill(held, torch.finfo(rank.dtype).min)
+        rank = rank.masked_fill(~candidates, -torch.inf)
         order = rank.argsort(dim=1, descending=True, stable=True)
         count = policy.count(view, order, quota).minimum(candidates.sum(1))
         chosen = torch.zeros_like(candidates)
@@ -429,11 +461,9 @@ class Sampler:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        """The mask token, and EOS where it is suppressed, have no probability."""
-        logits = without_token(logits, self.mask_id)
-        if self.config.suppress_eos == "logit":
-            for token in self.eos:
-                logits = without_token(logits, token)
+        """The mask token, and EOS where it is suppressed, have no probability. In place: the head made them for us."""
+        for token in (self.mask_id, *(self.eos if self.config.suppress_eos == "logit" else ())):
+            logits[:, token] = -torch.inf
         return logits
 
     def choose(self, logits: Float[Tensor, "N V"], row: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
@@ -448,6 +478,34 @@ class Sampler:
             for count, generator in zip(counts, self.generators, strict=True)
         ]
         return (logits - (-torch.cat(noise).clamp(min=1e-300).log()).log()).argmax(-1)
+
+
+def aligned(config: DiffusionGenerationConfig, prompt: int, begun: int, size: int) -> list[Block]:
+    """The blocks after a prompt of so many columns, whose last block has `begun` tokens, 0 if it is whole.
+
+    The first one is what that block lacks, and the last one may be short. Each has the steps of a whole block, but no
+    more than it has tokens.
+    """
+    stop, steps = prompt + config.max_new_tokens, config.blocks(prompt, 0, False)[0].steps
+    starts = [prompt, *range(prompt - begun + size, stop, size)]
+    spans = zip(starts, [*starts[1:], stop], strict=True)
+    return [Block(i, a, b, min(steps, b - a), False) for i, (a, b) in enumerate(spans)]
+
+
+def for_blocks(config: DiffusionGenerationConfig, size: int) -> DiffusionGenerationConfig:
+    """The config for a model of block diffusion, with the cache that is its own."""
+    from fathom.diffusion.block import Exact
+
+    if config.infill:
+        raise ValueError("infill=True: a block of this model sees no later ones; only masked diffusion fills holes")
+    if (config.block_length or config.max_new_tokens) != size:
+        raise ValueError(f"block_length={config.block_length!r}: the model fills blocks of {size}; give {size}")
+    if type(config.block_cache) not in (BlockCache, Exact):
+        raise ValueError(
+            f"block_cache={config.block_cache.name!r}: a model of block diffusion keeps earlier blocks exactly; leave "  # type: ignore[union-attr]
+            "it out"
+        )
+    return dataclasses.replace(config, block_cache=Exact())
 
 
 def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | None) -> Float[Tensor, "N V"]:

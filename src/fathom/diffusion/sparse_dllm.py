@@ -109,6 +109,18 @@ class Kept:
     real: Bool[Tensor, "R m"] | None
     columns: Int[Tensor, "R m"]
 
+    def alike(self, other: Kept) -> bool:
+        """Whether the other has the same shapes."""
+        return self.key.shape == other.key.shape and (self.real is None) == (other.real is None)
+
+    def copy_(self, other: Kept) -> None:
+        self.key.copy_(other.key)
+        self.value.copy_(other.value)
+        self.columns.copy_(other.columns)
+        if self.real is not None:
+            assert other.real is not None
+            self.real.copy_(other.real)
+
 
 class SparseState(BlockState):
     def __init__(self, method: SparseDLLM, passes: Any):
@@ -117,7 +129,6 @@ class SparseState(BlockState):
 
     def begin(self, block):
         self.block = block
-        self.layers = []
         extra = block.shift and self.method.first_step == "extra_query"
         self.first = block.first if extra else block.start
         device = self.passes.real.device
@@ -132,10 +143,9 @@ class SparseState(BlockState):
         if step < self.method.delay_steps:
             return self.passes.full(canvas)
         if step == self.method.delay_steps:
-            self.layers = []
             return self.passes.full(canvas, self.evict)
         columns = Columns.stretch(self.first, self.block.stop, len(canvas), canvas.device)
-        return self.passes.run(canvas, columns, self.read, "block"), columns
+        return self.passes.run(canvas, columns, self.read, "block", fixed=True), columns
 
     def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a step of the block reads."""
@@ -148,7 +158,7 @@ class SparseState(BlockState):
     def evict(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """A full pass, which sees all and keeps what scores highest."""
         ratio = self.method.ratio(layer, self.passes.model.config.num_hidden_layers)
-        scores = self.scores(query, key)
+        scores = self.scores(layer, query, key)
         if self.method.evict == "suffix":
             scores[:, : self.before] = torch.inf
             counts = [
@@ -167,17 +177,29 @@ class SparseState(BlockState):
         index = columns[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         room = self.block.stop - self.first
         kept_key, kept_value = (F.pad(x.gather(2, index), (0, 0, 0, room)) for x in (key, value))
-        self.layers.append(Kept(kept_key, kept_value, real, columns))
+        self.keep(layer, Kept(kept_key, kept_value, real, columns))
         return key, value, self.passes.mask
 
-    def scores(self, query: Float[Tensor, "R H L D"], key: Float[Tensor, "R G L D"]) -> Float[Tensor, "R n"]:
+    def keep(self, layer: int, new: Kept) -> None:
+        """In the place of what the layer kept of the block before, where it is as large."""
+        if layer == len(self.layers):
+            self.layers.append(new)
+        elif self.layers[layer].alike(new):
+            self.layers[layer].copy_(new)
+        else:
+            self.layers[layer] = new
+            self.passes.moved()
+
+    def scores(
+        self, layer: int, query: Float[Tensor, "R H L D"], key: Float[Tensor, "R G L D"]
+    ) -> Float[Tensor, "R n"]:
         """Ĩ of the tokens outside the block."""
         method, rows = self.method, len(query)
         distance = torch.where(self.outside < self.first, self.first - self.outside, self.outside - self.block.stop + 1)
         if method.score == "nearest":
             return -distance.to(torch.float32).repeat(rows, 1)
         if method.score == "random":  # every row of a batch as alone: counted from the block, not from the padding
-            generator = torch.Generator().manual_seed(method.seed + len(self.layers))
+            generator = torch.Generator().manual_seed(method.seed + layer)
             noise = torch.rand(self.passes.length, 2, generator=generator).to(query.device)
             return noise[distance - 1, (self.outside >= self.block.stop).long()].repeat(rows, 1)
         if method.score_dtype == "float32":

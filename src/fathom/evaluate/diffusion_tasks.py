@@ -18,6 +18,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
+from fathom.diffusion.base import own_blocks
 from fathom.diffusion.likelihood import bound
 
 DRAWS = 128
@@ -55,8 +56,10 @@ class DiffusionLM(HFLM):
         own = model.diffusion
         draws = 1 if size == 1 else DRAWS
         nats, _ = bound(model, ids, answer, draws, mask_token_id=own.mask_token_id, shift=own.shift)
-        written = model.generate(ids[:, :-size], max_new_tokens=size, block_length=None)
-        same = (written == ids).all(1)
+        blocks = own_blocks(model)
+        room = size if blocks is None else -(-size // blocks) * blocks
+        written = model.generate(ids[:, :-size], max_new_tokens=room, block_length=blocks)
+        same = (written[:, : ids.shape[1]] == ids).all(1)
         return [(-n, bool(s)) for n, s in zip(nats.tolist(), same.tolist(), strict=True)]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
@@ -67,16 +70,18 @@ class DiffusionLM(HFLM):
             options = normalize_gen_kwargs(options, self.max_gen_toks)
             until = handle_stop_sequences(options.pop("until", None), eos=ends)
             size = options.pop("max_gen_toks")
-            if size >= self.max_length:
+            own = own_blocks(self.model)
+            room = size if own is None else -(-size // own) * own  # whole blocks
+            if room >= self.max_length:
                 raise ValueError(f"max_gen_toks={size}: must be below the model's {self.max_length} positions")
-            ids = self.tok_encode(context)[-(self.max_length - size) :] or [self.prefix_token_id]
+            ids = self.tok_encode(context)[-(self.max_length - room) :] or [self.prefix_token_id]
             sampled = {name: options[name] for name in ("top_k", "top_p") if options.get(name)}
             out = self.model.generate(
-                torch.tensor([ids], device=self.device), max_new_tokens=size, block_length=math.gcd(BLOCK, size),
+                torch.tensor([ids], device=self.device), max_new_tokens=room, block_length=own or math.gcd(BLOCK, size),
                 temperature=options.get("temperature", 1.0) if options.get("do_sample") else 0.0,
                 stop_at_eos=self.model.config.eos_token_id is not None, **sampled,
             )  # fmt: skip
-            text = self.tok_decode(out[0, len(ids) :].tolist())
+            text = self.tok_decode(out[0, len(ids) :][:size].tolist())
             for stop in filter(None, until):
                 text = text.split(stop)[0]
             found.append(text)

@@ -50,7 +50,7 @@ class RevealMap(Picture):
 
     @classmethod
     def offered(cls, config) -> bool:
-        return (getattr(config, "diffusion", None) or {}).get("name", "none") != "none"
+        return (getattr(config, "diffusion", None) or {}).get("name", "none") == "masked"
 
     @classmethod
     def measure(cls, model, tokenizer, token_ids, window, batch_size=8) -> Self:

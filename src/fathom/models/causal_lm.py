@@ -134,6 +134,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would demand it as a second label
         scales, excluded = kwargs.pop("loss_scales", None), kwargs.pop("excluded_token", None)  # masked_diffusion.py
+        scored = kwargs.pop("scored_tokens", None)  # the head reads so many tokens of each row, from the first on
         if cache is not None and past_key_values is not None and past_key_values is not cache:
             raise ValueError("pass exactly one of cache and past_key_values: they are names of one argument")
         cache = past_key_values if cache is None else cache
@@ -167,6 +168,8 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
         stack.targets = targets
         out = self.depth(stack, embeddings, self.vocabulary())
+        if scored is not None:
+            out.hidden_states = out.hidden_states[:, :scored]
         if stack.hidden_states is not None:
             stack.hidden_states.append(out.hidden_states)
 

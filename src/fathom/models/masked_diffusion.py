@@ -1,6 +1,7 @@
 """`FathomForMaskedDiffusion`: the decoder as a masked diffusion language model, which fills hidden tokens of a row.
 
-Every token sees all of its row. A hidden token is written as the mask token, and the model says what it was.
+Every token sees all of its row, or with `diffusion: block` all of its block and of earlier ones. A hidden token is
+written as the mask token, and the model says what it was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
 from fathom.models.registry import build_options, lookup
 from fathom.ops.cross_entropy import IGNORE
+from fathom.ops.visibility import Blocks, TwoStreams, Visibility
 
 
 class FathomForMaskedDiffusion(FathomForCausalLM):
@@ -33,7 +35,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
     by `diffusion={"name": "masked", "mask_token_id": …, "shift": True}`.
     """
 
-    predicts = ("masked",)
+    predicts = ("masked", "block")
 
     def __init__(self, config: FathomConfig):
         super().__init__(config)
@@ -68,6 +70,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         inputs_embeds: Float[Tensor, "B T d"] | None = None,
         labels: Int[Tensor, "B T"] | None = None,
         loss_weights: Float[Tensor, "B T"] | None = None,
+        clean_ids: Int[Tensor, "B T"] | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
@@ -78,6 +81,8 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
             token 0, which no token precedes, is left out.
         loss_weights: factor of every label's loss. The loss is Σ weight · (−log p) / number of labels, or divided by
             `num_items_in_batch`.
+        clean_ids: of block diffusion, the row without hidden tokens: a block of `input_ids` sees earlier blocks as they
+            stand here, so that all blocks are predicted in one pass. Rows may be padded on the right alone.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise ValueError(
@@ -85,6 +90,11 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
                 "generate() takes a block_cache"
             )
         kwargs.update(use_cache=False, return_dict=True)
+        if clean_ids is not None:
+            input_ids, attention_mask, position_ids, kwargs["visibility"] = self.two_streams(
+                input_ids, clean_ids, attention_mask, position_ids
+            )
+            kwargs["scored_tokens"] = clean_ids.shape[1]
         if labels is not None:
             shift = self.diffusion.shift
             kwargs["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift else labels
@@ -99,6 +109,44 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
                 out.logits = torch.cat([out.logits[:, :1], out.logits[:, :-1]], dim=1)
             out.logits = slice_positions(out.logits, logits_to_keep)
         return out
+
+    def bind_stack(
+        self,
+        embeddings: Float[Tensor, "B T d"],
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B T"] | None,
+        cache: Any,
+        layer_kwargs: dict[str, Any],
+        visibility: Visibility | None = None,
+    ) -> Any:
+        """As of FathomForCausalLM; tokens of a model of block diffusion see their block and earlier ones."""
+        if visibility is None and self.config.diffusion["name"] == "block":
+            visibility = Blocks(self.diffusion.block_length)
+        return super().bind_stack(embeddings, attention_mask, position_ids, cache, layer_kwargs, visibility)
+
+    def two_streams(
+        self,
+        noisy: Any,
+        clean: Int[Tensor, "B T"],
+        attention_mask: Int[Tensor, "B T"] | None,
+        position_ids: Int[Tensor, "B T"] | None,
+    ) -> tuple[Int[Tensor, "B 2T"], Int[Tensor, "B 2T"], Int[Tensor, "B 2T"], TwoStreams]:
+        """[noisy | clean]: ids, mask, positions, which are the same in both copies, and who sees whom."""
+        if self.config.diffusion["name"] != "block":
+            raise ValueError("clean_ids: tokens of diffusion='masked' see all of their row; leave it out")
+        if noisy is None or noisy.shape != clean.shape:
+            raise ValueError(f"clean_ids of shape {list(clean.shape)}: must be that of input_ids, which hold the masks")
+        length = clean.shape[1]
+        if attention_mask is None:
+            if position_ids is not None:
+                raise ValueError("position_ids with clean_ids: packed documents are not kept apart; use rows of one")
+            attention_mask = torch.ones_like(clean)
+        elif attention_mask.shape != clean.shape or not bool(attention_mask[:, 0].all()):
+            raise ValueError("attention_mask with clean_ids: must be [rows, tokens], with padding on the right alone")
+        if position_ids is None:
+            position_ids = torch.arange(length, device=clean.device).expand_as(clean)
+        both = [torch.cat([x, x], dim=1) for x in (attention_mask, position_ids)]
+        return torch.cat([noisy, clean], dim=1), both[0], both[1], TwoStreams(self.diffusion.block_length, length)
 
     @torch.no_grad()
     def generate(  # type: ignore[override]

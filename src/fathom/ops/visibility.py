@@ -4,6 +4,7 @@
     bidirectional   every key                                     encoders, masked diffusion
     blocks          ⌊key/n⌋ ≤ ⌊query/n⌋                           all tokens of a block and of earlier ones
     prefix          key ≤ query or key < p                        the first p tokens see each other
+    two streams     [noisy | clean]                               training of block diffusion (`TwoStreams`)
 
 Queries and keys are numbers of tokens in their row, counted from its first real one. Where tokens have several slots
 (`models/slots.py`), they are numbers of slots; where each token stops at its own step (`models/steps/stack.py`), all
@@ -99,6 +100,31 @@ class Prefix(Visibility):
     def mean_keys(self, length):
         first = min(self.length, length)
         return (length * (length + 1) / 2 + first * (first - 1) / 2) / length
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStreams(Visibility):
+    """Tokens 0 … length − 1 are a noisy copy of the clean tokens length … 2 · length − 1. A noisy token sees its own
+    block of `size` there and the earlier blocks of the clean copy; a clean one its block and earlier ones, clean."""
+
+    size: int
+    length: int
+
+    def __post_init__(self):
+        if self.size < 1 or self.length < 1:
+            raise ValueError(f"TwoStreams(size={self.size}, length={self.length}): both must be at least 1")
+
+    def __call__(self, query, key):
+        noisy, of_noisy = query < self.length, key < self.length
+        own, other = query % self.length // self.size, key % self.length // self.size
+        return (
+            (noisy & of_noisy & (own == other))
+            | (noisy & ~of_noisy & (other < own))
+            | (~noisy & ~of_noisy & (other <= own))
+        )
+
+    def mean_keys(self, length):
+        return Blocks(self.size).mean_keys(length / 2)  # of either copy: a noisy block stands in for the clean one
 
 
 CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()

@@ -6,7 +6,8 @@
 with w = 1/p (LLaDA, arXiv 2502.09992), or MDLM's noise (arXiv 2406.07524): p = (1 − ε) t, w = 1/t. The first token of a
 row is context, as for an autoregressive model, and never hidden. Held-out text is scored by the Monte Carlo bound
 (fathom.diffusion.likelihood), never by the training loss. A method with `diffusion: {name: none}` is the autoregressive
-twin, on the same rows: its score is exact.
+twin, on the same rows: its score is exact. One with `diffusion: {name: block}` learns block diffusion (BD3-LM, arXiv
+2503.09573): a block is predicted from itself and from earlier ones as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import AutoConfig, TrainerCallback
 from fathom.cost import forward_flops_per_token
 from fathom.data import DataConfig, PreparedData, collate, prepare
 from fathom.data.packing import IGNORED
-from fathom.diffusion.base import check_option
+from fathom.diffusion.base import check_option, own_blocks
 from fathom.diffusion.likelihood import bound
 from fathom.evaluate.text import bits_per_byte
 from fathom.models.causal_lm import FathomForCausalLM
@@ -70,6 +71,9 @@ class MaskedDiffusion(Task):
     ema: decay of the running mean of the weights, which the trained model has instead of the last ones; 0: the last.
     anneal: share of the training in whose course later tokens come into sight, each with a probability that grows from
         0 to 1 (DiffuLLaMA, arXiv 2410.17891), for models adapted from autoregressive ones; 0: at once.
+    block_length: of methods with `diffusion: block` that do not say their own.
+    t_granularity: "sequence": one t a row (SDAR), so that masked and block diffusion learn from the same noise;
+        "block": one for each `block_length` tokens (BD3-LM), which masked diffusion has no bound for.
     draws: forward passes a row of the held-out bound.
     prompt_field, answer_field: fields of rows of prompt and answer; None reads running text. The prompt is never
         hidden; the EOS tokens that pad a row are, and are learned, which teaches the model to stop.
@@ -85,6 +89,8 @@ class MaskedDiffusion(Task):
     subs: bool = False
     ema: float = 0.0
     anneal: float = 0.0
+    block_length: int = 4
+    t_granularity: str = "sequence"
     draws: int = 8
     prompt_field: str | None = None
     answer_field: str | None = None
@@ -120,6 +126,8 @@ class MaskedDiffusion(Task):
         check_option(where, "anneal", self.anneal, 0 <= self.anneal <= 1, "between 0 and 1")
         check_option(where, "ema", self.ema, 0 <= self.ema < 1, "at least 0 and below 1")
         check_range(where, "draws", self.draws, 1)
+        check_range(where, "block_length", self.block_length, 1)
+        check_choice(where, "t_granularity", self.t_granularity, ("sequence", "block"))
         both = (self.prompt_field is None) == (self.answer_field is None)
         check_option(where, "answer_field", self.answer_field, both, "given if and only if prompt_field is")
 
@@ -158,6 +166,20 @@ class MaskedDiffusion(Task):
             token = with_mask(tokenizer).mask_token_id if tokenizer is not None else fields["vocab_size"]
             if fields.get("vocab_size") == token:  # counted without it
                 fields["vocab_size"] += 1
+        if section["name"] == "block":
+            section = {"block_length": self.block_length, **section}
+        if self.t_granularity == "block" and section["name"] == "masked":
+            raise ValueError(
+                "t_granularity='block' with diffusion='masked': its bound has one t a row; use 'sequence', or "
+                "diffusion: block"
+            )
+        if self.t_granularity == "block" and section.get("block_length", self.block_length) != self.block_length:
+            raise ValueError(
+                f"block_length={self.block_length} with diffusion={section}: the noise has a t for each block; give "
+                "both the same"
+            )
+        if self.anneal and section["name"] == "block":
+            raise ValueError(f"anneal={self.anneal} with diffusion='block': earlier blocks are seen at once; use 0")
         if section["name"] != "none":
             return {**fields, "diffusion": {**section, "mask_token_id": token}}
         if self.denominator != "token":
@@ -216,15 +238,28 @@ class MaskedDiffusion(Task):
         if self.rows is None and torch.rand((), generator=of_batch) < self.random_length:
             length = int(torch.randint(2, len(places) + 1, (), generator=of_batch))
             batch = {name: x[:, :length] if x.ndim > 1 else x for name, x in batch.items()}  # `domains`: one a row
-        t = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in generators])
+        length = batch["labels"].shape[1]
+        size = self.block_length if self.t_granularity == "block" else length
+        count = -(-length // size)  # of t in a row
+        t = torch.stack([torch.rand(count, dtype=torch.float64, generator=g) for g in generators])
         if self.antithetic:
             starts = [torch.Generator().manual_seed(mixed(int(seed), -1)) for seed, _ in draws]
             numbers = torch.tensor([int(number) for _, number in draws], dtype=torch.float64)
-            t = (torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in starts]) + numbers * GOLDEN) % 1
-        return self.hide(batch, t, generators)
+            numbers = numbers[:, None] * count + torch.arange(count)
+            start = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in starts])
+            t = (start[:, None] + numbers * GOLDEN) % 1
+        return self.hide(batch, t.repeat_interleave(size, dim=1)[:, :length], generators)
 
     def hide(
-        self, batch: dict[str, Tensor], t: Float[Tensor, " B"], generators: Sequence[torch.Generator]
+        self,
+        batch: dict[str, Tensor],
+        t: Float[
+            Tensor,
+            (
+                B  # T
+            ),
+        ],
+        generators: Sequence[torch.Generator],
     ) -> dict[str, Tensor]:
         """The batch with its tokens hidden, −1 for the mask token, and the weights of the losses."""
         may = batch["labels"] != IGNORED
@@ -235,8 +270,8 @@ class MaskedDiffusion(Task):
             p = (1 - self.eps) * t + self.eps
             w = 1 / p
         noise = torch.stack([torch.rand(may.shape[1], dtype=torch.float64, generator=g) for g in generators])
-        hidden = (noise < p[:, None]) & may
-        weights = w[:, None].expand(hidden.shape)
+        hidden = (noise < p) & may
+        weights = w.expand(hidden.shape)
         if self.weight == "uniform":
             weights = torch.ones_like(weights)
         elif self.weight == "cart":
@@ -267,6 +302,8 @@ class MaskedDiffusion(Task):
         if "loss_weights" in batch:
             if self.subs:
                 batch["excluded_token"] = own.mask_token_id
+            if own_blocks(unwrapped):
+                batch["clean_ids"] = torch.where(ids == -1, batch["labels"], ids)
             ids = ids.masked_fill(ids == -1, own.mask_token_id)
             sight = getattr(unwrapped, "sight", 1.0)
             if sight < 1:
@@ -314,10 +351,11 @@ class MaskedDiffusion(Task):
             texts = [str(data.tokenizer.decode(ids)) for ids in prompts]
             return [Sample(text, continuation(model, data.tokenizer, text, room)) for text in texts]
         for ids in prompts:
-            length = min(SAMPLE_TOKENS, room - len(ids)) // BLOCK * BLOCK
+            size = own_blocks(model) or BLOCK
+            length = min(SAMPLE_TOKENS, room - len(ids)) // size * size
             if length > 0:
                 out = model.generate(
-                    torch.tensor([ids], device=model.device), max_new_tokens=length, block_length=BLOCK,
+                    torch.tensor([ids], device=model.device), max_new_tokens=length, block_length=size,
                     temperature=SAMPLE_TEMPERATURE, stop_at_eos=self.rows is not None,
                 )  # fmt: skip
                 text = [data.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, out[0, len(ids) :])]

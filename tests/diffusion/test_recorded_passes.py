@@ -1,0 +1,142 @@
+"""Passes of the sampler that are recorded and replayed, on a CPU with the double of CUDA graphs in recording.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from test_diffusion_invariants import CACHES, OFFICIAL, ids, model, run
+
+from fathom.decoding import switch
+from fathom.decoding.graphs import recorder_for
+from fathom.diffusion import SparseDLLM, passes, sampling
+from fathom.diffusion.recorded import Recorded
+from fathom.diffusion.sparse_dllm import SparseState
+from fathom.ops import kernels
+from recording import Double
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Double:
+    double = Double()
+    monkeypatch.setattr(sampling, "recorder_for", lambda device: double if switch.GRAPHS else None)
+    monkeypatch.setattr(kernels, "TRITON", False)  # the double sees PyTorch's operations alone
+    return double
+
+
+def both(monkeypatch, tested, policy, cache, **options):
+    """Recorded, and kernel by kernel."""
+    outs = []
+    for graphs in (True, False):
+        monkeypatch.setattr(switch, "GRAPHS", graphs)
+        prompts, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long)
+        mask[1, :3] = 0
+        outs.append(run(tested, prompts, policy, cache, mask, seed=[5, 6], **options))
+    recorded, plain = outs
+    assert torch.equal(recorded.sequences, plain.sequences) and torch.equal(recorded.revealed, plain.revealed)
+    assert torch.equal(recorded.confidence, plain.confidence)
+    assert (recorded.nfe, recorded.columns, recorded.cache_bytes) == (plain.nfe, plain.columns, plain.cache_bytes)
+    return recorded
+
+
+# Recordings of two blocks: one of a kind, or one a block where a block's pass has another shape.
+RECORDINGS = {"none": 1, "prefix": 2, "dual": 1, "dkv_cache": 0, "dllm_cache": 0, "sparse_dllm": 1}
+
+
+@pytest.mark.parametrize(
+    ("cache", "shift"),  # the column before a block, and the official first step, are of shifted models
+    [*((cache, False) for cache in CACHES), (("dual", {}), True), (CACHES[-1], True), (OFFICIAL, True)],
+    ids=str,
+)
+def test_replayed_passes_give_what_passes_give(double, monkeypatch, cache, shift):
+    """Tokens, steps and probabilities to the bit, with padding."""
+    both(monkeypatch, model("qwen2", shift), ("low_confidence", {}), cache, steps=12)
+    assert double.recordings == RECORDINGS[cache[0]]
+
+
+@pytest.mark.parametrize("policy", [("fourier_sampler", {}), ("threshold", {"threshold": 0.03})], ids=lambda p: p[0])
+def test_policies_and_guidance_on_replayed_passes(double, monkeypatch, policy):
+    both(monkeypatch, model(), policy, ("dual", {}), cfg_scale=1.5, steps=12)
+    assert double.recordings == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"depth": {"name": "loop", "passes": 2}},
+        {"mixer": {"name": "depth_attention"}},
+        {"residual": {"name": "attnres"}},
+    ],
+    ids=str,
+)
+def test_models_that_run_their_stack_in_another_way_are_recorded(double, monkeypatch, fields):
+    both(monkeypatch, model(**fields), ("low_confidence", {}), ("sparse_dllm", {}), steps=12)
+    assert double.recordings == 1
+
+
+def test_kept_sets_of_other_sizes_are_recorded_again(double, monkeypatch):
+    """With `evict` "suffix" every block keeps more."""
+    both(monkeypatch, model(), ("low_confidence", {}), ("sparse_dllm", {"evict": "suffix"}), steps=12)
+    assert double.recordings == 2
+
+
+def test_what_cannot_be_recorded_runs_kernel_by_kernel(double, monkeypatch, caplog):
+    tested = model()
+    alone = run(tested, ids(2, 6), ("low_confidence", {}), ("dual", {}))
+    handle = tested.model.layers[0].register_forward_hook(lambda *_: None)
+    with caplog.at_level("DEBUG", "fathom.decoding"):
+        run(tested, ids(2, 6), ("low_confidence", {}), ("dual", {}))
+    handle.remove()
+    assert "passes of the sampler are not recorded: model.layers.0 has forward hooks" in caplog.text
+    assert recorder_for(torch.device("cpu")) is None
+
+    def record(function):
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    before = double.recordings
+    monkeypatch.setattr(double, "record", record)
+    out = run(tested, ids(2, 6), ("low_confidence", {}), ("dual", {}))
+    assert torch.equal(out.sequences, alone.sequences) and double.recordings == before
+    assert caplog.text.count("could not be recorded, and runs kernel by kernel: tried to allocate 3 GiB") == 1
+
+
+def test_recordings_and_kept_states_are_free_when_the_call_ends(double, monkeypatch):
+    """By reference counts alone: memory is back at once, and no graph dies while another one is recorded."""
+    kept = []
+
+    def stop(canvas, column):
+        raise KeyError("stop")
+
+    class Watched(Recorded):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    class Kept(SparseState):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(passes, "Recorded", Watched)
+    monkeypatch.setattr(SparseDLLM, "new_state", lambda self, runs: Kept(self, runs))
+    gc.collect()
+    gc.disable()
+    try:
+        run(model(), ids(2, 6), ("low_confidence", {}), ("sparse_dllm", {"delay_steps": 0}))
+        assert len(kept) == 2 and [one() for one in kept] == [None, None] and double.recordings == 1
+        with pytest.raises(KeyError, match="stop"):  # its frames are alive, the recording is not
+            model().generate(ids(2, 6), max_new_tokens=12, block_length=6, block_cache=SparseDLLM(), on_block=stop)
+        assert len(kept) == 4 and kept[3]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pass_after_the_warm_one_reads_no_value(double):
+    """Full passes without a cache: one is run, one recorded, and all but the first are replays."""
+    model().generate(ids(2, 6), max_new_tokens=6, block_length=6, steps=6)
+    operations = double.operations
+    assert double.recordings == 1 and operations
+    model().generate(ids(2, 6), max_new_tokens=6, block_length=6, steps=3)
+    assert double.operations - operations == operations * 2 // 5
