@@ -35,7 +35,7 @@ from fathom.tables.source import Source, answer_text, query_of
 from fathom.tables.suites import FilledDatabase
 
 FILLED = 5  # databases that a query must be right on
-WARM, TIMED = 40, 30  # steps of warm-up, and those after which it is known how many fit
+WARM, TIMED = 40, 30  # steps of warm-up, and after how many it is asked again how many more fit
 
 
 class AfterPrompt(LogitsProcessor):
@@ -243,10 +243,9 @@ def main() -> None:
             step += 1
             if step == TIMED // 2:
                 timed = time.time()
-            if step == TIMED and args.fit_until:
-                each = (time.time() - timed) / (TIMED - TIMED // 2)
-                steps = min(steps, step + max(1, int(0.92 * (args.fit_until - time.time()) / each)))
-                print(f"{each:.3f} s a step: {steps} steps", flush=True)
+            if step % TIMED == 0 and args.fit_until:
+                each = (time.time() - timed) / (step - TIMED // 2)
+                steps = min(args.steps, step + max(1, int((args.fit_until - time.time()) / each)))
             if step % 25 == 0 or step == steps:
                 found["losses"].append([step, *losses, round(time.time() - began, 1)])
                 found["steps"] = step
