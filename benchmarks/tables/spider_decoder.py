@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
@@ -195,6 +196,25 @@ def score(found: dict[str, Any], asked: list[Question], databases: Databases) ->
             }
 
 
+PAIRS = (("rasat", "none"), ("none picard", "none"), ("rasat picard", "rasat"), ("rasat picard", "none picard"))
+
+
+def gaps(answers: dict[str, Any], draws: int = 2000) -> list[dict[str, Any]]:
+    """Differences of the scores, with 95 % intervals of a bootstrap over the questions."""
+    found = []
+    for one, other in PAIRS:
+        if one in answers and other in answers:
+            row: dict[str, Any] = {"contestant": one, "against": other}
+            for name in ("exact", "execution"):
+                ours, theirs = (np.array([int(c) for c in answers[who][f"{name}_of"]]) for who in (one, other))
+                gap, draw = ours - theirs, np.random.default_rng(0)
+                means = [gap[draw.integers(len(gap), size=len(gap))].mean() for _ in range(draws)]
+                row[name] = [round(float(v), 4) for v in (gap.mean(), *np.percentile(means, [2.5, 97.5]))]
+                row[f"{name}_won_lost"] = [int((gap > 0).sum()), int((gap < 0).sum())]
+            found.append(row)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -225,9 +245,11 @@ def main() -> None:
         if args.score:
             found = json.loads(args.output.read_text("utf-8"))
             score(found, asked, databases)
+            found["differences"] = gaps(found["answers"])
             keep()
             for name, said in found["answers"].items():
                 print(name, {k: round(said[k], 4) for k in ("exact", "execution", "runs")})
+            print(*found["differences"], sep="\n")
             return
         device, began = "cuda" if torch.cuda.is_available() else "cpu", time.time()
         torch.manual_seed(args.seed)
