@@ -168,6 +168,7 @@ def main() -> None:
 
     adapted = copy.deepcopy(models["plain"])
     models["adapter"] = inject_adapter_in_model(KnowledgeAdapterConfig(), adapted)
+    models["adapter"].requires_grad_(True)  # as plain's: autocast keeps no copies of frozen weights between steps
     rows = measured({name: write(name, batch, num_beams=1) for name in models}, 3, cuda, warm=1)
     ratios = {f"{name}_over_plain": over(rows, name, "plain") for name in ("rasat", "adapter")}
     keep("greedy", rows, **ratios)

@@ -87,7 +87,10 @@ class Learner:
 
     def __init__(self, name: str, args: argparse.Namespace, device: str):
         self.name, self.device = name, device
-        self.model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).train()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.model.to(device).train()
         self.related = relate(self.model, {"name": name, "init": "zero"}) if name != "none" else None
         self.options = self.related.options if self.related else None
         tables = [p for name, p in self.model.named_parameters() if name.startswith("relations.")]
@@ -263,6 +266,8 @@ def main() -> None:
             rows = next(drawn)
             losses = [float(learner.step(rows, pad, rate(step, steps))) for learner in learners]
             step += 1
+            if not all(map(math.isfinite, losses)):
+                raise FloatingPointError(f"step {step}: losses {losses} of {args.relations}; use a lower --lr")
             if step == TIMED // 2:
                 timed = time.time()
             if step % TIMED == 0 and args.fit_until:
