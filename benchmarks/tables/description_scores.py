@@ -35,7 +35,7 @@ PAIRS = [  # (what it adds, contestant, compared with)
     ("planner beside adapter", "planner_adapter", "adapter"), ("PromptMize", "planner_adapter", "plain"),
     ("the reference's plan", "oracle_plan", "plain"), ("corpus into the host", "corpus_host", "plain"),
     ("adapter, not host", "adapter", "corpus_host"), ("prefix-tuning", "prefix_tuning", "plain"),
-    ("trained selector", "prototypes_trained", "prototypes"),
+    ("trained selector", "prototypes_trained", "prototypes"), ("training at all", "plain", "nearest"),
     ("highlights", "full-none", "neither"), ("highlights, with the body", "body-none", "neither"),
     ("the body", "body-none", "full-none"), ("highlights beside background", "full-tfidf", "nohighlight-tfidf"),
     *((f"background by {name}", f"full-{name}", "full-none")

@@ -13,7 +13,8 @@ tables have the highest BLEU. Prototypes come in BM25's order; "prototypes_train
 adapter is trained once for a seed, on the corpus's sentences that the few tables find, or the first hundred of them;
 the planner once for a size and seed.
 "corpus_host" is the adapter's control: the whole host learns for as many steps from the same sentences, and then from
-the pairs. OUT gets one file a run, with its texts; a run that is there is not run again.
+the pairs. "nearest" trains nothing and says the first prototype. OUT gets one file a run, with its texts; a run that is
+there is not run again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ CONTESTANTS = {
     "corpus_host": TablePlain(),
     "prototypes_trained": P2G(),
     "prefix_tuning": PromptMize(adapter=False, planner="free_prefix", trains="prefix"),
+    "nearest": P2G(prototypes=1),
 }
 CHECKS, SELECTION = 3, 100  # how often a run is looked at, and on how many development tables
 KNOWLEDGE_TABLES = 100
@@ -90,15 +92,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", default="50,100,200,500")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=240, help="of the adapter and of the generator")
+    parser.add_argument("--steps", type=int, default=240, help="of the generator")
+    parser.add_argument("--knowledge-steps", type=int, default=480, help="of the adapter, or of the host in its place")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--test", type=int, default=630, help="held-out tables, from the first on")
-    parser.add_argument("--batch", type=int, default=210, help="tables that are described at once")
+    parser.add_argument("--batch", type=int, default=315, help="tables that are described at once")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--later", help="contestants of the sizes after the first; all of them without")
     parser.add_argument("--until", type=float, default=float("inf"), help="unix time; no run begins that would pass it")
+    parser.add_argument("--expect", type=float, default=0.0, help="seconds of a run, before one was timed")
     asked = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +114,7 @@ def main() -> None:
     corpus = (row["text"] for row in lines_of(asked.data / "corpus.jsonl"))
     candidates = Candidates([text for text in corpus if tuple(words(text)) not in barred])
     train_rows = rows_of(asked.data / "train.jsonl")
-    longest = 0.0
+    longest = asked.expect
     for number, size in enumerate(map(int, asked.sizes.split(","))):
         names = asked.later if number and asked.later else asked.contestants
         for seed in map(int, asked.seeds.split(",")):
@@ -167,6 +171,8 @@ class Shared:
     def run(self, name: str, held_out: list[Row]) -> dict[str, Any] | None:
         method = CONTESTANTS[name]
         found: dict[str, Any] = {}
+        if name == "nearest":
+            return {"texts": [self.candidates.find(row.slots, 1)[0] for row in held_out]}
         causal = getattr(AutoConfig.from_pretrained(self.base), "is_encoder_decoder", False) is False
         if causal and method.prefixes:  # a decoder's prefix is peft's
             return self._peft_prefix(held_out)
@@ -188,14 +194,17 @@ class Shared:
             own = {name: p for name, p in generator.model.named_parameters() if "knowledge_adapter" in name}
             key = (min(len(self.few), KNOWLEDGE_TABLES), self.stage.seed)
             if key not in self.adapters:
-                how = Stage(self.asked.steps, 8, 1e-3, schedule="constant", optimizer="adafactor", seed=self.stage.seed)
+                how = Stage(
+                    self.asked.knowledge_steps, 8, 1e-3, schedule="constant", optimizer="adafactor", seed=stage.seed
+                )
                 losses = ends(self._knowledge(generator, how, "knowledge"))
                 self.adapters[key] = ({name: p.detach().clone() for name, p in own.items()}, losses)
             weights, found["adapter_losses"] = self.adapters[key]
             for name, p in own.items():
                 p.data.copy_(weights[name])
         if name == "corpus_host":
-            found["corpus_losses"] = ends(self._knowledge(generator, self.stage, "host"))
+            how = dataclasses.replace(stage, steps=self.asked.knowledge_steps)
+            found["corpus_losses"] = ends(self._knowledge(generator, how, "host"))
         return found | self._fit(generator, stage, method, held_out)
 
     def _knowledge(self, generator: TableGenerator, how: Stage, part: str) -> list[float]:

@@ -1,15 +1,17 @@
-"""What relations and PICARD cost a T5: training steps, greedy decoding, beams under PICARD; ratios in one process.
+"""What relations, adapters and PICARD cost a T5: training steps, greedy decoding, beams; ratios in one process.
 
     python benchmarks/tables/speed.py OUT.json            one GPU: T5-base's shape, B 16, source 512, target 64, bf16
     python benchmarks/tables/speed.py OUT.json --tiny     CPU
 
 Weights are random. Each time is the median of repeats that take turns between the models. Layers are compiled one by
-one. PICARD reads a right query of 60 tokens that the logits are bent to, so that every check has a query to read.
+one, but for the first of encoder and decoder, which holds the position bias. PICARD reads a right query of 60 tokens
+that the logits are bent to, so that every check has a query to read.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import sqlite3
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import inject_adapter_in_model
 from transformers import LogitsProcessor
 
 from fathom.data.tokenizer import train_bpe
@@ -29,6 +32,7 @@ from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
 from fathom.tables.database import Database
 from fathom.tables.picard import Picard
 from fathom.tables.source import answer_text
+from fathom.tables.text.adapter import KnowledgeAdapterConfig
 
 BASE = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}
 TINY = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
@@ -79,7 +83,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=50.0, help="after which no further part begins")
+    parser.add_argument("--until", type=float, default=float("inf"), help="unix time that no part should pass")
     args = parser.parse_args()
     began = time.perf_counter()
     cuda = torch.cuda.is_available() and not args.tiny
@@ -94,7 +98,8 @@ def main() -> None:
         config = FathomT5Config(
             **shape, vocab_size=32_128, relations={"name": relations}, dropout_rate=0.0, decoder_start_token_id=0
         )
-        models[name] = FathomT5ForConditionalGeneration._from_config(config, attn_implementation=backend).to(device)
+        with torch.device(device):
+            models[name] = FathomT5ForConditionalGeneration._from_config(config, attn_implementation=backend)
     optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-5, fused=cuda) for name, m in models.items()}
     words = torch.randint(2, 30_000, (batch, source), generator=generator).to(device)
     inputs: dict[str, Any] = {"input_ids": words, "attention_mask": torch.ones_like(words)}
@@ -114,7 +119,7 @@ def main() -> None:
     def step(name: str) -> Callable[[], None]:
         def run() -> None:
             with torch.autocast(device, torch.bfloat16):
-                loss = models[name](**given(name), labels=labels).loss
+                loss = models[name](**given(name), labels=labels, use_cache=False).loss
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
@@ -136,12 +141,41 @@ def main() -> None:
         args.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
         print(name, json.dumps(found[name]), flush=True)
 
+    def late(needs: float) -> bool:
+        """Whether a part of so many seconds would pass the time."""
+        return time.time() + needs > args.until
+
+    def compile_and_step() -> None:
+        compiled = time.perf_counter()
+        blocks = {name: [*model.encoder.block[1:], *model.decoder.block[1:]] for name, model in models.items()}
+        for some in blocks.values():
+            for block in some:
+                block.compile()
+        for name in models:
+            step(name)()
+        compiled = time.perf_counter() - compiled
+        rows = measured({name: step(name) for name in models}, args.repeats, cuda)
+        keep("step_compiled", rows, over_plain=over(rows, "rasat", "plain"), compiling_s=round(compiled, 1))
+        for some in blocks.values():
+            for block in some:
+                block._compiled_call_impl = None  # generate() below is eager again
+
     rows = measured({name: step(name) for name in models}, args.repeats, cuda)
     keep("step_eager", rows, over_plain=over(rows, "rasat", "plain"), over_sdpa=over(rows, "rasat", "plain_sdpa"))
     del models["plain_sdpa"], optimizers["plain_sdpa"]
+    if late(15):
+        return
 
-    rows = measured({name: write(name, batch, num_beams=1) for name in models}, 2, cuda, warm=1)
-    keep("greedy", rows, over_plain=over(rows, "rasat", "plain"))
+    adapted = copy.deepcopy(models["plain"])
+    models["adapter"] = inject_adapter_in_model(KnowledgeAdapterConfig(), adapted)
+    models["adapter"].requires_grad_(True)  # as plain's: autocast keeps no copies of frozen weights between steps
+    rows = measured({name: write(name, batch, num_beams=1) for name in models}, 3, cuda, warm=1)
+    ratios = {f"{name}_over_plain": over(rows, name, "plain") for name in ("rasat", "adapter")}
+    keep("greedy", rows, **ratios)
+    del models["adapter"], adapted
+
+    if not late(50):
+        compile_and_step()
 
     text = answer_text(QUERY, "concert")
     tokenizer = train_bpe([text] * 4 + [QUERY, "what are the names of singers with a song that sold well ?"] * 3, 330)
@@ -175,21 +209,12 @@ def main() -> None:
         return run
 
     for rows_, width in ((1, 4), (batch, 1)):
+        if late(12):
+            return
         forms = {"free": beams(False, rows_, width), "picard": beams(True, rows_, width)}
         rows = measured(forms, 2, cuda, warm=1)
         keep(f"picard_{rows_}x{width}", rows, over_free=over(rows, "picard", "free"), tokens=len(answer),
              checks=checks[f"{rows_} x {width}"])  # fmt: skip
-
-    if time.perf_counter() - began < args.seconds:
-        compiled = time.perf_counter()
-        for model in models.values():
-            for block in [*model.encoder.block, *model.decoder.block]:
-                block.compile()
-        for name in models:
-            step(name)()
-        compiled = time.perf_counter() - compiled
-        rows = measured({name: step(name) for name in models}, args.repeats, cuda)
-        keep("step_compiled", rows, over_plain=over(rows, "rasat", "plain"), compiling_s=round(compiled, 1))
 
 
 if __name__ == "__main__":

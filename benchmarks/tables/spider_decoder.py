@@ -1,32 +1,42 @@
 """Spider by a pretrained decoder, with RASAT's relations in its prompt and without.
 
-    python benchmarks/tables/spider_decoder.py SMOLLM2 text2sql OUT.json --relations rasat --seed 0
+    python benchmarks/tables/spider_decoder.py SMOLLM2 text2sql OUT.json [--seed 0] [--fit-until UNIX_TIME]
+    python benchmarks/tables/spider_decoder.py SMOLLM2 text2sql OUT.json --score
 
 SMOLLM2: a folder of a causal model of transformers. text2sql: the folder that has spider/train_spider.jsonl.xz,
 spider/dev.jsonl.xz and spider/tables.json.xz. The model learns `database | query` after the question and the schema,
-then answers the dev set greedily, freely and under PICARD; scores are exact set match. Tables start from zero, so that
-both models begin as the same one. OUT says of every question whether it was right.
+then answers the dev set greedily, freely and under PICARD. Tables start from zero, so that both models begin as one;
+they learn from the same batches in turn. Scores are exact set match, and execution: the right query's rows on five
+databases filled with made-up rows, as the real ones are not at hand. --score puts them into OUT, question by question.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import lzma
+import math
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from fathom.tables.other_hosts import relate
 from fathom.tables.picard import Picard
 from fathom.tables.questions import Databases, Question, verdict
 from fathom.tables.source import Source, answer_text, query_of
+from fathom.tables.suites import FilledDatabase
+
+FILLED = 5  # databases that a query must be right on
+WARM, TIMED = 40, 30  # steps of warm-up, and after how many it is asked again how many more fit
 
 
 class AfterPrompt(LogitsProcessor):
@@ -72,109 +82,212 @@ def batch(rows: list[Any], options: Any, pad: int, answers: bool, device: str) -
     return {name: value.to(device) for name, value in found.items()}
 
 
+class Learner:
+    """A model with its optimiser, and what it reads beside the tokens."""
+
+    def __init__(self, name: str, args: argparse.Namespace, device: str):
+        self.name, self.device = name, device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.model.to(device).train()
+        self.related = relate(self.model, {"name": name, "init": "zero"}) if name != "none" else None
+        self.options = self.related.options if self.related else None
+        tables = [p for name, p in self.model.named_parameters() if name.startswith("relations.")]
+        own = [p for name, p in self.model.named_parameters() if not name.startswith("relations.")]
+        groups = [{"params": own, "lr": args.lr}, {"params": tables, "lr": args.table_lr}]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], weight_decay=0.0, fused=device == "cuda"
+        )
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def reading(self, given: dict[str, torch.Tensor]) -> Any:
+        """Within it the model reads a batch in mixed precision, with its relations."""
+        found = contextlib.ExitStack()
+        found.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"))
+        if self.related:
+            found.enter_context(self.related.reads(given["relations"]))
+        return found
+
+    def step(self, rows: list[Any], pad: int, rate: float) -> torch.Tensor:
+        given = batch(rows, self.options, pad, True, self.device)
+        with self.reading(given):
+            hidden = self.model.model(input_ids=given["ids"], attention_mask=given["mask"]).last_hidden_state
+            targets = given["labels"][:, 1:]
+            logits = self.model.lm_head(hidden[:, :-1][targets >= 0]).float()
+            loss = F.cross_entropy(logits, targets[targets >= 0])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group, most in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = most * rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.no_grad()
+    def answers(
+        self, rows: list[Any], asked: list[Question], databases: Databases, tokenizer: Any, pad: int, width: int,
+        picard: bool,
+    ) -> tuple[list[str], dict[str, float]]:  # fmt: skip
+        """Queries that the model writes, and what PICARD did."""
+        self.model.eval()
+        said, counts, began = [""] * len(rows), collections.Counter(), time.time()
+        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number][0].input_ids))
+        for start in range(0, len(rows), width):
+            chosen = by_length[start : start + width]
+            given = batch([rows[number] for number in chosen], self.options, pad, False, self.device)
+            names = [databases.schema(asked[number].database).name for number in chosen]
+            prompt, processors = given["ids"].shape[1], []
+            if picard:
+                schemas = {databases.schema(name).name: databases.schema(name) for name in names}
+                processors = [AfterPrompt(Picard().processor(tokenizer, schemas, names), prompt)]
+            with self.reading(given):
+                out = self.model.generate(
+                    given["ids"], attention_mask=given["mask"], max_new_tokens=128, do_sample=False,
+                    logits_processor=processors, pad_token_id=pad,
+                )  # fmt: skip
+            texts = tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)
+            for number, text, name in zip(chosen, texts, names, strict=True):
+                said[number] = query_of(text, name)
+            for one in processors:
+                done = {name: getattr(one.processor, name) for name in ("checked", "rejected", "dead_ends", "cut_off")}
+                counts.update(done)
+        return said, {**counts, "seconds": round(time.time() - began, 1)}
+
+
+def batches(rows: list[Any], size: int, draw: random.Random) -> Iterator[list[Any]]:
+    """Batches of rows of like length, in chance order, without end."""
+    while True:
+        order = draw.sample(range(len(rows)), len(rows))
+        found = []
+        for start in range(0, len(order), 16 * size):
+            like = sorted(order[start : start + 16 * size], key=lambda number: len(rows[number][0].input_ids))
+            found += [like[i : i + size] for i in range(0, len(like), size)]
+        draw.shuffle(found)
+        yield from ([rows[number] for number in chosen] for chosen in found)
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: up in a line, down along a cosine."""
+    if step < WARM:
+        return (step + 1) / WARM
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - WARM) / max(1, steps - WARM))))
+
+
+def score(found: dict[str, Any], asked: list[Question], databases: Databases) -> None:
+    """Verdicts of all answers of all models."""
+    right: dict[str, list[str]] = collections.defaultdict(list)
+    for question in asked:
+        right[question.database].append(question.query)
+    filled = {
+        name: [FilledDatabase(databases.schema(name), seed, queries) for seed in range(FILLED)]
+        for name, queries in right.items()
+    }
+    for said in found["answers"].values():
+        verdicts = [
+            verdict(query, question, databases, filled) for query, question in zip(said["said"], asked, strict=True)
+        ]
+        levels = collections.Counter(str(v.hardness) for v in verdicts)
+        said["questions"] = dict(levels)
+        for name in ("exact", "execution", "runs"):
+            ones = [bool(getattr(v, name)) for v in verdicts]
+            said[name] = sum(ones) / len(ones)
+            said[f"{name}_of"] = "".join("01"[one] for one in ones)
+            said[f"{name}_by_hardness"] = {
+                level: sum(one for one, v in zip(ones, verdicts, strict=True) if str(v.hardness) == level) / count
+                for level, count in levels.items()
+            }
+
+
+PAIRS = (("rasat", "none"), ("none picard", "none"), ("rasat picard", "rasat"), ("rasat picard", "none picard"))
+
+
+def gaps(answers: dict[str, Any], draws: int = 2000) -> list[dict[str, Any]]:
+    """Differences of the scores, with 95 % intervals of a bootstrap over the questions."""
+    found = []
+    for one, other in PAIRS:
+        if one in answers and other in answers:
+            row: dict[str, Any] = {"contestant": one, "against": other}
+            for name in ("exact", "execution"):
+                ours, theirs = (np.array([int(c) for c in answers[who][f"{name}_of"]]) for who in (one, other))
+                gap, draw = ours - theirs, np.random.default_rng(0)
+                means = [gap[draw.integers(len(gap), size=len(gap))].mean() for _ in range(draws)]
+                row[name] = [round(float(v), 4) for v in (gap.mean(), *np.percentile(means, [2.5, 97.5]))]
+                row[f"{name}_won_lost"] = [int((gap > 0).sum()), int((gap < 0).sum())]
+            found.append(row)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--relations", choices=("none", "rasat"), default="rasat")
-    parser.add_argument("--edges", default="default")
+    parser.add_argument("--relations", default="none,rasat")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1300, help="of --batch questions; 1,300 are three epochs of 16")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=1100, help="of --batch questions; 1,100 are five epochs of 32")
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument(
         "--table-lr", type=float, default=1e-3, help="of the tables of relations, which start from zero"
     )
     parser.add_argument("--tokens", type=int, default=512, help="of a question and its schema at most")
     parser.add_argument("--test", type=int, default=1034, help="questions of the dev set")
-    parser.add_argument("--until", type=float, help="unix time after which no further part begins")
+    parser.add_argument("--fit-until", type=float, help="unix time: as many steps as end by then, if not all")
+    parser.add_argument("--until", type=float, default=math.inf, help="unix time after which no further part begins")
+    parser.add_argument("--score", action="store_true")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(args.seed)
-    draw, began = random.Random(args.seed), time.time()
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).train()
-    related = None
-    if args.relations == "rasat":
-        related = relate(model, {"name": "rasat", "init": "zero", "edges": args.edges})
-    options = related.options if related else None
-    tables = [p for name, p in model.named_parameters() if name.startswith("relations.")]
-    own = [p for name, p in model.named_parameters() if not name.startswith("relations.")]
-    groups = [{"params": own, "lr": args.lr}, {"params": tables, "lr": args.table_lr}]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], weight_decay=0.0, fused=device == "cuda"
-    )
-    schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    found: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "losses": []}
-
-    def reading(relations: torch.Tensor) -> Any:
-        return related.reads(relations) if related else contextlib.nullcontext()
+    asked = questions(args.data / "spider" / "dev.jsonl.xz")[: args.test]
 
     def keep() -> None:
-        found["seconds"] = round(time.time() - began, 1)
         part = args.output.with_suffix(".part")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(args.output)
 
     with Databases(None, args.data / "spider" / "tables.json.xz") as databases:
-        learned = questions(args.data / "spider" / "train_spider.jsonl.xz")
-        asked = questions(args.data / "spider" / "dev.jsonl.xz")[: args.test]
-        rows = encoded(learned, tokenizer, databases, args.tokens)
-        order: list[int] = []
-        for step in range(args.steps):
-            if len(order) < args.batch:
-                order = draw.sample(range(len(rows)), len(rows))
-            given = batch([rows[order.pop()] for _ in range(args.batch)], options, pad, True, device)
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), reading(given["relations"]):
-                hidden = model.model(input_ids=given["ids"], attention_mask=given["mask"]).last_hidden_state
-                targets = given["labels"][:, 1:]
-                loss = F.cross_entropy(model.lm_head(hidden[:, :-1][targets >= 0]).float(), targets[targets >= 0])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if step % 50 == 0 or step == args.steps - 1:
-                found["losses"].append([step, float(loss.detach()), round(time.time() - began, 1)])
-                print(args.relations, args.seed, *found["losses"][-1], flush=True)
-                keep()
-        model.eval()
-        rows = encoded(asked, tokenizer, databases, args.tokens)
-        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number][0].input_ids))
-        for picard in (False, True):
-            if args.until and time.time() > args.until:
-                break
-            said, width = [""] * len(rows), 4 * args.batch
-            for start in range(0, len(rows), width):
-                chosen = by_length[start : start + width]
-                given = batch([rows[number] for number in chosen], options, pad, False, device)
-                names = [databases.schema(asked[number].database).name for number in chosen]
-                prompt, processors = given["ids"].shape[1], []
-                if picard:
-                    schemas = {databases.schema(name).name: databases.schema(name) for name in names}
-                    processors = [AfterPrompt(Picard().processor(tokenizer, schemas, names), prompt)]
-                with (
-                    torch.no_grad(),
-                    torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
-                    reading(given["relations"]),
-                ):
-                    out = model.generate(
-                        given["ids"], attention_mask=given["mask"], max_new_tokens=128, do_sample=False,
-                        logits_processor=processors, pad_token_id=pad,
-                    )  # fmt: skip
-                texts = tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)
-                for number, text, name in zip(chosen, texts, names, strict=True):
-                    said[number] = query_of(text, name)
-            right = [verdict(query, question, databases).exact for query, question in zip(said, asked, strict=True)]
-            name = "picard" if picard else "free"
-            found[name] = {
-                "exact": sum(map(bool, right)) / len(right), "right": "".join("01"[bool(x)] for x in right),
-                "said": said[:12],
-            }  # fmt: skip
-            print(args.relations, args.seed, name, found[name]["exact"], flush=True)
+        if args.score:
+            found = json.loads(args.output.read_text("utf-8"))
+            score(found, asked, databases)
+            found["differences"] = gaps(found["answers"])
             keep()
+            for name, said in found["answers"].items():
+                print(name, {k: round(said[k], 4) for k in ("exact", "execution", "runs")})
+            print(*found["differences"], sep="\n")
+            return
+        device, began = "cuda" if torch.cuda.is_available() else "cpu", time.time()
+        torch.manual_seed(args.seed)
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+        learners = [Learner(name, args, device) for name in args.relations.split(",")]
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        found = {"arguments": {k: str(v) for k, v in vars(args).items()}, "losses": [], "answers": {}}
+        learned = encoded(questions(args.data / "spider" / "train_spider.jsonl.xz"), tokenizer, databases, args.tokens)
+        drawn, steps, step, timed = batches(learned, args.batch, random.Random(args.seed)), args.steps, 0, 0.0
+        while step < steps:
+            rows = next(drawn)
+            losses = [float(learner.step(rows, pad, rate(step, steps))) for learner in learners]
+            step += 1
+            if not all(map(math.isfinite, losses)):
+                raise FloatingPointError(f"step {step}: losses {losses} of {args.relations}; use a lower --lr")
+            if step == TIMED // 2:
+                timed = time.time()
+            if step % TIMED == 0 and args.fit_until:
+                each = (time.time() - timed) / (step - TIMED // 2)
+                steps = min(args.steps, step + max(1, int((args.fit_until - time.time()) / each)))
+            if step % 25 == 0 or step == steps:
+                found["losses"].append([step, *losses, round(time.time() - began, 1)])
+                found["steps"] = step
+                print(*found["losses"][-1], flush=True)
+                keep()
+        rows = encoded(asked, tokenizer, databases, args.tokens)
+        for picard in (False, True):
+            for learner in learners:
+                if time.time() > args.until:
+                    return
+                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, 4 * args.batch, picard)
+                found["answers"][learner.name + picard * " picard"] = {"said": said, **counts}
+                exact = [verdict(query, one, databases).exact for query, one in zip(said, asked, strict=True)]
+                print(learner.name, picard, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
+                keep()
 
 
 if __name__ == "__main__":

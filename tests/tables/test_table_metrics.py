@@ -151,7 +151,7 @@ def test_ctrleval_is_the_likelihood_of_what_a_mask_hides(tmp_path):
         ids, labels = (known(text, return_tensors="pt")["input_ids"] for text in (source, target))
         start = torch.tensor([[model.config.decoder_start_token_id]])
         logits = model(input_ids=ids, decoder_input_ids=torch.cat([start, labels[:, :-1]], 1)).logits
-        return float(logits.log_softmax(-1)[0].gather(1, labels[0][:, None]).mean())
+        return logits.log_softmax(-1)[0].gather(1, labels[0][:, None]).mean().item()
 
     a, b = corpus[:2]
     weights = judge.weights([a, b])

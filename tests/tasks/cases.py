@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from fathom.data import PreparedData
+from fathom.train import Recipe, load_recipe
 from tiny_checkpoint import save_masked
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
@@ -158,3 +162,11 @@ def recipe(task: str, folder: Path, /, **sections: Any) -> dict[str, Any]:
     for name, section in sections.items():
         whole[name] = {**whole[name], **section} if isinstance(section, dict) else section
     return whole
+
+
+def load(task: str, folder: Path, /, **sections: Any) -> tuple[Recipe, PreparedData]:
+    """The recipe as it is read from a file, and its data."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(task, folder, **sections)))
+    loaded = load_recipe(path)
+    return loaded, loaded.task.prepare(loaded.data, folder / ".data")

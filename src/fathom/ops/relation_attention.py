@@ -52,14 +52,15 @@ def relation_attention(
         visible: which keys a query sees; None: all.
         scaling: c; 1 in T5.
     """
-    scores = query @ key.transpose(-2, -1) + relation_scores(query, relations, key_table)
+    scores = query @ key.transpose(-2, -1)
+    scores += relation_scores(query, relations, key_table)  # in place, as every copy of [B, H, T, S] is felt
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if scaling != 1:
-        scores = scores * scaling
+        scores *= scaling
     if bias is not None:
-        scores = scores + bias
+        scores += bias
     if visible is not None:
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     weights = F.dropout(scores.softmax(-1), dropout, dropout > 0)
     mixed = relation_mix(weights, relations, value_table)
     return weights.to(value.dtype) @ value + mixed.to(value.dtype), weights

@@ -90,31 +90,41 @@ class PicardProcessor(LogitsProcessor):
         return self.acceptor.cut_off
 
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows V"]) -> Float[Tensor, "rows V"]:
-        likeliest = scores.topk(min(self.method.k, scores.shape[-1]), dim=-1).indices.tolist()
-        kept = torch.full_like(scores, -torch.inf) if self.method.schedule == "incremental" else scores.clone()
         if self.databases and len(scores) % len(self.databases):
             raise ValueError(
                 f"picard: databases has {len(self.databases)} names, and there are {len(scores)} rows; name one for "
                 "each question of the batch"
             )
+        likeliest = scores.topk(min(self.method.k, scores.shape[-1]), dim=-1).indices.tolist()
         beams = len(scores) // len(self.databases) if self.databases else 1
-        for row, tokens in enumerate(likeliest):
+        ended: list[int] = []  # rows
+        kept: list[tuple[int, int]] = []  # (row, token)
+        unfinished: list[int] = []  # rows that would end and must not
+        for row, (read, tokens) in enumerate(zip(input_ids.tolist(), likeliest, strict=True)):
             name = self.databases[row // beams] if self.databases else ""
-            prefix = tuple(input_ids[row, 1:].tolist())  # without the token that decoding starts from
+            prefix = tuple(read[1:])  # without the token that decoding starts from
             if self.end in prefix:  # a beam that has ended
-                kept[row] = scores[row]
+                ended.append(row)
                 continue
             allowed = [token for token in tokens if self._allows(prefix, token, name)]
             if self.method.schedule == "finalizing":
                 if self.end in tokens and self.end not in allowed:
-                    kept[row, self.end] = -torch.inf
+                    unfinished.append(row)
                 continue
             if self.end not in tokens or not allowed:
                 self.dead_ends += not allowed
                 allowed.append(self.end)
-            index = torch.tensor(allowed, device=scores.device)
-            kept[row, index] = scores[row, index]
-        return kept
+            kept += [(row, token) for token in allowed]
+        if self.method.schedule == "finalizing":
+            found = scores.clone()
+            found[unfinished, self.end] = -torch.inf
+            return found
+        found = torch.full_like(scores, -torch.inf)
+        found[ended] = scores[ended]
+        if kept:
+            where = torch.tensor(kept, device=scores.device).unbind(1)  # one copy to the device, not one a row
+            found[where] = scores[where]
+        return found
 
     def _allows(self, prefix: tuple[int, ...], token: int, name: str) -> bool:
         """Whether an answer can go on with this token, or end here."""

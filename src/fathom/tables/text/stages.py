@@ -43,7 +43,7 @@ class Stage:
             from transformers.optimization import Adafactor
 
             return Adafactor(parameters, lr=self.lr, scale_parameter=False, relative_step=False, decay_rate=-0.8)
-        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.0)
+        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.0, fused=parameters[0].is_cuda)
 
     def rate(self, step: int) -> float:
         """Share of the peak rate at a step, counted from 0."""
