@@ -7,7 +7,7 @@
 
 No token is dropped, whatever the load of an expert. With renormalised gates the two orders of softmax and top-k are one
 function: p_e / Σ_{top k} p = softmax of the k largest z. Tensors have the names and layouts of transformers' Qwen2-MoE;
-the products are those of its `ExpertsInterface`.
+the products are torch's grouped ones, or those of its `ExpertsInterface`.
 
 Experts e = d·G + j, j < G, form group d: the slices of one network (Innovator, arXiv 2507.18671; virtual groups, arXiv
 2410.07524). In training a layer says, over the tokens that are not padding:
@@ -42,6 +42,7 @@ from fathom.models.initialization import fill_matrix
 from fathom.models.method import check_choice, check_number, check_range
 from fathom.models.registry import register
 from fathom.ops.autocast import product_dtype, without_autocast
+from fathom.ops.grouped_experts import grouped_experts
 
 ALIGNMENT = 8  # grouped kernels read rows of multiples of 16 bytes
 
@@ -140,6 +141,9 @@ class Experts(nn.Module):
         elif implementation == "grouped_mm" and (dtype == torch.float64 or not self.aligned):
             implementation = "eager"
         run = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, one_by_one)
+        # transformers' function masks rows that only parallel experts have; it knows what compiles in other dtypes.
+        if implementation == "grouped_mm" and (dtype == torch.bfloat16 or not torch.compiler.is_compiling()):
+            run = grouped_experts
         return run(weights, x.to(dtype), chosen, gates.to(dtype))
 
 
@@ -356,7 +360,7 @@ class MixtureOfExperts(FeedForward):
         if options.score == "sigmoid":
             p = p / p.sum(-1, keepdim=True)
         number = real.sum().clamp(min=1)
-        picked = F.one_hot(chosen, experts).sum(1).to(z.dtype)  # [N, E]: 1 where chosen
+        picked = torch.zeros_like(z).scatter(-1, chosen, 1.0)  # [N, E]: 1 where chosen
 
         def mean(value: Tensor) -> Tensor:
             return (value * real).sum() / number
