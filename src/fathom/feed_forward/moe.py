@@ -314,7 +314,8 @@ class MixtureOfExperts(FeedForward):
     def unsupported(cls, config, options) -> str | None:
         if options.width is None and config.intermediate_size % options.slices:
             return (
-                f"intermediate_size={config.intermediate_size} is not divisible by slices={options.slices}; give width"
+                f"intermediate_size={config.intermediate_size} is not divisible by slices={options.slices}; give "
+                "width, or slices that divide it"
             )
         return None
 
