@@ -462,7 +462,7 @@ class MixtureOfExperts(FeedForward):
         # softmax, or a function of each; groups; gates
         routing = experts if options.score == "sigmoid" else 4 * experts
         routing += experts * (options.selection == "group") + 2 * k * options.renormalised + k * (options.scale != 1.0)
-        routed = k * (config.mlp_bias * (d + (maps - 1) * width) + (maps - 1) * width + 2 * d)
+        routed = k * (config.mlp_bias * (2 * d + (maps - 1) * width) + maps * width + d)  # the gate on the narrow side
         always = 0
         if shared:
             always = config.mlp_bias * (d + (maps - 1) * shared) + (maps - 1) * shared + d
