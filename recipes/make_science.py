@@ -1,11 +1,15 @@
-"""Text of four sciences, a folder each, from OpenStax's textbooks: what recipes/growth_small.yaml trains on.
+"""Text of five sciences, a folder each: what recipes/growth_small.yaml trains on, and geology.
 
     python recipes/make_science.py CLONES corpus/science     # CLONES: a folder with `git clone`s of the books below
+    python recipes/make_science.py CLONES corpus/science --only geology
 
-Every book is read at a commit whose LICENSE file is CC BY 4.0 (newer commits of most say CC BY-NC-SA); the script
-refuses another one. Each tenth section of a book is held out, by its name's hash. A paragraph of which most runs of 13
-words stand elsewhere before is dropped, and one that shares such a run with a held-out section is not trained on.
-Attribution: OpenStax, Rice University, https://openstax.org, CC BY 4.0.
+Astronomy, biology, chemistry and physics are OpenStax's textbooks, each read at a commit whose LICENSE file is CC BY
+4.0 (newer commits of most say CC BY-NC-SA); the script refuses another one. Attribution: OpenStax, Rice University,
+https://openstax.org, CC BY 4.0. Geology is books published from 1795 to 1915, in the public domain, as the repositories
+of github.com/GITenberg have them; Project Gutenberg's header and licence are left out.
+
+Each tenth section of a book, or chapter, is held out, by its name's hash. A paragraph of which most runs of 13 words
+stand elsewhere before is dropped, and one that shares such a run with a held-out section is not trained on.
 """
 
 from __future__ import annotations
@@ -33,6 +37,20 @@ BOOKS = {
         "osbooks-physics": "ff78c7a8150fdda5ed1f786ac59ac25cdd532ef0",
     },
 }
+GEOLOGY = {  # number of the book, which ends its repository's name -> commit
+    "33224": "4b6dea0ae31ffe94667dbeacfd35f14304622db3",  # Lyell, Principles of Geology, 9th edition, 1853
+    "34350": "b289afb9575e3269ab0a7ee5f48044298f28fedd",  # Lyell, A Manual of Elementary Geology, 1852
+    "3772": "eada2e75384042a65317efeaa6494193cd8259eb",  # Lyell, The Student's Elements of Geology, 1871
+    "18562": "16e0acd4a2c1919caea39b4fd66ec9a1fe1ec947",  # Shaler, Outlines of the Earth's History, 1898
+    "4204": "27b01e570bad8a05ab3c99e3f254258818c88f1e",  # Norton, The Elements of Geology, 1905
+    "12861": "d9ebf639e8f83a5c6b8402df739ead76a3ec13c2",  # Hutton, Theory of the Earth, volume 1, 1795
+    "14179": "c99a827a20aa0b51c9c66e219991fccaac7e0bc4",  # Hutton, volume 2, 1795
+    "3620": "3012bb60854a6564622aead488d262194b71f8ee",  # Darwin, Geological Observations on South America, 1846
+    "16614": "720f1625ffbc4c8bab6f2b8d01e8b6f0dcc51937",  # Joly, The Birth-Time of the World, 1915
+}
+BEFORE_BOOK = re.compile(r"\*\*\* ?START OF[^*]*\*\*\*|\*END\*.*")
+SENTENCE = re.compile(r"(?<!\d)[.!?;:'\"\])]+$")
+BEHIND_BOOK = re.compile(r"\*\*\* ?END OF|End of (?:The |this )?Project Gutenberg", re.IGNORECASE)
 LICENCE = "Attribution 4.0 International"
 RUN = 13  # words that two texts share by chance no more
 TEXT = {"para", "item", "definition", "caption", "entry"}
@@ -51,6 +69,22 @@ def sections(clone: Path, commit: str) -> Iterator[tuple[str, list[str]]]:
     for name in sorted(git(clone, "ls-tree", "--name-only", f"{commit}:modules").split()):
         root = ElementTree.fromstring(git(clone, "show", f"{commit}:modules/{name}/index.cnxml"))
         yield name, list(paragraphs(root))
+
+
+def chapters(clones: Path, number: str, commit: str) -> Iterator[tuple[str, list[str]]]:
+    """(name, paragraphs) of every chapter of a plain text, but those of contents and indexes, which end with a page."""
+    (clone,) = clones.glob(f"*_{number}")
+    names = git(clone, "ls-tree", "--name-only", commit).split()
+    name = next(name for name in (f"{number}-8.txt", f"{number}.txt") if name in names)
+    shown = subprocess.run(["git", "-C", str(clone), "show", f"{commit}:{name}"], check=True, capture_output=True)
+    text = shown.stdout.decode("latin-1").replace("\r\n", "\n")
+    begin = max((match.end() for match in BEFORE_BOOK.finditer(text)), default=0)
+    end = next((match.start() for match in BEHIND_BOOK.finditer(text) if match.start() > begin), len(text))
+    for place, chapter in enumerate(re.split(r"\n(?=\s*CHAPTER\b)", text[begin:end])):
+        texts = [re.sub(r"\s+", " ", part).strip() for part in re.split(r"\n\s*\n", chapter)]
+        good = [part for part in texts if len(part) >= 60 and SENTENCE.search(part) and "www.pgdp.net" not in part]
+        if good:
+            yield f"{number}-{place}", good
 
 
 def paragraphs(root: ElementTree.Element) -> Iterator[str]:
@@ -100,13 +134,21 @@ def main() -> None:
     parser.add_argument("clones", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=float, default=math.inf, help="megabytes of a science, a tenth of it held out")
+    parser.add_argument("--only", nargs="+", choices=[*BOOKS, "geology"], default=[*BOOKS, "geology"])
     arguments = parser.parse_args()
-    for science, books in BOOKS.items():
-        read = [
-            (book, name, texts)
-            for book, commit in books.items()
-            for name, texts in sections(arguments.clones / book, commit)
-        ]
+    for science in arguments.only:
+        if science == "geology":
+            read = [
+                (book, name, texts)
+                for book, commit in GEOLOGY.items()
+                for name, texts in chapters(arguments.clones, book, commit)
+            ]
+        else:
+            read = [
+                (book, name, texts)
+                for book, commit in BOOKS[science].items()
+                for name, texts in sections(arguments.clones / book, commit)
+            ]
         out: dict[str, list[dict[str, str]]] = {"held-out": [], "train": []}
         held: set[str] = set()
         seen: set[str] = set()

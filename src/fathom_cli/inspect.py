@@ -30,7 +30,8 @@ def command(
     depth_attention: from which earlier layers every layer takes its values, and for which tokens.
     act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
     kind.
-    moe: which experts and groups tokens run, layer by layer, and the text shaded by group.
+    moe: which experts and groups tokens run, layer by layer, and the text shaded by group; of a run's model also the
+    load of its experts over training.
     masked: at which step of a block every token is revealed.
 
     \b

@@ -2,11 +2,10 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from filelock import FileLock
 from raw_texts import TEI, prose
 
-from fathom.curation import Curation, curate
+from fathom.curation import Curation, curate, run
 from fathom.curation.read import Unreadable, documents, shards
 from fathom.data.sources import Source
 from tiny_checkpoint import run_cli
@@ -121,27 +120,23 @@ def test_where_things_were_is_said(made, raw):
 def test_neither_processes_nor_a_stop_change_a_byte(made, raw, tmp_path):
     """Killed with its children in the middle of a shard; then finished by two processes."""
     _, folder = made
-    script = (
-        "import sys, time, fathom.curation.run as run; from test_curate import config; from pathlib import Path\n"
-        "passes = run._passes\n"
-        "def slow(*a):\n    time.sleep(0.02)\n    return passes(*a)\n"
-        "run._passes = slow\n"
-        "raw = Path(sys.argv[1]); run.curate(raw, sys.argv[2], config(raw), workers=2)\n"
-    )
-    tests = Path(__file__).parent
-    paths = [*sys.path, str(tests), str(tests.parent)]
     out = tmp_path / "again"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, raw, out], start_new_session=True, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )  # fmt: skip
+
+    def slowly():
+        os.setsid()
+        passes = run._passes
+        run._passes = lambda *given: (time.sleep(0.02), passes(*given))[1]
+        curate(raw, out, config(raw), workers=2)
+
+    process = multiprocessing.get_context("fork").Process(target=slowly)
+    process.start()
     until = time.monotonic() + 120
-    while len(list(out.glob("work/sift/completions/*"))) < 2 and process.poll() is None:
+    while len(list(out.glob("work/sift/completions/*"))) < 2 and process.is_alive():
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert process.poll() is None, process.stderr.read().decode()
+    assert process.is_alive()
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.join()
     assert not (out / "account.json").exists()
     done = len(list(out.glob("work/sift/completions/*")))
     assert 0 < done < len(shards(raw, 4000))

@@ -12,7 +12,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import forward_flops_per_token, parameter_counts
 from fathom.feed_forward.base import TokenFacts
-from fathom.feed_forward.moe import MixtureOfExperts
+from fathom.feed_forward.moe import Experts, MixtureOfExperts
 from fathom.models.registry import REGISTRIES
 from tiny import SIZES, assert_close, perturb, tiny_model, tokens
 
@@ -121,12 +121,24 @@ def test_the_layer_equals_transformers_mixtral():
         assert_close(layer(states()), stock(states()), 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
-def test_the_ways_to_run_experts_agree(implementation):
-    layer, x = mixture(), states()
-    expected = layer(x)
-    layer.experts.config._experts_implementation = implementation
-    assert_close(layer(x), expected, 1e-6)
+@pytest.mark.parametrize("network", [{}, {"gated_mlp": False, "mlp_bias": True}], ids=str)
+def test_the_ways_to_run_experts_agree(network):
+    """Experts one by one are the plain way; what the others make, and the gradients of all that goes in."""
+    torch.manual_seed(0)
+    experts = Experts(config := FathomConfig(**SIZES, **network), 6, INNER)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, gates = torch.randn(9, WIDTH), torch.rand(9, 3)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(9)])  # nobody runs the last
+    found = {}
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        config._experts_implementation = implementation
+        inputs = x.clone().requires_grad_(), gates.clone().requires_grad_(), *experts.parameters()
+        out = experts(inputs[0], chosen, inputs[1])
+        found[implementation] = out, *torch.autograd.grad(out.square().sum(), inputs)
+    for implementation in ("grouped_mm", "batched_mm"):
+        for value, plain in zip(found[implementation], found["eager"], strict=True):
+            assert_close(value, plain, 1e-5)
 
 
 def test_experts_of_odd_width_run_one_by_one_and_say_so():

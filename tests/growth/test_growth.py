@@ -92,6 +92,14 @@ def wide(base, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def logits(wide):
+    """Of the base, by dtype."""
+    dtypes, ids = (torch.float64, torch.float32), tokens(2, 9)
+    return {dtype: FathomForCausalLM.from_pretrained(wide, dtype=dtype).eval()(ids).logits for dtype in dtypes}
+
+
 # method, options -> whether the grown model is the dense one before it trains (the card's table)
 STARTS = [
     ("continued", {}, True),
@@ -119,20 +127,20 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("name", "options", "dense"), STARTS, ids=str)
-def test_what_starts_as_the_dense_model(name, options, dense, wide, tmp_path):
+def test_what_starts_as_the_dense_model(name, options, dense, wide, logits, tmp_path):
     made = grow(wide, METHODS[name](**options), tmp_path / "grown")
     assert (made["start"] == DENSE) == dense
-    ids = tokens(2, 9)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        before, after = (
-            FathomForCausalLM.from_pretrained(folder, dtype=dtype).eval() for folder in (wide, tmp_path / "grown")
-        )
+        if dtype == torch.float32 and not dense:
+            continue
+        after = FathomForCausalLM.from_pretrained(tmp_path / "grown", dtype=dtype).eval()
         assert made["parameters"] == sum(p.numel() for p in after.parameters())
         with torch.no_grad():
-            if dense:
-                assert_close(after(ids).logits, before(ids).logits, tolerance)
-            else:
-                assert (after(ids).logits - before(ids).logits).abs().max() > 1e-2
+            found = after(tokens(2, 9)).logits
+        if dense:
+            assert_close(found, logits[dtype], tolerance)
+        else:
+            assert (found - logits[dtype]).abs().max() > 1e-2
 
 
 def test_without_the_routed_path_no_expert_learns(base, tmp_path):

@@ -139,6 +139,7 @@ def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
         ([{"name": "a", "stages": [{"share": 1, "branches": ["skye"]}]}], "skye.*did you mean 'sky'"),
         ([{"name": "a", "stages": [{"share": 1, "grow": {"name": "btx"}}]}], "surgery trains nothing"),
         ([{"name": "a", "stages": [{"share": 1, "texts": ["sky"]}]}], "only surgery reads texts"),
+        ([{"name": "a", "stages": [{"share": 1, "sequences": 0}]}], r"stages\[0\].sequences=0: must be at least 1"),
         ([{"name": "a", "stages": [{**BRANCHES, "weights": {"sky": 1}}]}], "a branch reads its own source alone"),
         ([{"name": "a", "stages": [{"share": 1}]}] * 2, "methods.a: two methods have this name"),
     ],
@@ -146,6 +147,18 @@ def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
 def test_recipes_that_say_nonsense_are_refused(methods, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         load_growths(recipe(tmp_path, methods=methods))
+
+
+def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
+    fresh = {"stages": [{"grow": {"name": "moe_scratch", "disciplines": 2, "slices": 4}}, {"share": 1, "sequences": 4}]}
+    ways = [{"name": name, "spends_base": spends, **fresh} for name, spends in (("less", False), ("more", True))]
+    loaded = load_growths(recipe(tmp_path, methods=ways))
+    base = Unit("base", "train", FathomConfig(**loaded.base["model"]), flops=1e9)
+    less, more = (plan(loaded, way, 0, base)[-2] for way in loaded.methods)
+    step = less.flops / (less.tokens // (2 * STEP))
+    assert less.sequences == 4 and more.flops - less.flops == pytest.approx(1e9, abs=step)
+    with pytest.raises(ValueError, match=r"methods.more.spends_base=True: base.checkpoint does not say"):
+        load_growths(recipe(tmp_path, methods=ways, base={"checkpoint": "BASE"}))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +186,7 @@ def test_options_of_a_grown_model_may_change_where_its_tensors_do_not(name, tmp_
         FathomForCausalLM.from_pretrained(tmp_path, feed_forward={"name": "moe", "experts": 6})
 
 
-@pytest.mark.parametrize("name", ["small", "cpu"])
+@pytest.mark.parametrize("name", ["small", "ways", "cpu"])
 def test_shipped_recipes_fit(name):
     loaded = load_growths(Path(__file__).parents[2] / f"recipes/growth_{name}.yaml")
     base = Unit("base", "train", FathomConfig(**loaded.base["model"]))

@@ -45,13 +45,22 @@ def test_windows_count_each_token_once():
 
 
 def test_the_command_shows_it(tmp_path, monkeypatch, capsys):
-    folder = save_fathom(tmp_path / "model", feed_forward=MOE)
+    folder = save_fathom(tmp_path / "run" / "model", feed_forward=MOE)
+    layers = [[0.5, 0.25, 0.25, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5, 0.0, 0.0]]  # expert by expert, as a run says them
+    line = {"expert_load": layers, "load_max_over_mean": [3.0, 3.0], "domain_information": [0.1, 0.2]}
+    lines = [{"step": 5, **line}, {"step": 5, "validation_loss": 1.0}, {"step": 10, **line}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     (tmp_path / "text.txt").write_text(TEXT[:400])
     given = ("inspect", folder, "--text", tmp_path / "text.txt")
     code, out, _ = run_cli(monkeypatch, capsys, *given, "-o", tmp_path / "out")
     page = (tmp_path / "out" / "inspect.html").read_text()
     assert code == 0 and "6 experts in 3 groups of 2" in out
+    assert "load over 2 lines of a run, up to step 10" in out and "source, by layer: 0.10 to 0.20 at first" in out
+    assert (tmp_path / "out" / "routing_history.png").stat().st_size > 5000
     assert "Which experts tokens run" in page and "group 2" in page and "hsl(" in page
     code, out, _ = run_cli(monkeypatch, capsys, *given, "--json")
-    assert code == 0 and set(json.loads(out)["routing"]) >= {"loads", "shares", "passage"}
+    found = json.loads(out)
+    assert code == 0 and set(found["routing"]) >= {"loads", "shares", "passage"}
+    assert found["routing_history"]["steps"] == [5, 10]
+    assert found["routing_history"]["loads"][0] == [0.5, 0.125, 0.125, 0.25, 0.0, 0.0]
     assert offered(tiny_model(feed_forward=MOE).config) == [RoutingMap] and not offered(tiny_model().config)

@@ -7,7 +7,7 @@
 
 No token is dropped, whatever the load of an expert. With renormalised gates the two orders of softmax and top-k are one
 function: p_e / Σ_{top k} p = softmax of the k largest z. Tensors have the names and layouts of transformers' Qwen2-MoE;
-the products are those of its `ExpertsInterface`.
+the products are torch's grouped ones, or those of its `ExpertsInterface`.
 
 Experts e = d·G + j, j < G, form group d: the slices of one network (Innovator, arXiv 2507.18671; virtual groups, arXiv
 2410.07524). In training a layer says, over the tokens that are not padding:
@@ -42,6 +42,7 @@ from fathom.models.initialization import fill_matrix
 from fathom.models.method import check_choice, check_number, check_range
 from fathom.models.registry import register
 from fathom.ops.autocast import product_dtype, without_autocast
+from fathom.ops.grouped_experts import grouped_experts
 
 ALIGNMENT = 8  # grouped kernels read rows of multiples of 16 bytes
 
@@ -140,6 +141,9 @@ class Experts(nn.Module):
         elif implementation == "grouped_mm" and (dtype == torch.float64 or not self.aligned):
             implementation = "eager"
         run = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, one_by_one)
+        # transformers' function masks rows that only parallel experts have; it knows what compiles in other dtypes.
+        if implementation == "grouped_mm" and (dtype == torch.bfloat16 or not torch.compiler.is_compiling()):
+            run = grouped_experts
         return run(weights, x.to(dtype), chosen, gates.to(dtype))
 
 
@@ -310,7 +314,8 @@ class MixtureOfExperts(FeedForward):
     def unsupported(cls, config, options) -> str | None:
         if options.width is None and config.intermediate_size % options.slices:
             return (
-                f"intermediate_size={config.intermediate_size} is not divisible by slices={options.slices}; give width"
+                f"intermediate_size={config.intermediate_size} is not divisible by slices={options.slices}; give "
+                "width, or slices that divide it"
             )
         return None
 
@@ -356,7 +361,7 @@ class MixtureOfExperts(FeedForward):
         if options.score == "sigmoid":
             p = p / p.sum(-1, keepdim=True)
         number = real.sum().clamp(min=1)
-        picked = F.one_hot(chosen, experts).sum(1).to(z.dtype)  # [N, E]: 1 where chosen
+        picked = torch.zeros_like(z).scatter(-1, chosen, 1.0)  # [N, E]: 1 where chosen
 
         def mean(value: Tensor) -> Tensor:
             return (value * real).sum() / number
@@ -457,7 +462,7 @@ class MixtureOfExperts(FeedForward):
         # softmax, or a function of each; groups; gates
         routing = experts if options.score == "sigmoid" else 4 * experts
         routing += experts * (options.selection == "group") + 2 * k * options.renormalised + k * (options.scale != 1.0)
-        routed = k * (config.mlp_bias * (d + (maps - 1) * width) + (maps - 1) * width + 2 * d)
+        routed = k * (config.mlp_bias * (2 * d + (maps - 1) * width) + maps * width + d)  # the gate on the narrow side
         always = 0
         if shared:
             always = config.mlp_bias * (d + (maps - 1) * shared) + (maps - 1) * shared + d

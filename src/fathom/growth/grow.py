@@ -55,8 +55,9 @@ class Source:
         for field, only in (("gated_mlp", True), ("mlp_bias", False)):
             if getattr(self.config, field) != only:
                 raise ValueError(f"{folder}: {field}={getattr(self.config, field)}: growth needs {field}={only}")
-        if self.config.feed_forward["name"] != "dense":  # type: ignore[index]
-            raise ValueError(f"{folder}: its networks are {self.config.feed_forward}; growth needs dense ones")
+        network = self.config.feed_forward["name"]  # type: ignore[index]
+        if network != "dense":
+            raise ValueError(f"{folder}: its networks are feed_forward={network!r}; growth needs dense ones")
         if (self.folder / INDEX).is_file():
             self.files = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         elif (self.folder / ONE_FILE).is_file():

@@ -75,7 +75,7 @@ class Stage:
         branches: sources, each of which trains a model of its own from what the stage starts from.
         grow: surgery: the growth method's `name` and its options.
         texts: sources that surgery looks at the base with, where an option needs some.
-        trains, lr, tokens: as in a recipe's training; None: the recipe's own.
+        trains, lr, sequences: as in a recipe's training; None: the recipe's own.
         weights: of the sources; None: theirs.
         feed_forward: options of the model's network that change from here on.
     """
@@ -86,17 +86,24 @@ class Stage:
     texts: tuple[str, ...] = ()
     trains: Trains = "all"
     lr: float | None = None
+    sequences: int | None = None
     weights: dict[str, float] | None = None
     feed_forward: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A method of the comparison: its stages, in order. `seeds`: instead of the recipe's."""
+    """A method of the comparison: its stages, in order.
+
+    Attributes:
+        seeds: instead of the recipe's.
+        spends_base: it may spend the FLOPs of the base's training too: what starts from nothing has not paid for it.
+    """
 
     name: str
     stages: tuple[Stage, ...]
     seeds: tuple[int, ...] | None = None
+    spends_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,8 @@ class Growths:
             where = f"methods.{way.name}"
             if names.count(way.name) > 1:
                 raise ValueError(f"{where}: two methods have this name")
+            if way.spends_base and "checkpoint" in self.base:
+                raise ValueError(f"{where}.spends_base=True: base.checkpoint does not say what its training cost")
             total = sum(stage.share for stage in way.stages)
             if total > 1 + 1e-9:
                 raise ValueError(f"{where}: the shares of its stages sum to {total:g}; they share 1")
@@ -133,6 +142,8 @@ class Growths:
         check_keys(stage.weights or {}, self.data.train, f"{where}.weights")
         if stage.grow is None and not stage.share > 0:
             raise ValueError(f"{where}.share={stage.share!r}: a stage that trains needs a share above 0")
+        if stage.sequences is not None and stage.sequences < 1:
+            raise ValueError(f"{where}.sequences={stage.sequences!r}: must be at least 1")
         if stage.grow is not None and dataclasses.replace(stage, grow=None, texts=()) != Stage():
             raise ValueError(f"{where}.grow: surgery trains nothing; leave all but texts out")
         if stage.grow is None and stage.texts:
@@ -162,6 +173,7 @@ class Unit:
     growth: GrowthMethod | None = None
     texts: tuple[str, ...] = ()
     tokens: int = 0
+    sequences: int | None = None
     flops: float = 0.0
     seed: int = 0
 
@@ -207,12 +219,13 @@ def run_growths(
     }
     units = {unit.name: unit for unit in (base, _named(Unit("score", "score", base.config, base.name)))}
     ways = {(way.name, seed): way for way in recipe.methods for seed in way.seeds or recipe.seeds}
+    ways = dict(sorted(ways.items(), key=lambda item: _turn(recipe, *item)))
     plans = {BASE: list(units.values())}
     for name, seed in ways:
         plans[f"{name}, seed {seed}"] = plan(recipe, ways[name, seed], seed, base)
     for planned in plans.values():
         units.update({unit.name: unit for unit in planned})
-    waiting = list(units)  # in the order of the recipe, which is that of their worth if time runs out
+    waiting = list(units)  # every method's first seed in the order of the recipe, then further seeds, if time runs out
     ready: dict[str, tuple[Any, ...]] = {}
     running: set[str] = set()
     done: dict[str, dict[str, Any]] = {}
@@ -259,6 +272,7 @@ def run_growths(
 def plan(recipe: Growths, way: Way, seed: int, base: Unit) -> list[Unit]:
     """The units of a method and a seed. A unit's name follows from all that it does, so that equal ones are one."""
     budget = recipe.training.tokens * _flops(recipe, base.config)  # type: ignore[operator]
+    budget += base.flops if way.spends_base else 0.0
     units: list[Unit] = []
     branches: list[str] = []
     before, config = base.name, base.config
@@ -282,7 +296,8 @@ def plan(recipe: Growths, way: Way, seed: int, base: Unit) -> list[Unit]:
         section = {**config.feed_forward, **stage.feed_forward}  # type: ignore[dict-item]
         config = FathomConfig.from_dict({**config.to_dict(), "feed_forward": section})
         flops = _flops(recipe, config)
-        step = recipe.training.sequences * recipe.training.gradient_accumulation * recipe.data.block_size
+        sequences = stage.sequences or recipe.training.sequences
+        step = sequences * recipe.training.gradient_accumulation * recipe.data.block_size
         parts = stage.branches or (None,)
         tokens = int(stage.share * budget / len(parts) / flops / step) * step
         if not tokens:
@@ -293,11 +308,8 @@ def plan(recipe: Growths, way: Way, seed: int, base: Unit) -> list[Unit]:
             fields = {"feed_forward": section} if stage.feed_forward else {}
             method = MethodConfig("stage", fields, stage.lr, None, stage.trains, weights)
             name = f"{stage.trains}-{source}" if source else stage.trains
-            made.append(
-                _named(
-                    Unit(name, "train", config, before, method=method, tokens=tokens, flops=tokens * flops, seed=seed)
-                )
-            )
+            unit = Unit(name, "train", config, before, method=method, tokens=tokens, flops=tokens * flops, seed=seed)
+            made.append(_named(dataclasses.replace(unit, sequences=stage.sequences)))
         units += made
         if stage.branches:
             branches = [unit.name for unit in made]
@@ -392,7 +404,8 @@ def _held_out(recipe: Growths, text: str, cache: Path, folder: Path) -> Prepared
 
 def _stage_recipe(recipe: Growths, folder: Path, unit: Unit, start: Path) -> Recipe:
     assert unit.method is not None
-    training = dataclasses.replace(recipe.training, tokens=unit.tokens)
+    sequences = unit.sequences or recipe.training.sequences
+    training = dataclasses.replace(recipe.training, tokens=unit.tokens, sequences=sequences)
     model = {"checkpoint": str(start)}
     return Recipe("stage", training, model, methods=(unit.method,), data=_data(recipe, folder))
 
@@ -412,8 +425,15 @@ def _growth(raw: dict[str, Any], where: str) -> GrowthMethod:
     return build(known[name], {key: value for key, value in raw.items() if key != "name"}, f"{where}.grow")
 
 
+def _turn(recipe: Growths, way: tuple[str, int], method: Way) -> int:
+    """Which seed of its method this is."""
+    return (method.seeds or recipe.seeds).index(way[1])
+
+
 def _named(unit: Unit) -> Unit:
     said = dataclasses.asdict(dataclasses.replace(unit, config=None))  # type: ignore[arg-type]
+    if unit.sequences is None:
+        del said["sequences"]  # names of stages that are finished stay as they were
     growth = None if unit.growth is None else [unit.growth.name, dataclasses.asdict(unit.growth)]
     text = json.dumps({**said, "growth": growth}, sort_keys=True, default=str)
     return dataclasses.replace(unit, name=f"{unit.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}")
@@ -430,7 +450,7 @@ def _of_training(result: TrainResult) -> dict[str, Any]:
         "notes": result.notes,
         "history": [
             {key: value for key, value in line.items() if key not in ("expert_load", "domain_load")}
-            for line in result.history[:: max(1, len(result.history) // 8)]
+            for line in result.history[:: -max(1, len(result.history) // 8)][::-1]  # the last among them
         ],
     }
 
