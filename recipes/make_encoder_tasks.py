@@ -10,8 +10,8 @@ listops: nested MAX, MIN, MED (median) and SM (sum modulo 10) of digits, by the 
 five arguments and `--depth` deep, 20 to `--longest` symbols.
 lookup: pairs of a capital and a digit, one of every capital, in a text of small letters, and in it questions "qC": the
 digit of C is the answer to q. The target is "q7r3…". One layer of a decoder finds the question, and not by it the pair:
-the encoder must bring the two together, over whatever distance. Half of the training rows are shorter, held-out rows
-all have `--longest` characters.
+the encoder must bring the two together, over whatever distance. Half of the training rows are shorter, 64 characters and
+more, held-out rows all have `--longest`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def lookup(draw: random.Random, length: int) -> dict[str, object]:
 
 
 def lookups(folder: Path, rows: int, longest: int, draw: random.Random) -> None:
-    lengths = (longest if i % 2 else draw.randint(max(longest // 8, SHORTEST), longest) for i in range(rows))
+    lengths = (longest if i % 2 else round(SHORTEST * (longest / SHORTEST) ** draw.random()) for i in range(rows))
     write(folder, "train", [lookup(draw, length) for length in lengths])
     write(folder, "held-out", [lookup(draw, longest) for _ in range(2000)])
 
