@@ -10,8 +10,8 @@ listops: nested MAX, MIN, MED (median) and SM (sum modulo 10) of digits, by the 
 five arguments and `--depth` deep, 20 to `--longest` symbols.
 lookup: pairs of a capital and a digit, one of every capital, in a text of small letters, and in it questions "qC": the
 digit of C is the answer to q. The target is "q7r3…". One layer of a decoder finds the question, and not by it the pair:
-the encoder must bring the two together, over whatever distance. Half of the training rows are shorter, 64 characters and
-more, held-out rows all have `--longest`.
+the encoder must bring the two together, over whatever distance. Half of the training rows are shorter, from 64
+characters on; held-out rows all have `--longest`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXCERPT = 2000
 BOOKS = 3  # an author has at least as many
 MOST = 1500  # training excerpts of an author
 OPERATORS = {"MAX": max, "MIN": min, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
-CAPITALS = "ABCDEFGHIJKL"
+CAPITALS = "ABCDEF"
 FILLER, QUESTIONS = "abcdefghijklmnop", "qrstuvwx"
 SHORTEST = 64  # characters of a lookup
 DIGIT = 0.75  # chance that an argument is a digit, as in the published generator
@@ -121,14 +121,14 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--depth", type=int, default=5)
-    parser.add_argument("--longest", type=int, help="symbols of listops (120), characters of lookup (2,048)")
+    parser.add_argument("--longest", type=int, help="symbols of listops (120), characters of lookup (1,024)")
     args, draw = parser.parse_args(), random.Random(0)
     if args.which == "authors":
         authors(args.files, args.output, draw)
     elif args.which == "listops":
         listops(args.output, args.rows, args.depth, args.longest or 120, draw)
     else:
-        lookups(args.output, args.rows, args.longest or 2048, draw)
+        lookups(args.output, args.rows, args.longest or 1024, draw)
 
 
 if __name__ == "__main__":

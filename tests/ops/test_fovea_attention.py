@@ -69,3 +69,10 @@ def test_in_half_precision():
     short = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bf16
     for ours, wanted in both(short, 16 * 5, [80], 16, **PLAIN):
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="large tiles take minutes in the interpreter")
+@pytest.mark.parametrize("farthest", [128, 300])
+def test_the_papers_blocks(farthest):
+    for ours, wanted in both(torch.bfloat16, 2000, [2000, 1111], farthest, block_len=128, width=64, **PLAIN):
+        assert (ours - wanted).norm() < 0.02 * wanted.norm()

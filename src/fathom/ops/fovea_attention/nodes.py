@@ -62,7 +62,7 @@ def chosen(
         """(distance, level) of nodes on a side with `room` blocks, outwards."""
         found, place, level = [], 0, 0
         while level <= top:
-            endless = level >= stop_level - 1
+            endless = level >= stop_level - 1 or (steps == "two" and level > 0)
             count = 0
             while (endless or count < wing_size) and place + 2**level <= room:
                 found.append((place, level))
@@ -70,7 +70,7 @@ def chosen(
                 count += 1
             if count < wing_size or endless:
                 break
-            level = stop_level - 1 if steps == "two" else level + 1
+            level = max(top, 1) if steps == "two" else level + 1
         while boundary == "fill" and place < room:
             level = min(top, (room - place).bit_length() - 1)
             found.append((place, level))
