@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -38,7 +39,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import fathom  # noqa: F401  registers the Auto classes
 from fathom.data.packing import encode
 from fathom.evaluate import evaluate_long, read_documents
-from fathom.positions.rope_pp import RopePP
 from fathom.writing import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -108,22 +108,25 @@ def keys_by_length(model: Any, tokenizer: Any, lengths: list[int], count: int) -
 
 
 @contextlib.contextmanager
-def noisy(heads: str, scale: float) -> Iterator[None]:
-    """Noise on the rotated queries of RoPE++'s "real" or "imaginary" heads."""
-    plain = RopePP.expand
+def noisy(model: Any, heads: str, scale: float) -> Iterator[None]:
+    """Noise on the rotated queries of RoPE++'s "real" or "imaginary" heads, which stand in turn."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    plain = [attention.expand for attention in attentions]
 
-    def expand(options: Any, tables: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key = plain(options, tables, query, key)
+    def expand(before: Any, tables: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = before(tables, query, key)
         pairs = query.unflatten(1, (-1, 2))
         noise = torch.zeros_like(pairs)
         noise[:, :, int(heads == "imaginary")].normal_(std=scale)
         return (pairs + noise).flatten(1, 2), key
 
-    RopePP.expand = staticmethod(expand)  # type: ignore[method-assign]
+    for attention, before in zip(attentions, plain, strict=True):
+        attention.expand = functools.partial(expand, before)
     try:
         yield
     finally:
-        RopePP.expand = staticmethod(plain)  # type: ignore[method-assign]
+        for attention, before in zip(attentions, plain, strict=True):
+            attention.expand = before
 
 
 def main() -> None:
@@ -184,7 +187,7 @@ def main() -> None:
             if args.noise and how == "none" and config.positions["name"] == "rope_pp":
                 row["noise"] = {}
                 for heads, scale in itertools.product(("real", "imaginary"), map(float, args.noise.split(","))):
-                    with noisy(heads, scale):
+                    with noisy(model, heads, scale):
                         torch.manual_seed(0)
                         near = nats_by_position(model, books, [e for e in edges if e <= args.trained], args.windows)
                         told = keys_by_length(model, tokenizer, [args.trained], args.samples)
