@@ -41,9 +41,9 @@ def answers(folder: Path, rows: list[dict[str, Any]], batch: int) -> list[tuple[
                 input_ids=given.input_ids.to(model.device), attention_mask=given.attention_mask.to(model.device),
                 labels=labels,
             ).logits  # fmt: skip
-        right = (logits.argmax(-1) == labels).tolist()  # "q7r3…": every other token is an answer
+        right = (logits.argmax(-1) == labels).tolist()  # "q7Cr3A…": the second of three tokens is an answer
         for row, said in zip(some, right, strict=True):
-            found += [(abs(far), said[2 * i + 1]) for i, far in enumerate(row["distances"])]
+            found += [(abs(far), said[3 * i + 1]) for i, far in enumerate(row["distances"])]
     return found
 
 
