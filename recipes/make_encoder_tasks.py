@@ -9,9 +9,9 @@ shortest, is held out, so that no name of a story gives the answer away.
 listops: nested MAX, MIN, MED (median) and SM (sum modulo 10) of digits, by the grammar of arXiv 1804.06028, at most
 five arguments and `--depth` deep, 20 to `--longest` symbols.
 lookup: pairs of a capital and a digit, one of every capital, in a text of small letters, and in it questions "qC": the
-digit of C is the answer to q. The target is "q7C…": after q one layer of a decoder finds the question, and not by it the
-pair, so the encoder must bring the two together, over whatever distance. (C comes last, and teaches the decoder to find
-questions.) Half of the training rows are shorter, from 64 characters on; held-out rows all have `--longest`.
+digit of C is the answer to q. The target is "q7C…": after q one layer of a decoder finds the question, and not by it
+the pair, so the encoder must bring the two together, over whatever distance. (C comes last, and teaches the decoder to
+find questions.) Half of the training rows are shorter, from 64 characters on; held-out rows all have `--longest`.
 """
 
 from __future__ import annotations
