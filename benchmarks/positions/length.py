@@ -155,7 +155,7 @@ def main() -> None:
         {found for runs in args.runs for found in runs.glob("**/model") if (found / "config.json").exists()}
     )
     for folder in folders:
-        key = "/".join(folder.parts[-3:-1])
+        key = "/".join(folder.parts[-4:-1])
         if key in done:
             continue
         tokenizer = AutoTokenizer.from_pretrained(folder)
