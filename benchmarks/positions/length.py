@@ -21,14 +21,11 @@ length, with Gaussian noise on the rotated queries of its real heads, and of its
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import fathom  # noqa: F401  registers the Auto classes
 from fathom.data.packing import encode
-from fathom.evaluate import evaluate_long, read_documents
+from fathom.evaluate import evaluate_long, nats_by_position, read_documents
+from fathom.inspect.head_map import noisy
 from fathom.writing import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -55,22 +53,6 @@ def stretched(config: Any, how: str, factor: float, trained: int) -> Any:
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
     config.rope_parameters = rope
     return config
-
-
-@torch.no_grad()
-def nats_by_position(model: Any, books: list[torch.Tensor], edges: list[int], windows: int) -> list[list[float]]:
-    """Mean −log p of each bucket [edges[i], edges[i + 1]) of a window's positions: one row a book."""
-    length, rows = edges[-1], []
-    for ids in books:
-        starts = [round(i * (len(ids) - length - 1) / max(windows - 1, 1)) for i in range(windows)]
-        total = torch.zeros(length, dtype=torch.float64)
-        for start in starts:
-            piece = ids[start : start + length + 1].to(model.device)
-            logits = model(piece[None, :-1], use_cache=False).logits[0]
-            total += F.cross_entropy(logits.float(), piece[1:], reduction="none").double().cpu()
-        mean = total / len(starts)
-        rows.append([float(mean[a:b].mean()) for a, b in itertools.pairwise(edges)])
-    return rows
 
 
 def asked(tokenizer: Any, length: int, draw: random.Random) -> tuple[list[int], list[int]]:
@@ -107,28 +89,6 @@ def keys_by_length(model: Any, tokenizer: Any, lengths: list[int], count: int) -
     return found
 
 
-@contextlib.contextmanager
-def noisy(model: Any, heads: str, scale: float) -> Iterator[None]:
-    """Noise on the rotated queries of RoPE++'s "real" or "imaginary" heads, which stand in turn."""
-    attentions = [layer.self_attn for layer in model.model.layers]
-    plain = [attention.expand for attention in attentions]
-
-    def expand(before: Any, tables: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key = before(tables, query, key)
-        pairs = query.unflatten(1, (-1, 2))
-        noise = torch.zeros_like(pairs)
-        noise[:, :, int(heads == "imaginary")].normal_(std=scale)
-        return (pairs + noise).flatten(1, 2), key
-
-    for attention, before in zip(attentions, plain, strict=True):
-        attention.expand = functools.partial(expand, before)
-    try:
-        yield
-    finally:
-        for attention, before in zip(attentions, plain, strict=True):
-            attention.expand = before
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
@@ -159,7 +119,7 @@ def main() -> None:
         if key in done:
             continue
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        books = [torch.tensor(ids) for ids in encode(texts, tokenizer)]
+        books = encode(texts, tokenizer)
         books = [ids for ids in books if len(ids) > args.longest]
         if not books:
             raise SystemExit(f"{args.text}: no text of more than {args.longest} tokens; use a smaller --longest")

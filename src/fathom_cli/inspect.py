@@ -32,6 +32,7 @@ def command(
     kind.
     moe: which experts and groups tokens run, layer by layer, and the text shaded by group.
     masked: at which step of a block every token is revealed.
+    rope_pp: attention by distance of real and imaginary heads, and what noise on either costs.
 
     \b
     Example:

@@ -10,12 +10,15 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
+from fathom.inspect.head_map import HeadMap
 from fathom.inspect.reveal_map import RevealMap
 from fathom.inspect.routing_map import RoutingMap
 from fathom.inspect.step_map import StepMap
 from fathom.models.registry import SECTIONS
 
-PICTURES: dict[str, type[Picture]] = {picture.name: picture for picture in (DepthMap, StepMap, RoutingMap, RevealMap)}
+PICTURES: dict[str, type[Picture]] = {
+    picture.name: picture for picture in (DepthMap, StepMap, RoutingMap, RevealMap, HeadMap)
+}
 
 
 def offered(config: Any) -> list[type[Picture]]:
@@ -32,4 +35,14 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
     return ValueError(f"{checkpoint}: nothing to show of {found}; can be inspected: {can}")
 
 
-__all__ = ["PICTURES", "DepthMap", "Picture", "RevealMap", "RoutingMap", "StepMap", "nothing_to_show", "offered"]
+__all__ = [
+    "PICTURES",
+    "DepthMap",
+    "HeadMap",
+    "Picture",
+    "RevealMap",
+    "RoutingMap",
+    "StepMap",
+    "nothing_to_show",
+    "offered",
+]
