@@ -69,7 +69,7 @@ WORDS = (
 )
 PEOPLE = ("Mary", "John", "Sandra", "Daniel", "Fred", "Julie")
 THINGS = ("apple", "ball", "book", "coin", "cup", "lamp")
-PLACES = ("attic", "barn", "cellar", "garden", "hall", "kitchen", "library", "office", "park", "school", "shed", "tower")
+PLACES = ("attic", "barn", "cellar", "garden", "hall", "kitchen", "library", "office", "park", "school", "shed")
 # fmt: on
 
 

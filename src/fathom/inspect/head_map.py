@@ -152,6 +152,7 @@ class HeadMap(Picture):
         )
 
 
+@torch.no_grad()
 def nats(model: Any, rows: Tensor, batch_size: int) -> float:
     """Mean −log p of all tokens but the first of each row."""
     total = 0.0
