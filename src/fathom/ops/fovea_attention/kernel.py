@@ -39,15 +39,8 @@ def means(
     count, parts, counts = real, [x], [real]
     wide = torch.promote_types(x.dtype, torch.float32)
     for level in range(1, levels):
-        half = 2 ** (level - 1)
-        if 2 * half <= size:  # the next level has half as many
-            pairs, numbers = x.unflatten(1, (-1, 2)), count.unflatten(1, (-1, 2))
-            first, second = pairs[:, :, 0], pairs[:, :, 1]
-            count = numbers.sum(2)
-        else:  # one a block, as before
-            shift = half // size
-            first, second = x[:, :-shift], x[:, shift:]
-            count = count[:, :-shift] + count[:, shift:]
+        first, second = halves(x, level, size)
+        count = sum(halves(count, level, size))
         x = first.to(wide) + second
         if pool == "pairwise":
             one = (first[..., 0, 0] == 0) != (second[..., 0, 0] == 0)
@@ -57,6 +50,28 @@ def means(
             parts.append((x / count.clamp(min=1)[..., None, None, None]).to(key.dtype))
         counts.append(count)
     return torch.cat(parts, dim=1), torch.cat(counts, dim=1)
+
+
+def means_of_all(key: Float[Tensor, "B N h d"], value: Float[Tensor, "B N h d"], size: int, levels: int) -> Tensor:
+    """The same where every token is real: a mean is that of two halves, which takes a few launches a level."""
+    x = torch.stack((key, value), dim=2)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = [x]
+    for level in range(1, levels):
+        if 2**level <= size:
+            x = x.unflatten(1, (-1, 2)).mean(2, dtype=wide)
+        else:
+            x = torch.lerp(*halves(x.to(wide), level, size), 0.5)
+        parts.append(x.to(key.dtype))
+    return torch.cat(parts, dim=1)
+
+
+def halves(x: Tensor, level: int, size: int) -> tuple[Tensor, Tensor]:
+    """Of every vector of a level the two of the level below: there are half as many, or one a block as before."""
+    if 2**level <= size:
+        return x[:, ::2], x[:, 1::2]
+    shift = 2 ** (level - 1) // size
+    return x[:, :-shift], x[:, shift:]
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,10 +102,13 @@ def fovea_attention(
 ) -> Float[Tensor, "B N h d"]:
     """The equation, over N tokens in whole blocks."""
     levels = levels_of(query.shape[1] // block_len, stop_level)
-    vectors, counts = means(key, value, reads, block_len, levels, pool)
+    counts = None
+    if reads.real is None and not preserve_mass and pool == "count":
+        vectors = means_of_all(key, value, block_len, levels)
+    else:
+        vectors, counts = means(key, value, reads, block_len, levels, pool)
     places, ends = lie(reads, query.shape[1] // block_len, block_len, levels)
-    counted = preserve_mass or reads.real is not None
-    return _Attention.apply(query, vectors, bias, counts if counted else None, places, ends, block_len, preserve_mass)
+    return _Attention.apply(query, vectors, bias, counts, places, ends, block_len, preserve_mass)
 
 
 @triton.jit

@@ -96,6 +96,18 @@ def nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, steps: st
         return Nodes(table[..., 1].to(device), table[..., 0].to(device), own.to(device))
 
 
+@functools.lru_cache(maxsize=64)
+def alike(
+    length: int, block_len: int, wing_size: int, stop_level: int, boundary: str, steps: str, device: torch.device
+) -> Reads:
+    """`reads` of rows of `length` real tokens."""
+    blocks = -(-length // block_len)
+    table = nodes(blocks, wing_size, stop_level, boundary, steps, device)
+    with torch.inference_mode(False):  # kept, and training may come after inference
+        real = None if length == blocks * block_len else torch.arange(blocks * block_len, device=device)[None] < length
+        return Reads(table.level[None], table.start[None], table.own[None], real)
+
+
 def reads(
     real: Bool[Tensor, "B N"] | None,
     length: int,
@@ -109,13 +121,9 @@ def reads(
 ) -> Reads:
     """What the blocks of rows of `length` tokens read. A row's nodes are those of its own number of blocks, up to its
     last real token, whatever stands beside it in the batch."""
-    blocks = -(-length // block_len)
-    whole = length == blocks * block_len
     if real is None or bool(real.all()):
-        if not whole:
-            real = torch.arange(blocks * block_len, device=device)[None] < length
-        table = nodes(blocks, wing_size, stop_level, boundary, steps, device)
-        return Reads(table.level[None], table.start[None], table.own[None], None if whole else real)
+        return alike(length, block_len, wing_size, stop_level, boundary, steps, device)
+    blocks = -(-length // block_len)
     real = F.pad(real, (0, blocks * block_len - length))
     places = torch.arange(1, real.shape[1] + 1, device=device)
     own = [max(1, math.ceil(last / block_len)) for last in (real * places).amax(1).tolist()]
