@@ -36,7 +36,9 @@ def command(
     ] = False,
     long: Annotated[
         str | None,
-        typer.Option(help="Retrieval from long texts: passkey, niah (all four, or one: niah_single …), vt, words."),
+        typer.Option(
+            help="Of long texts: passkey, niah (four), vt, words, frequent_words, facts (three); position: nats by it."
+        ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="With --long: tokens of a text; 1k is 1024.")] = "1k",
     samples: Annotated[int, typer.Option(help="With --long: texts of each task and length.", min=1)] = 40,
@@ -314,22 +316,32 @@ def _long(
     from transformers.utils import logging
 
     from fathom.data.config import EMBEDDED
+    from fathom.data.packing import encode
     from fathom.data.sources import Source
-    from fathom.evaluate import evaluate_long, load_checkpoint, read_documents
+    from fathom.evaluate import evaluate_long, load_checkpoint, nats_by_position, read_documents
     from fathom.evaluate.long_context import task_names
     from fathom_cli.cache import parse_method
 
-    tasks = task_names([name.strip() for name in names.split(",") if name.strip()])
-    if not tasks:
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    tasks = task_names([name for name in given if name != "position"])
+    if not given:
         raise ValueError(f"--long={names!r}: names no task")
+    if "position" in given and cache is not None:
+        raise ValueError(f"--long position with --cache {cache}: it reads a text in one forward; leave out --cache")
     counts = [_tokens(part) for part in lengths.split(",")]
     method = None if cache is None else parse_method(cache, budget, option)
-    documents = Source(EMBEDDED, argument="data.validation").documents() if text is None else read_documents(text)
+    documents = list(Source(EMBEDDED, argument="data.validation").documents() if text is None else read_documents(text))
     filler = "\n\n".join(documents)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
-    found = evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
+    found: dict = {}
+    if tasks:
+        found = evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
+    if "position" in given:
+        edges = [0, *sorted(set(counts))]
+        rows = nats_by_position(model, encode(documents, tokenizer), edges)
+        found["position"] = {"edges": edges, "nats": [sum(column) / len(rows) for column in zip(*rows)], "rows": rows}
     settings = {
         "checkpoint": checkpoint,
         "text": EMBEDDED if text is None else str(text),
@@ -341,7 +353,12 @@ def _long(
     if json_output:
         typer.echo(json.dumps({**settings, **found}, indent=2))
         return
-    for kind, chance in found["chance"].items():
+    if "position" in found:
+        edges, nats = found["position"]["edges"], found["position"]["nats"]
+        typer.echo(f"nats a token by position, over {len(found['position']['rows'])} documents")
+        for low, high, value in zip(edges, edges[1:], nats):
+            typer.echo(f"  {low:>8,} to {high - 1:>8,}  {value:.3f}")
+    for kind, chance in found.get("chance", {}).items():
         typer.echo(f"{kind} (chance {chance:g}), 95 % intervals of {samples} samples")
         for task, scores in found["tasks"].items():
             cells = [

@@ -33,6 +33,7 @@ def command(
     moe: which experts and groups tokens run, layer by layer, and the text shaded by group; of a run's model also the
     load of its experts over training.
     masked: at which step of a block every token is revealed.
+    rope_pp: attention by distance of real and imaginary heads, and what noise on either costs.
 
     \b
     Example:

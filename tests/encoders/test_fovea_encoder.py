@@ -37,6 +37,12 @@ def test_the_sheets_example():
     assert mean_nodes(128, 1, 20, "drop") * 128 == 1426 and max(map(len, chosen(128, 1, 20, "drop"))) == 13
 
 
+def test_two_steps_jump_to_the_last_level():
+    assert chosen(16, 1, 3, "drop", "two")[5] == ((0, 2), (4, 0), (5, 0), (6, 0), (7, 2), (11, 2))
+    assert chosen(16, 2, 20, "drop", "two")[0] == ((0, 0), (1, 0), (2, 0), (3, 3))
+    assert chosen(3, 1, 1, "drop", "two") == chosen(3, 1, 1, "drop") and mean_nodes(64, 1, 4, "drop", "two") == 9.75
+
+
 def by_rule(block, blocks, wing, stop):
     """Section 3.2 as it is written."""
     found = {(block, 0)}

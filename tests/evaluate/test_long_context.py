@@ -14,7 +14,16 @@ from transformers.utils import ModelOutput
 from fathom.caches import Full, StreamingLLM, compress, prefill
 from fathom.caches.versions import CACHE_NAME
 from fathom.data.packing import encode
-from fathom.evaluate.long_context import LONG_TASKS, evaluate_long, samples, score, task_names, wilson
+from fathom.evaluate.long_context import (
+    LONG_TASKS,
+    evaluate_long,
+    nats_by_position,
+    samples,
+    score,
+    task_names,
+    wilson,
+)
+from tiny import tiny_model, tokens
 from tiny_checkpoint import TEXT, run_cli, save_fathom, save_stock, tiny_tokenizer
 
 FILLER = encode([TEXT], tiny_tokenizer())[0]
@@ -93,6 +102,36 @@ def test_the_answer_follows_from_the_text(tokenizer):
     for sample in samples("words", tokenizer, FILLER, 4 * LENGTH, 8):
         (word, _), *_ = Counter(tokenizer.decode(sample.context).split()).most_common(1)
         assert word == sample.answers[0].strip()
+    for sample in samples("frequent_words", tokenizer, FILLER, 4 * LENGTH, 8):
+        most = Counter(tokenizer.decode(sample.context).split()).most_common(3)
+        assert ", ".join(word for word, _ in most) == sample.answers[0].strip()
+    for asked in (1, 2, 3):
+        for sample in samples(f"facts{asked}", tokenizer, FILLER, LENGTH, 8):
+            been, holder = {}, {}
+            found = re.findall(r"(\w+) (took|went to) the (\w+)\.", tokenizer.decode(sample.context))
+            for person, did, what in found:
+                if did == "took":
+                    holder[what] = person
+                else:
+                    been.setdefault(person, []).append(what)
+            name = re.search(r"Where (?:is|was) (?:the )?(\w+)", tokenizer.decode(sample.question))[1]
+            assert been[holder.get(name, name)][-2 if asked == 3 else -1] == sample.answers[0].strip()
+
+
+def test_nats_by_position_are_the_models_losses():
+    model, ids = tiny_model(), tokens(1, 40)[0].tolist()
+    rows = nats_by_position(model, [ids, ids[:8], ids[:9]], [0, 4, 8], windows=2)
+    assert len(rows) == 2  # a text of eight tokens has nothing to say of a ninth
+    for row, starts in zip(rows, ([0, 31], [0, 0]), strict=True):
+        for bucket, (low, high) in enumerate(((0, 4), (4, 8))):
+            log_p = [
+                model(torch.tensor([ids[start : start + 8]])).logits[0].log_softmax(-1)[at, ids[start + at + 1]]
+                for start in starts
+                for at in range(low, high)
+            ]
+            assert row[bucket] == pytest.approx(-float(sum(log_p).detach()) / 8, rel=1e-5)
+    with pytest.raises(ValueError, match="length 64: no document has more than as many tokens"):
+        nats_by_position(model, [ids], [0, 64])
 
 
 def test_a_perfect_reader_scores_1(tokenizer):
@@ -208,7 +247,12 @@ def test_command(tmp_path, monkeypatch, capsys):
     found = json.loads(out)
     assert code == 0 and set(found["tasks"]) == {"niah_single", "vt"} and found["cache"]["budget"] == 64
     assert set(found["tasks"]["vt"]["likelihood"]["lengths"]) == {"1024"}
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    call = ("--long", "position", "--lengths", "100,200", "--text", tmp_path / "text.txt")
+    code, out, _ = run_cli(monkeypatch, capsys, "evaluate", folder, *call)
+    assert code == 0 and "over 1 documents" in out and "100 to      199" in out
     for wrong, message in (
+        (["--long", "position", "--cache", "treekv", "--budget", "64"], "leave out --cache"),
         (["--long", "vt", "--lengths", "1x"], "--lengths: '1x' is no number of tokens"),
         (["--long", "vt", "--budget", "4"], "--budget and --option go with --cache NAME"),
         (["--long", "vt", "--tasks", "piqa"], "give either --tasks NAME,NAME or --long NAME,NAME"),

@@ -23,7 +23,7 @@ from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
 from fathom.encoders.base import Encoder
 from fathom.models.method import check_choice, check_range
 from fathom.models.registry import build_options, register
-from fathom.ops.fovea_attention import fovea_attention, mean_nodes
+from fathom.ops.fovea_attention import Reads, fovea_attention, mean_nodes, reads
 
 
 @register("encoder", "fovea")
@@ -41,6 +41,7 @@ class Fovea(Encoder):
         """wing_size: w, nodes of every level on each side, at least 1.
         block_len: L, tokens of a block; even.
         stop_level: levels of the tree, at least 1; 1 is full attention.
+        steps: from level to level, "gradual", or from full resolution to the coarsest, "two": the control.
         boundary: what no whole node covers at the ends stays unseen, "drop", or is covered by smaller ones, "fill".
         pool: a node is the mean of its real tokens, "count", or of its halves, padding and all, "pairwise", as in the
             official code.
@@ -51,6 +52,7 @@ class Fovea(Encoder):
         block_len: int = 128
         stop_level: int = 20
         boundary: str = "drop"
+        steps: str = "gradual"
         pool: str = "count"
         preserve_mass: bool = False
 
@@ -61,6 +63,7 @@ class Fovea(Encoder):
             if self.block_len % 2:
                 raise ValueError(f"fovea option block_len={self.block_len!r}: must be even, as nodes are halved")
             check_choice("fovea", "boundary", self.boundary, ("drop", "fill"))
+            check_choice("fovea", "steps", self.steps, ("gradual", "two"))
             check_choice("fovea", "pool", self.pool, ("count", "pairwise"))
 
     def attention(self, config, has_relative_attention_bias):
@@ -71,7 +74,7 @@ class Fovea(Encoder):
         """4·N·L·n̄·h·d a layer for scores and weighted values, n̄ the mean nodes of a block and N whole blocks."""
         size = options.block_len
         blocks = -(-length // size)
-        nodes = mean_nodes(blocks, options.wing_size, options.stop_level, options.boundary)
+        nodes = mean_nodes(blocks, options.wing_size, options.stop_level, options.boundary, options.steps)
         layer = config.layer_flops(length, 0) + 4 * blocks * size * size * nodes * config.inner
         return config.num_layers * layer
 
@@ -83,6 +86,9 @@ class FoveaAttention(LongT5LocalAttention):
         super().__init__(config, has_relative_attention_bias=has_relative_attention_bias)
         options = dataclasses.asdict(build_options("encoder", config.encoder))
         self.attend: Any = functools.partial(fovea_attention, **options)
+        self.lists: Any = functools.partial(
+            reads, **{name: options[name] for name in ("block_len", "wing_size", "stop_level", "boundary", "steps")}
+        )
 
     def bias_by_distance(self) -> Tensor:
         """The table read at every distance −D … D: beyond, the bucket is the last."""
@@ -97,18 +103,19 @@ class FoveaAttention(LongT5LocalAttention):
         self,
         hidden_states: Tensor,
         mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
+        position_bias: tuple[Tensor, Reads] | None = None,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output and the bias by distance, which the first layer makes for all. `mask` [B, N]."""
+    ) -> tuple[Tensor, tuple[Tensor, Reads]]:
+        """Returns the output, and what the first layer makes for all: the bias by distance, and the lists of nodes.
+        `mask` [B, N]."""
         if output_attentions:
             raise ValueError("output_attentions=True with encoder='fovea': weights are of means, not of tokens")
         if position_bias is None:
-            position_bias = self.bias_by_distance()
+            real = None if mask is None else mask.bool()
+            lists = self.lists(real, hidden_states.shape[1], hidden_states.device)
+            position_bias = self.bias_by_distance(), lists
         heads = (*hidden_states.shape[:2], self.n_heads, self.key_value_proj_dim)
         query, key, value = (part(hidden_states).view(heads) for part in (self.q, self.k, self.v))
-        out = self.attend(
-            query, key, value, None if mask is None else mask.bool(), position_bias,
-            dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
+        bias, lists = position_bias
+        out = self.attend(query, key, value, None, bias, lists=lists, dropout=self.dropout if self.training else 0.0)
         return self.o(out.flatten(2)), position_bias

@@ -84,6 +84,8 @@ def stretch(
 
     def pick(index: Tensor) -> Tensor:
         index = torch.minimum(index.clamp(min=0), lengths[:, None] - 1)
+        if len(index) == 1:  # rows alike
+            return x.index_select(1, index[0])
         return x.gather(1, index[..., None].expand(len(x), -1, x.shape[2]))
 
     if how == "nearest":

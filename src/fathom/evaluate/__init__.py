@@ -1,7 +1,7 @@
 """From a checkpoint to numbers: perplexity, bits per byte, lm_eval tasks, retrieval from long texts."""
 
 from fathom.evaluate.load_model import load_checkpoint
-from fathom.evaluate.long_context import evaluate_long
+from fathom.evaluate.long_context import evaluate_long, nats_by_position
 from fathom.evaluate.steps_run import Steps, is_adaptive, steps_run
 from fathom.evaluate.tasks import evaluate_tasks, find_tasks
 from fathom.evaluate.text import (
@@ -26,6 +26,7 @@ __all__ = [
     "find_tasks",
     "is_adaptive",
     "load_checkpoint",
+    "nats_by_position",
     "read_documents",
     "read_text",
     "steps_run",

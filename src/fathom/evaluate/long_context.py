@@ -14,6 +14,7 @@ model shows no signal there: the task is marked so and stays out of the mean. Ne
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.caches.base import CacheMethod, portion
@@ -65,6 +67,9 @@ WORDS = (
     "ladder", "mirror", "needle", "orchard", "pillow", "quarry", "ribbon", "saddle", "table", "umbrella",
     "violin", "window", "yard",
 )
+PEOPLE = ("Mary", "John", "Sandra", "Daniel", "Fred", "Julie")
+THINGS = ("apple", "ball", "book", "coin", "cup", "lamp")
+PLACES = ("attic", "barn", "cellar", "garden", "hall", "kitchen", "library", "office", "park", "school", "shed")
 # fmt: on
 
 
@@ -153,6 +158,36 @@ def common_words(draw: random.Random) -> Puzzle:
     return Puzzle([f" {word}" for word in many], question, words[:CHOICES], fill=False)
 
 
+def frequent_words(draw: random.Random) -> Puzzle:
+    """A list of words of which one makes a quarter, one a sixth and one a twelfth; the three are asked for."""
+    first, second, third, *others = draw.sample(WORDS, 15)
+    block = [first] * 6 + [second] * 4 + [third] * 2 + others
+    many = [word for _ in range(1 << 12) for word in _shuffled(draw, block)]
+    wrong = [", ".join(words) for words in ((second, first, third), (first, third, second), (first, second, others[0]))]
+    question = "\nWhich three words are the most frequent in the list, in order? The most frequent words are"
+    return Puzzle([f" {word}" for word in many], question, [f"{first}, {second}, {third}", *wrong], fill=False)
+
+
+def facts(draw: random.Random, asked: int) -> Puzzle:
+    """Four people move about, by the idea of bAbI's first three tasks (arXiv 1502.05698): where somebody is (1 fact),
+    where a thing is that somebody took along (2), or was before (3). Distractors are the others' answers."""
+    people, things = draw.sample(PEOPLE, CHOICES), draw.sample(THINGS, CHOICES)
+    places = draw.sample(PLACES, 2 * CHOICES)
+    before, last = places[:CHOICES], places[CHOICES:]
+    left = []
+    for person, thing, here, there in zip(people, things, before, last):
+        taken = [f" {person} took the {thing}."] if asked > 1 else []
+        left.append([*taken, f" {person} went to the {here}.", f" {person} went to the {there}."])
+    order = _shuffled(draw, [i for i, sentences in enumerate(left) for _ in sentences])
+    sentences = [left[i].pop(0) for i in order]
+    if asked == 1:
+        return Puzzle(sentences, f"\nWhere is {people[0]}? {people[0]} is in the", last)
+    if asked == 2:
+        return Puzzle(sentences, f"\nWhere is the {things[0]}? The {things[0]} is in the", last)
+    when = f"before the {last[0]}"
+    return Puzzle(sentences, f"\nWhere was the {things[0]} {when}? Before, the {things[0]} was in the", before)
+
+
 LONG_TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
     "passkey": passkey,
     "niah_single": niah_single,
@@ -161,8 +196,10 @@ LONG_TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
     "niah_multiquery": niah_multiquery,
     "vt": variable_tracking,
     "words": common_words,
+    "frequent_words": frequent_words,
+    **{f"facts{asked}": functools.partial(facts, asked=asked) for asked in (1, 2, 3)},
 }
-GROUPS = {"niah": [name for name in LONG_TASKS if name.startswith("niah")]}
+GROUPS = {group: [name for name in LONG_TASKS if name.startswith(group)] for group in ("niah", "facts")}
 
 
 def task_names(names: list[str]) -> list[str]:
@@ -362,6 +399,34 @@ def evaluate_long(
             str(n): sum(row[str(n)]["score"] for row in kept) / len(kept) if kept else None for n in lengths
         }
     return {"chance": chance, **result}
+
+
+@torch.no_grad()
+def nats_by_position(
+    model: Any, documents: Sequence[Sequence[int]], edges: Sequence[int], windows: int = 4
+) -> list[list[float]]:
+    """Mean −log p of the tokens at positions [edges[i], edges[i + 1]) of a window: one row a document that is longer
+    than the last edge, a mean over `windows` windows spread over it.
+
+    Raises:
+        ValueError: no document is long enough, or the windows are beyond the model's learned positions.
+    """
+    length, rows = edges[-1], []
+    _check_positions(model, length, 0)
+    for ids in documents:
+        if len(ids) <= length:
+            continue
+        total = torch.zeros(length, dtype=torch.float64)
+        for number in range(windows):
+            start = round(number * (len(ids) - length - 1) / max(windows - 1, 1))
+            piece = torch.tensor(ids[start : start + length + 1], device=execution_device(model))
+            logits = model(input_ids=piece[None, :-1], use_cache=False).logits[0]
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total += F.cross_entropy(wide, piece[1:], reduction="none").double().cpu()
+        rows.append([float(total[a:b].mean()) / windows for a, b in itertools.pairwise(edges)])
+    if not rows:
+        raise ValueError(f"length {length}: no document has more than as many tokens; use a shorter one")
+    return rows
 
 
 def _check_positions(model: Any, length: int, answer: int) -> None:

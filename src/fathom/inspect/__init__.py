@@ -10,6 +10,7 @@ from typing import Any
 
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
+from fathom.inspect.head_map import HeadMap
 from fathom.inspect.reveal_map import RevealMap
 from fathom.inspect.routing_history import RoutingHistory
 from fathom.inspect.routing_map import RoutingMap
@@ -17,7 +18,7 @@ from fathom.inspect.step_map import StepMap
 from fathom.models.registry import SECTIONS
 
 PICTURES: dict[str, type[Picture]] = {
-    picture.name: picture for picture in (DepthMap, StepMap, RoutingMap, RoutingHistory, RevealMap)
+    picture.name: picture for picture in (DepthMap, StepMap, RoutingMap, RoutingHistory, RevealMap, HeadMap)
 }
 
 
@@ -36,6 +37,6 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
 
 
 __all__ = [
-    "PICTURES", "DepthMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "StepMap", "nothing_to_show",
+    "PICTURES", "DepthMap", "HeadMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "StepMap", "nothing_to_show",
     "offered",
 ]  # fmt: skip

@@ -120,6 +120,7 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
 
     Attributes:
         encoder: `{"name": …, options}`; see `fathom methods`. None: full, LongT5's own `encoder_attention_type`.
+        embedding_std: of a new model's embeddings; None: `initializer_factor`, 1 in LongT5 (see `FathomT5Config`).
     """
 
     model_type = "fathom_longt5"
@@ -128,6 +129,7 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
     auto_class = ("AutoModelForSeq2SeqLM", "FathomLongT5ForConditionalGeneration")
 
     encoder: Any = None
+    embedding_std: float | None = None
 
     @property
     def inner(self) -> int:

@@ -10,7 +10,9 @@ import copy
 import os
 from typing import Any
 
+import torch
 from transformers import LongT5ForConditionalGeneration
+from transformers import initialization as init
 from transformers.models.longt5.modeling_longt5 import LongT5Stack
 
 from fathom.models.encoder_configs import FathomLongT5Config
@@ -53,6 +55,12 @@ class FathomLongT5ForConditionalGeneration(EncoderModel, LongT5ForConditionalGen
         encoder.is_decoder = encoder.use_cache = False
         self.encoder = FathomLongT5Encoder(encoder)
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: Any) -> None:
+        super()._init_weights(module)
+        if module is self and self.config.embedding_std is not None:
+            init.normal_(self.shared.weight, 0.0, self.config.embedding_std)
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
         """Write the model as a stock LongT5 checkpoint. Raises ValueError unless its encoder is "full"."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -24,18 +26,35 @@ class Nodes:
     own: Int[Tensor, " S"]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reads:
+    """What the blocks of a batch read, the same for all layers.
+
+    Attributes:
+        level, start, own: as of `Nodes`, of each row; R is 1 where all rows read alike.
+        real: which tokens are real, filled up to whole blocks; None: all, and the batch has whole blocks.
+    """
+
+    level: Int[Tensor, "R S n"]
+    start: Int[Tensor, "R S n"]
+    own: Int[Tensor, "R S"]
+    real: Bool[Tensor, "B N"] | None
+
+
 def levels_of(blocks: int, stop_level: int) -> int:
     """Levels of the tree over so many blocks: p = 0, and every p < stop_level with 2^p < S."""
     return max(1, min(stop_level, (blocks - 1).bit_length()))
 
 
 @functools.lru_cache(maxsize=256)
-def chosen(blocks: int, wing_size: int, stop_level: int, boundary: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+def chosen(
+    blocks: int, wing_size: int, stop_level: int, boundary: str, steps: str = "gradual"
+) -> tuple[tuple[tuple[int, int], ...], ...]:
     """(start, level) of the nodes of every block, in order.
 
     From near to far, on each side: `wing_size` nodes of level 0, as many of level 1, and so on; the last level goes on
-    to the end. Only nodes that lie in the sequence are taken. What then stays unseen at an end is left ("drop") or
-    covered by the largest nodes that fit ("fill").
+    to the end. Under `steps` "two" the last level follows level 0. Only nodes that lie in the sequence are taken. What
+    then stays unseen at an end is left ("drop") or covered by the largest nodes that fit ("fill").
     """
     top = levels_of(blocks, stop_level) - 1
 
@@ -43,7 +62,7 @@ def chosen(blocks: int, wing_size: int, stop_level: int, boundary: str) -> tuple
         """(distance, level) of nodes on a side with `room` blocks, outwards."""
         found, place, level = [], 0, 0
         while level <= top:
-            endless = level >= stop_level - 1
+            endless = level >= stop_level - 1 or (steps == "two" and level > 0)
             count = 0
             while (endless or count < wing_size) and place + 2**level <= room:
                 found.append((place, level))
@@ -51,7 +70,7 @@ def chosen(blocks: int, wing_size: int, stop_level: int, boundary: str) -> tuple
                 count += 1
             if count < wing_size or endless:
                 break
-            level += 1
+            level = max(top, 1) if steps == "two" else level + 1
         while boundary == "fill" and place < room:
             level = min(top, (room - place).bit_length() - 1)
             found.append((place, level))
@@ -67,9 +86,9 @@ def chosen(blocks: int, wing_size: int, stop_level: int, boundary: str) -> tuple
 
 
 @functools.lru_cache(maxsize=64)
-def nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, device: torch.device) -> Nodes:
+def nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, steps: str, device: torch.device) -> Nodes:
     """`chosen` as tensors."""
-    lists = chosen(blocks, wing_size, stop_level, boundary)
+    lists = chosen(blocks, wing_size, stop_level, boundary, steps)
     most = max(map(len, lists))
     with torch.inference_mode(False):  # kept, and training may come after inference
         table = torch.tensor([[*row, *[(-1, -1)] * (most - len(row))] for row in lists])
@@ -77,6 +96,51 @@ def nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, device: t
         return Nodes(table[..., 1].to(device), table[..., 0].to(device), own.to(device))
 
 
-def mean_nodes(blocks: int, wing_size: int, stop_level: int, boundary: str) -> float:
+@functools.lru_cache(maxsize=64)
+def alike(
+    length: int, block_len: int, wing_size: int, stop_level: int, boundary: str, steps: str, device: torch.device
+) -> Reads:
+    """`reads` of rows of `length` real tokens."""
+    blocks = -(-length // block_len)
+    table = nodes(blocks, wing_size, stop_level, boundary, steps, device)
+    with torch.inference_mode(False):  # kept, and training may come after inference
+        real = None if length == blocks * block_len else torch.arange(blocks * block_len, device=device)[None] < length
+        return Reads(table.level[None], table.start[None], table.own[None], real)
+
+
+def reads(
+    real: Bool[Tensor, "B N"] | None,
+    length: int,
+    device: torch.device,
+    *,
+    block_len: int,
+    wing_size: int,
+    stop_level: int,
+    boundary: str,
+    steps: str,
+) -> Reads:
+    """What the blocks of rows of `length` tokens read. A row's nodes are those of its own number of blocks, up to its
+    last real token, whatever stands beside it in the batch."""
+    if real is None or bool(real.all()):
+        return alike(length, block_len, wing_size, stop_level, boundary, steps, device)
+    blocks = -(-length // block_len)
+    real = F.pad(real, (0, blocks * block_len - length))
+    places = torch.arange(1, real.shape[1] + 1, device=device)
+    own = [max(1, math.ceil(last / block_len)) for last in (real * places).amax(1).tolist()]
+    sizes = sorted(set(own))
+    found = {size: nodes(size, wing_size, stop_level, boundary, steps, device) for size in sizes}
+    most = max(table.level.shape[1] for table in found.values())
+
+    def placed(table: Nodes) -> tuple[Tensor, Tensor, Tensor]:
+        more = (0, most - table.level.shape[1], 0, blocks - len(table.level))
+        return F.pad(table.level, more, value=-1), F.pad(table.start, more, value=-1), F.pad(table.own, more[2:])
+
+    tables = {size: placed(table) for size, table in found.items()}
+    rows = own if len(sizes) > 1 else own[:1]
+    level, start, middle = (torch.stack([tables[size][part] for size in rows]) for part in range(3))
+    return Reads(level, start, middle, real)
+
+
+def mean_nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, steps: str = "gradual") -> float:
     """Nodes that a block reads, the mean over blocks."""
-    return sum(map(len, chosen(blocks, wing_size, stop_level, boundary))) / blocks
+    return sum(map(len, chosen(blocks, wing_size, stop_level, boundary, steps))) / blocks

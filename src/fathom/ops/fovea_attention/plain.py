@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fathom.ops.fovea_attention.nodes import Nodes, levels_of, nodes
+from fathom.ops.fovea_attention.nodes import Reads, levels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,34 +75,23 @@ def fovea_attention(
     query: Float[Tensor, "B N h d"],
     key: Float[Tensor, "B N h d"],
     value: Float[Tensor, "B N h d"],
-    real: Bool[Tensor, "B N"] | None,
     bias: Float[Tensor, "h 2*D+1"],
+    reads: Reads,
     *,
     block_len: int,
-    wing_size: int = 1,
-    stop_level: int = 20,
-    boundary: str = "drop",
-    pool: str = "count",
-    preserve_mass: bool = False,
+    stop_level: int,
+    pool: str,
+    preserve_mass: bool,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B N h d"]:
-    """Attention without scaling, softmax in fp32 or wider.
-
-    Args:
-        real: which tokens are real; None: all. A row's nodes are those of its own number of blocks, up to its last
-            real token, whatever stands beside it in the batch.
-        bias: by distance −D … D in slots; farther keys have the outermost.
-        preserve_mass: a vector of n tokens weighs as n: its score is log n higher.
-    """
+    """The equation, over N tokens in whole blocks."""
     batch, length, heads, width = query.shape
-    padding = -length % block_len
-    known = torch.ones(batch, length, dtype=torch.bool, device=query.device) if real is None else real
-    query, key, value = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value))
-    known = F.pad(known, (0, padding))
-    blocks = known.shape[1] // block_len
-    tree = grow(key, value, known, block_len, stop_level, pool)
-    choose = functools.partial(row_nodes, wing_size=wing_size, stop_level=stop_level, boundary=boundary)
-    index, slot = choose(known, blocks, block_len, tree.offsets)
+    blocks = length // block_len
+    real = torch.ones(batch, length, dtype=torch.bool, device=query.device) if reads.real is None else reads.real
+    tree = grow(key, value, real.expand(batch, -1), block_len, stop_level, pool)
+    starts = torch.tensor(tree.offsets, device=query.device)
+    index = torch.where(reads.level < 0, -1, starts[reads.level.clamp(min=0)] + reads.start)
+    slot = torch.arange(index.shape[2], device=query.device) - reads.own[..., None]
 
     def read(x: Tensor) -> Tensor:
         """x of every block's nodes: [B, S, n·L, …]."""
@@ -123,36 +110,4 @@ def fovea_attention(
     scores = scores.masked_fill((count == 0)[:, :, None, None], torch.finfo(scores.dtype).min)
     weights = F.dropout(scores.softmax(-1), dropout).to(value.dtype)
     out = torch.einsum("bshqk,bskhd->bsqhd", weights, read(tree.value))
-    return out.reshape(batch, blocks * block_len, heads, width)[:, :length]
-
-
-def row_nodes(
-    known: Bool[Tensor, "B N"],
-    blocks: int,
-    block_len: int,
-    offsets: tuple[int, ...],
-    *,
-    wing_size: int,
-    stop_level: int,
-    boundary: str,
-) -> tuple[Int[Tensor, "R S n"], Int[Tensor, "R S n"]]:
-    """For every row (one, if all are as long as the batch) and block: its nodes in the tree, −1 for none, and how many
-    slots each stands after the own block."""
-    device = known.device
-    places = torch.arange(1, known.shape[1] + 1, device=device)
-    own = [max(1, math.ceil(last / block_len)) for last in (known * places).amax(1).tolist()]
-    sizes = sorted(set(own))
-    found = {size: nodes(size, wing_size, stop_level, boundary, device) for size in sizes}
-    most = max(table.level.shape[1] for table in found.values())
-    starts = torch.tensor(offsets, device=device)
-
-    def placed(table: Nodes) -> tuple[Tensor, Tensor]:
-        index = torch.where(table.level < 0, -1, starts[table.level.clamp(min=0)] + table.start)
-        slot = torch.arange(table.level.shape[1], device=device) - table.own[:, None]
-        more = (0, most - index.shape[1], 0, blocks - len(index))
-        return F.pad(index, more, value=-1), F.pad(slot, more)
-
-    tables = {size: placed(table) for size, table in found.items()}
-    rows = own if len(sizes) > 1 else own[:1]
-    index, slot = (torch.stack([tables[size][part] for size in rows]) for part in (0, 1))
-    return index, slot
+    return out.reshape(batch, length, heads, width)
