@@ -1,6 +1,6 @@
 """Every variant of MOVA in a recipe, trained and judged, with the training step as a CUDA graph.
 
-    python benchmarks/audiovideo/variants.py RECIPE WORK --output OUT      # start as many as wanted; they share the jobs
+    python benchmarks/audiovideo/variants.py RECIPE WORK --output OUT   # start as many as wanted: they share the jobs
 
 The towers of such a recipe are so small that a step of `fathom compare` waits for Python nearly all of the time. Here
 latents and the states of captions lie on the GPU, noise is drawn there, and a step is one launch; model, loss,

@@ -1,7 +1,7 @@
 """An optimiser step recorded once as a CUDA graph: a small model has computed it before Python has launched it again.
 
-The step reads and writes the same tensors every time, and decides nothing on the CPU. So a batch and a learning rate are
-tensors, filled before each replay, and the optimiser is made with `capturable=True`.
+The step reads and writes the same tensors every time, and decides nothing on the CPU. So a batch and a learning rate
+are tensors, filled before each replay, and the optimiser is made with `capturable=True`.
 """
 
 from __future__ import annotations
