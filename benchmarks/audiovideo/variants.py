@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from fathom.audiovideo.codecs import load_codec
 from fathom.audiovideo.joint import MovaModel, text_states
+from fathom.recorded import recorded
 from fathom.report.provenance import provenance
 from fathom.tasks.audiovideo import pipeline_of
 from fathom.train import load_recipe
-from fathom.train.recorded import recorded
 from fathom.writing import write_json
 
 SCALES = [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.data import DataConfig, load_tokenizer
+from fathom.recorded import recorded
 from fathom.report.provenance import provenance
 from fathom.tasks.vqa import IMAGES, MEAN, STD, VQA, several, with_image
-from fathom.train.recorded import recorded
 from fathom.vision import METHODS, compress_vision, from_dict
 from fathom.vision.base import LanguageCompressor
 from fathom.vision.scenes import KINDS, Scene, questions, scene

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 
-def recorded(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def recorded(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """What runs `step` again, without Python. The optimiser's weights and state are then as before.
 
     `step` computes gradients from None, which it sets itself. Raises RuntimeError where it waits for the GPU.
