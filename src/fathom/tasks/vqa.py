@@ -53,7 +53,7 @@ class VQA(Task):
     scenes: how many different ones there are to learn from.
     questions: held-out ones.
     asked: questions about each picture to learn from, at most.
-    things: in a picture, at most, before those that are to be counted. 1 is what a small model soon learns from scratch.
+    things: in a picture, at most, before those that are to be counted.
     trains: all; the projector and the language model ("language"); or the projector alone.
     align: examples of a stage before, in which the projector trains alone, as in LLaVA's first; 0: none.
     align_lr: its peak learning rate.
