@@ -165,6 +165,8 @@ def show(
             f"{output}: the low frequencies of {tokens} tokens hold {said['energy']:.1%} of the features' energy, "
             f"{said['energy_without_mean']:.1%} of what is left without the mean"
         )
+        for name, why in said["refused"].items():
+            typer.echo(f"not shown: {name}: {why}")
 
 
 @app.command()

@@ -64,7 +64,10 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
 def test_show_writes_a_picture_and_convert_a_checkpoint(run, place, tmp_path):
     picture = tmp_path / "kept.png"
     _, out, _ = run("show", "--image", place / "image.png", "--tokens", 9, "--output", picture, "--json")
-    assert picture.read_bytes().startswith(b"\x89PNG") and 0 < json.loads(out)["energy"] < 1
+    said = json.loads(out)
+    assert picture.read_bytes().startswith(b"\x89PNG") and 0 < said["energy"] < 1
+    assert set(said["methods"]) | set(said["refused"]) == set(METHODS) - {"all_tokens", "dct_coefficients"}
+    assert set(said["refused"]) == {"fastv", "mqt"}  # of two layers, and without the weights
     assert run("convert", "--output", tmp_path / "ours", "--tokens", 9)[0] == 0
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["model_type"] == "fathom_llava" and config["vision_compress"]["tokens"] == 9
