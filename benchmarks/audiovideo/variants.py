@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from guidance import judge, line, orders
 from torch import Tensor, nn
@@ -226,6 +227,8 @@ class Worker:
         torch.save(model.state_dict(), kept.with_suffix(".part"))
         kept.with_suffix(".part").rename(kept)
         pipeline = self.pipeline(model)
+        if job["seed"] == 0:
+            self.keep_clips(job["method"], pipeline)
         return entry, [self.judge(pipeline, order, 1.0, 1.0) for order in orders(pipeline)]
 
     def scan(self, job: dict[str, Any]) -> Any:
@@ -234,6 +237,15 @@ class Worker:
         pipeline = self.pipeline(model.eval())
         scales = [pair for pair in itertools.product((1.0, 5.0), SCALES) if pair != (1.0, 1.0)]
         return dict(job), [self.judge(pipeline, "joint", *pair) for pair in scales]
+
+    def keep_clips(self, name: str, pipeline: Any, count: int = 6) -> None:
+        """The first clips, for eyes and ears."""
+        made = self.recipe.task.sample(pipeline, self.rows, range(min(count, len(self.rows))))
+        np.savez_compressed(
+            self.out / f"clips-{name}.npz", captions=[clip.caption for clip in made],
+            frames=np.stack([clip.frames for clip in made]),
+            audio=np.stack([clip.audio for clip in made]).astype(np.float16),
+        )  # fmt: skip
 
     def pipeline(self, model: MovaModel) -> Any:
         made = pipeline_of(model, self.data)
