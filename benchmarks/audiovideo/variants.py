@@ -35,6 +35,7 @@ from fathom.train import load_recipe
 from fathom.writing import write_json
 
 SCALES = [1.0, 2.0, 3.0, 4.0, 5.0]
+MAIN = ("both", "off", "v2a")  # whose first clips are kept
 ENDS = 25.0  # seconds in which what was begun is judged
 
 
@@ -227,7 +228,7 @@ class Worker:
         torch.save(model.state_dict(), kept.with_suffix(".part"))
         kept.with_suffix(".part").rename(kept)
         pipeline = self.pipeline(model)
-        if job["seed"] == 0:
+        if job["seed"] == 0 and job["method"] in MAIN:
             self.keep_clips(job["method"], pipeline)
         return entry, [self.judge(pipeline, order, 1.0, 1.0) for order in orders(pipeline)]
 
