@@ -34,6 +34,13 @@ def rounded(entry: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def means(seeds: dict[int, Any]) -> dict[str, Any]:
+    """Over seeds, of each figure's mean over clips."""
+    found = {name: [seeds[seed][name]["mean"] for seed in sorted(seeds)] for name in KEPT}
+    known = {name: [value for value in values if value is not None] for name, values in found.items()}
+    return {"seeds": len(seeds), **{n: round(statistics.fmean(v), 4) if v else None for n, v in known.items()}}
+
+
 def gap(mine: dict[int, Any], theirs: dict[int, Any], name: str) -> dict[str, Any] | None:
     """Mean difference in `name` over the seeds that both have, of the clips for which both have a number."""
     single: dict[int, float] = {}
@@ -75,6 +82,8 @@ def main() -> None:
             run = {"method": job["method"], "seed": job["seed"], "steps": job["steps"]}
             out.append({"kind": "run", **run, "seconds": job["train_seconds"], **errors, **rounded(entry)})
     for (method, order), seeds in trained.items():
+        out.append({"kind": "mean", "method": method, "order": order, **means(seeds)})
+    for (method, order), seeds in trained.items():
         if (method, order) == (WHOLE, "joint"):
             continue
         gaps = {name: gap(seeds, trained[WHOLE, "joint"], name) for name in ("together", "offset_ms")}
@@ -82,6 +91,7 @@ def main() -> None:
     for (text, bridge), seeds in sorted(guided.items()):
         for seed, entry in sorted(seeds.items()):
             out.append({"kind": "guidance", "seed": seed, **rounded(entry)})
+        out.append({"kind": "guidance_mean", "text": text, "bridge": bridge, **means(seeds)})
         gaps = {name: gap(seeds, guided[text, 1.0], name) for name in ("together", "offset_ms")}
         if bridge != 1.0:
             out.append({"kind": "over_s_B_1", "text": text, "bridge": bridge, **gaps})
