@@ -54,14 +54,13 @@ class Latents:
     """All training clips on the device, and states and masks of their captions; the last caption is the empty one."""
 
     def __init__(self, rows: Any, encoder: nn.Module, device: str):
-        ids = torch.cat([torch.from_numpy(rows.arrays["input_ids"][:]), rows.null["null_ids"][None]])
-        mask = torch.cat([torch.from_numpy(rows.arrays["attention_mask"][:]), rows.null["null_mask"][None]])
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in rows.arrays.items()}
+        ids = torch.cat([arrays["input_ids"], rows.null["null_ids"][None]])
+        mask = torch.cat([arrays["attention_mask"], rows.null["null_mask"][None]])
         self.mask = mask.to(device)
         parts = zip(ids.split(1024), mask.split(1024))
         self.states = torch.cat([text_states(encoder, i.to(device), m.to(device)) for i, m in parts])
-        self.clips = {
-            name: torch.from_numpy(rows.arrays[name][:]).float().to(device) for name in ("video", "audio", "first")
-        }
+        self.clips = {name: arrays[name].float().to(device) for name in ("video", "audio", "first")}
 
     def batch(self, numbers: Tensor) -> dict[str, Tensor]:
         """These clips with new noise: what MovaModel.forward reads."""
