@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_see_answers_with_the_tokens_asked_for(run, place):
 
 
 def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
-    _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 3, "--json")
+    _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 2, "--json")
     rows = {row["method"]: row for row in json.loads(out)}
     assert set(rows) == set(METHODS)
     full, layers, heads, width = rows.pop("all_tokens"), 2, 1, 8
@@ -84,6 +85,12 @@ def test_python_of_the_guides(page):
         exec(code.replace("144", "9"), names)
         length = names["inputs"].input_ids.shape[1]
         assert (names["inputs"].input_ids == 2).sum() == 9 and names["output"].shape[1] > length
+
+
+def test_a_picture_without_pillow_names_what_to_install(run, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    code, _, err = run("see", "--image", place / "image.png", "--prompt", "what", "--tokens", 9)
+    assert code != 0 and "needs Pillow: pip install 'fathom-lm[media]'" in err and err.count("\n") == 1
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(run, place, tmp_path):
