@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -61,7 +62,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="save the run, and go on where one was saved")
     for field in dataclasses.fields(Training):
         kind = {"minutes": float, "precision": str}.get(field.name, type(field.default))
-        parser.add_argument(f"--{field.name}", type=kind, default=field.default)
+        how: Any = {"action": "store_true"} if kind is bool else {"type": kind, "default": field.default}
+        parser.add_argument(f"--{field.name}", **how)
     said = parser.parse_args()
     training = Training(**{field.name: getattr(said, field.name) for field in dataclasses.fields(Training)})
     generator = Generator(seed=training.seed, things=0)

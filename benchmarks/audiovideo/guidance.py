@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,41 @@ def together(row: dict[str, Any], frame_rate: float) -> float | None:
     return near / union if union else None
 
 
+def orders(pipeline: Any) -> list[str]:
+    return ["joint", "cascade"] if pipeline.settings.method.directions == "v2a" else ["joint"]
+
+
+def judge(
+    pool: ProcessPoolExecutor, task: Any, pipeline: Any, rows: Any, count: int, order: str, text: float, bridge: float,
+    at_once: int = 4 * BATCH,
+) -> Callable[[], dict[str, Any]]:  # fmt: skip
+    """Make the clips of the first held-out rows and have the pool judge them. Returns what waits for the figures."""
+    clips: list[Clip] = []
+    count = min(count, len(rows))
+    for start in range(0, count, at_once):
+        some = range(start, min(start + at_once, count))
+        options = {"text_scale": text, "bridge_scale": bridge, "order": order}
+        clips += task.sample(pipeline, rows, some, **options)
+    sounds = pipeline.codec.decode_audio(torch.stack([rows[i]["audio"] for i in range(count)])).float().numpy()
+    judging = pool.map(judged, list(zip(clips, sounds)), chunksize=8)
+
+    def wait() -> dict[str, Any]:
+        said = list(judging)
+        next_sound = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
+        chance = [{"chance": together(row, task.frame_rate)} for row in next_sound]
+        return {
+            "order": order, "text": text, "bridge": bridge, **summary(said, NAMES), **summary(chance, ["chance"]),
+            "of_clips": {name: [row[name] for row in said] for name in ("together", "offset_ms")},
+        }  # fmt: skip
+
+    return wait
+
+
+def line(entry: dict[str, Any]) -> str:
+    means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
+    return f"{entry['order']} s_T={entry['text']:g} s_B={entry['bridge']:g}: {means}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
@@ -61,28 +97,14 @@ def main() -> None:
 
     recipe = load_recipe(given.recipe)
     rows: Any = recipe.task.prepare(recipe.data, given.data).validation
-    count = min(given.clips, len(rows))
     found = []
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:  # a fork would share CUDA's
         for folder in given.models:
             pipeline = MovaPipeline.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
-            sounds = pipeline.codec.decode_audio(torch.stack([rows[i]["audio"] for i in range(count)])).float().numpy()
-            orders = ["joint", "cascade"] if pipeline.settings.method.directions == "v2a" else ["joint"]
-            for order, text, bridge in itertools.product(orders, given.text, given.bridge):
-                clips: list[Clip] = []
-                for start in range(0, count, 4 * BATCH):
-                    some = range(start, min(start + 4 * BATCH, count))
-                    options = {"text_scale": text, "bridge_scale": bridge, "order": order}
-                    clips += recipe.task.sample(pipeline, rows, some, **options)
-                said = list(pool.map(judged, zip(clips, sounds)))
-                next_sound = [{**row, "heard": other["heard"]} for row, other in zip(said, said[1:] + said[:1])]
-                chance = [{"chance": together(row, recipe.task.frame_rate)} for row in next_sound]
-                entry = {"model": str(folder), "order": order, "text": text, "bridge": bridge}
-                entry |= summary(said, NAMES) | summary(chance, ["chance"])
-                entry["of_clips"] = {name: [row[name] for row in said] for name in ("together", "offset_ms")}
-                found.append(entry)
-                means = ", ".join(f"{name} {entry[name]['mean']}" for name in (*NAMES, "chance"))
-                print(f"{folder} {order} s_T={text:g} s_B={bridge:g}: {means}", flush=True)
+            for order, text, bridge in itertools.product(orders(pipeline), given.text, given.bridge):
+                said = judge(pool, recipe.task, pipeline, rows, given.clips, order, text, bridge)
+                found.append({"model": str(folder), **said()})
+                print(f"{folder} {line(found[-1])}", flush=True)
                 given.output.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 

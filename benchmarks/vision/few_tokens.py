@@ -1,8 +1,9 @@
 """Trained with few vision tokens, or given few without training: accuracy by kind and size of what is asked about.
 
-DINOv2-small (frozen) and SmolLM2-135M become a LLaVA model of 224-pixel pictures, 16 × 16 = 256 vision tokens. It
+DINOv2-small (frozen) and SmolLM2-135M become a LLaVA model of 336-pixel pictures, 24 × 24 = 576 vision tokens. It
 learns the task `vqa` in LLaVA's two stages: the projector alone, then it and the language model. A picture is asked
 several questions at once: each sees the picture and itself alone, so the loss is that of as many rows of one question.
+Three of eight training pictures have a word to read, which is spelled. On a GPU a step is one CUDA graph.
 
     python benchmarks/vision/few_tokens.py draw WORK                              # pictures and their questions, on CPU
     python benchmarks/vision/few_tokens.py tower WORK --tower DINOV2              # features of the frozen tower, once
@@ -11,14 +12,13 @@ several questions at once: each sees the picture and itself alone, so the loss i
 Workers share the jobs below, in their order, and stop before `--deadline`. A file of results is written after each job.
 
     parts   trained from the two parts with a method, all on the same number of pictures
-    adapted trained on from the model with all tokens, for a fifth of that
-    free    the model with all tokens, given a method that it was not trained with
+    adapted trained on from the model with all tokens of the same seed, for a quarter of that
+    free    the first model with all tokens, given a method that it was not trained with
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import multiprocessing
@@ -33,23 +33,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathom.data import DataConfig, load_tokenizer
+from fathom.recorded import recorded
 from fathom.report.provenance import provenance
 from fathom.tasks.vqa import IMAGES, MEAN, STD, VQA, several, with_image
 from fathom.vision import METHODS, compress_vision, from_dict
 from fathom.vision.base import LanguageCompressor
-from fathom.vision.scenes import KINDS, questions, scene
+from fathom.vision.scenes import KINDS, Scene, questions, scene
 from fathom.writing import write_json
 
-SIDE, PATCH, LAYER, CHANNELS = 224, 14, -4, 384
-GRID = (SIDE // PATCH, SIDE // PATCH)
+PATCH, LAYER, CHANNELS = 14, -4, 384
 ASKED, ROOM = 8, 96  # questions of a picture, and tokens that they fill at most
 CHUNK = 200  # pictures that one process draws at a time
 BATCH = 16  # pictures of a step
 LR, PROJECTOR_LR, ALIGN_LR = 5e-4, 2e-3, 2e-3
 ALIGNED = 0.08  # share of the pictures whose questions train the projector alone
-ADAPTED = 0.2  # pictures that an adapted model sees, of those that the first saw
+ADAPTED = 0.25  # pictures that an adapted model sees, of those that the first saw
 EPOCHS = 3  # at most
-COUNTS = (64, 16, 36, 9)  # of vision tokens, in the order of use
+COUNTS = (144, 36, 64, 25)  # of 576 vision tokens, in the order of use
+ANSWERED = 640  # room for the answers' tokens of a step
+READ = 3  # of 8 training pictures have a word to read
+FAR = 10_000_000  # number of the first scene that is drawn for its word
 
 
 def jobs() -> list[dict[str, Any]]:
@@ -59,61 +62,81 @@ def jobs() -> list[dict[str, Any]]:
         method = {"name": name, **({} if tokens is None else {"tokens": tokens}), **options}
         return {"job": f"{stage}-{name}-{tokens or 'all'}-{seed}", "stage": stage, "method": method, "seed": seed}
 
-    fourier = functools.partial(one, name="fourier_vlm")
-    mean = functools.partial(one, name="average_pooling")
     scaled = {"rescale": "amplitude"}  # a model that is adapted was not trained with the larger features
+
+    def pair(stage: str, tokens: int, seed: int) -> list[dict[str, Any]]:
+        fourier = one(stage, "fourier_vlm", tokens, seed, **(scaled if stage == "adapted" else {}))
+        return [fourier, one(stage, "average_pooling", tokens, seed)]
+
     return [
         one("parts", "all_tokens"),
-        fourier("parts", tokens=16),
-        mean("parts", tokens=16),
-        fourier("parts", tokens=64),
-        mean("parts", tokens=64),
-        one("parts", "dct_coefficients", 16),
-        one("free", "everything"),
-        *(fourier("adapted", tokens=count, **scaled) for count in (16, 64)),
-        *(mean("adapted", tokens=count) for count in (16, 64)),
-        one("adapted", "all_tokens"),
-        *(one("adapted", name, 16) for name in ("dct_coefficients", "bicubic")),
-        *(fourier("adapted", tokens=count, **scaled) for count in (36, 9)),
-        *(mean("adapted", tokens=count) for count in (36, 9)),
-        *(fourier("parts", tokens=16, seed=1), mean("parts", tokens=16, seed=1)),
-        one("parts", "mqt", 16, queries=256, heads=6, elastic=False),
-        *(fourier("parts", tokens=64, seed=1), mean("parts", tokens=64, seed=1)),
-        *(fourier("parts", tokens=16, seed=2), mean("parts", tokens=16, seed=2)),
-        *(one("adapted", name, 64) for name in ("dct_coefficients", "bicubic")),
-        *(one("adapted", name, count, seed, **(scaled if name == "fourier_vlm" else {}))
-          for seed in (1, 2) for count in (16, 64) for name in ("fourier_vlm", "average_pooling")),
-        one("parts", "bicubic", 16),
-        *(one("parts", name, 36) for name in ("fourier_vlm", "average_pooling")),
+        *pair("parts", 36, 0),
         one("parts", "all_tokens", None, 1),
+        *(job for count in COUNTS for job in pair("adapted", count, 0)),
+        one("adapted", "all_tokens"),
+        one("free", "everything"),
+        one("parts", "all_tokens", None, 2),
+        *(job for count in COUNTS for job in pair("adapted", count, 1)),
+        one("adapted", "all_tokens", None, 1),
+        *(one("adapted", name, count) for count in (144, 36) for name in ("dct_coefficients", "bicubic")),
+        *(job for count in COUNTS for job in pair("adapted", count, 2)),
+        one("adapted", "all_tokens", None, 2),
+        *pair("parts", 144, 0),
+        *pair("parts", 36, 1),
+        *pair("parts", 36, 2),
+        *pair("parts", 144, 1),
+        *pair("parts", 144, 2),
+        one("parts", "mqt", 36, queries=256, heads=6, elastic=False),
+        *(one("parts", name, 36) for name in ("dct_coefficients", "bicubic")),
+        *(one("adapted", name, count, seed)
+          for seed in (1, 2) for count in (144, 36) for name in ("dct_coefficients", "bicubic")),
+        *(job for count in (64, 25) for job in pair("parts", count, 0)),
     ]  # fmt: skip
 
 
 # Pictures and questions
 
 
-def draw_chunk(chunk: tuple[str, bool, int, int]) -> list[list[tuple[str, str]]]:
+def scene_of(number: int, held_out: bool) -> Scene:
+    """The scene of a picture: of eight training pictures one of each kind, and two more to be read."""
+    if held_out:
+        return scene(0, number, True)
+    block, at = divmod(number, len(KINDS) + READ - 1)
+    read = FAR + (READ - 1) * block + at - len(KINDS)
+    return scene(0, len(KINDS) * (block if at < len(KINDS) else read) + min(at, KINDS.index("read")), False)
+
+
+def spelled(question: str, answer: str) -> tuple[str, str]:
+    """A word is answered letter by letter, as one made of chance letters has no tokens of its own."""
+    return question, " ".join(answer) if question == "what is the word?" else answer
+
+
+def draw_chunk(chunk: tuple[str, bool, int, int, int]) -> list[list[tuple[str, str]]]:
     """Draw the scenes of one chunk into the file of pixels. Returns their questions."""
-    path, held_out, start, stop = chunk
-    pixels = np.memmap(path, np.uint8, "r+", shape=(stop, SIDE, SIDE, 3))
+    path, held_out, side, start, stop = chunk
+    pixels = np.memmap(path, np.uint8, "r+", shape=(stop, side, side, 3))
     asked = []
     for number in range(start, stop):
-        drawn = scene(0, number, held_out)
-        pixels[number] = np.asarray(drawn.draw(SIDE))
-        asked.append([(drawn.question, drawn.answer)] if held_out else questions(drawn, ASKED))
+        drawn = scene_of(number, held_out)
+        pixels[number] = np.asarray(drawn.draw(side))
+        found = [(drawn.question, drawn.answer)] if held_out else questions(drawn, ASKED)
+        asked.append([spelled(*pair) for pair in found])
     return asked
 
 
-def draw(work: Path, pool: int, questions: int, processes: int, seconds: float) -> None:
+def draw(work: Path, side: int, pool: int, questions: int, processes: int, seconds: float) -> None:
     """Scenes to learn from, as many of `pool` as fit into the time, and held-out ones."""
     work.mkdir(parents=True, exist_ok=True)
+    write_json(work / "side.json", side)
     begin = time.time()
     with multiprocessing.Pool(processes) as workers:
         for name, count in (("held_out", questions), ("train", pool)):
             path = work / f"{name}.u8"
             with open(path, "wb") as file:
-                file.truncate(count * SIDE * SIDE * 3)
-            chunks = [(str(path), name == "held_out", at, min(at + CHUNK, count)) for at in range(0, count, CHUNK)]
+                file.truncate(count * side * side * 3)
+            chunks = [
+                (str(path), name == "held_out", side, at, min(at + CHUNK, count)) for at in range(0, count, CHUNK)
+            ]
             asked: list[list[tuple[str, str]]] = []
             for some in workers.imap(draw_chunk, chunks):
                 asked += some
@@ -124,9 +147,17 @@ def draw(work: Path, pool: int, questions: int, processes: int, seconds: float) 
         workers.terminate()
 
 
+def side_of(work: Path) -> int:
+    return json.loads((work / "side.json").read_text())
+
+
+def grid_of(work: Path) -> tuple[int, int]:
+    return (side_of(work) // PATCH, side_of(work) // PATCH)
+
+
 def pixels_of(work: Path, name: str) -> Any:
-    path = work / f"{name}.u8"
-    return np.memmap(path, np.uint8, "r", shape=(path.stat().st_size // (SIDE * SIDE * 3), SIDE, SIDE, 3))
+    path, side = work / f"{name}.u8", side_of(work)
+    return np.memmap(path, np.uint8, "r", shape=(path.stat().st_size // (side * side * 3), side, side, 3))
 
 
 def normalised(pixels: Any, device: str) -> Tensor:
@@ -136,8 +167,9 @@ def normalised(pixels: Any, device: str) -> Tensor:
 
 
 def features_of(work: Path, name: str) -> Any:
-    path, one = work / f"{name}.bf16", GRID[0] * GRID[1] * CHANNELS
-    return np.memmap(path, np.uint16, "r", shape=(path.stat().st_size // (2 * one), GRID[0] * GRID[1], CHANNELS))
+    path, (rows, columns) = work / f"{name}.bf16", grid_of(work)
+    count = path.stat().st_size // (2 * rows * columns * CHANNELS)
+    return np.memmap(path, np.uint16, "r", shape=(count, rows * columns, CHANNELS))
 
 
 def loaded(features: Any, numbers: Any, device: str, dtype: torch.dtype) -> Tensor:
@@ -196,15 +228,11 @@ class Rows:
 # The model
 
 
-def task_of(trains: str) -> VQA:
-    return VQA(side=SIDE, trains=trains)  # type: ignore[arg-type]
-
-
-def build(method: dict[str, Any], tower: str, language: str, tokenizer: Any) -> Any:
+def build(method: dict[str, Any], side: int, tower: str, language: str, tokenizer: Any) -> Any:
     """LLaVA of the two parts, in fp32."""
     fields = {"tower": tower, "language": language, "vision_feature_layer": LAYER, "vision_compress": method}
     data = DataConfig(tokenizer=language, block_size=ROOM)
-    task = task_of("language")
+    task = VQA(side=side, trains="language")
     return task.new_model(task.model_config(fields, data, tokenizer), fields, data)
 
 
@@ -289,54 +317,86 @@ def moved(values: Any, device: Any) -> Tensor:
 
 def train(
     model: Any, rows: Rows, features: Any, order: Any, rates: tuple[float, float], device: str, dtype: torch.dtype,
-    log: list, until: float, watch: Any = None,
+    log: list, until: float, watch: Any = None, graphs: bool = False,
 ) -> int:  # fmt: skip
     """One stage: AdamW on fp32 copies of what trains, cosine to zero. Learning rates: of the projector, of the rest.
 
     Returns how many pictures were seen: all, unless `until` cut the schedule short, which then fell to zero by time.
     """
+    if len(order) < BATCH:
+        return 0
     model.train()
-    weights = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    copies = [one.detach().float().clone() for _, one in weights]
-    groups = [
-        {"params": [copy for (name, _), copy in zip(weights, copies) if ("projector" in name) == mine], "peak": rate}
-        for mine, rate in ((True, rates[0]), (False, rates[1]))
-    ]
+    weights = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    copies = [one.detach().float().clone() for one in weights.values()]
+    groups: list[dict[str, Any]] = []
+    for mine, peak in ((True, rates[0]), (False, rates[1])):
+        some = [copy for name, copy in zip(weights, copies) if ("projector" in name) == mine]
+        rate: Any = torch.zeros((), device=device) if graphs else 0.0
+        groups += [{"params": some, "peak": peak, "lr": rate}] if some else []
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.98), weight_decay=0.0,
-        fused=device == "cuda",
-    )  # fmt: skip
-    steps, begin, seen = len(order) // BATCH, time.time(), 0
-    total, parts = 0.0, 0
+        groups, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda", capturable=graphs
+    )
+    batch = [one.clone() for one in given(rows, features, order[:BATCH], device, dtype)]
+    total = torch.zeros((), device=device)
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        pictures, ids, owner, row, column, weight = batch
+        states = states_of(model, pictures, ids, owner)
+        answered = states.flatten(0, 1).index_select(0, row * states.shape[1] + column)
+        logits = model.lm_head(answered).float()
+        losses = F.cross_entropy(logits, ids[row, column + 1], reduction="none")
+        loss = (losses * weight).sum() / weight.sum()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        for one, copy in zip(weights.values(), copies):
+            copy.grad = None if one.grad is None else one.grad.float()
+            one.grad = None
+        torch.nn.utils.clip_grad_norm_(copies, 1.0)
+        optimizer.step()
+        torch._foreach_copy_([one.data for one in weights.values()], copies)
+        total.add_(loss.detach())
+
+    run = recorded(update, optimizer) if graphs else update
+    torch._foreach_copy_([one.data for one in weights.values()], copies)
+    total.zero_()
+    steps, begin, seen, parts = len(order) // BATCH, time.time(), 0, 0
     for step in range(steps):
         spent = max(step / steps, (time.time() - begin) / max(until - begin, 1.0))
         if spent >= 1:
             break
         for group in optimizer.param_groups:
             warm = min(1.0, (step + 1) / max(1.0, 0.03 * steps))
-            group["lr"] = group["peak"] * warm * 0.5 * (1 + math.cos(math.pi * spent))
+            value = group["peak"] * warm * 0.5 * (1 + math.cos(math.pi * spent))
+            group["lr"] = group["lr"].fill_(value) if graphs else value
         numbers = np.sort(order[step * BATCH : (step + 1) * BATCH])
-        ids, owner = tensors(rows, numbers, device)
-        states = states_of(model, loaded(features, numbers, device, dtype), ids, owner)
-        loss = F.cross_entropy(*scores_of(model, states, ids, rows.answer[numbers]))
-        loss.backward()
-        total, parts = total + loss.detach(), parts + 1
-        for (_, one), copy in zip(weights, copies):
-            copy.grad = None if one.grad is None else one.grad.float()
-            one.grad = None
-        torch.nn.utils.clip_grad_norm_(copies, 1.0)
-        optimizer.step()
-        torch._foreach_copy_([one.data for _, one in weights], copies)
-        seen += BATCH
+        for held, new in zip(batch, given(rows, features, numbers, device, dtype)):
+            held.copy_(new)
+        run()
+        seen, parts = seen + BATCH, parts + 1
         if step % 50 == 49 or step == steps - 1:
             value = float(total) / parts
             log.append([seen, round(value, 4), round(time.time() - begin, 1)])
             print(f"{seen} {value:.3f} {time.time() - begin:.0f} s", flush=True)
-            total, parts = 0.0, 0
+            parts = 0
+            total.zero_()
         if watch is not None:
             watch(step + 1, steps)
             model.train()
     return seen
+
+
+def given(rows: Rows, features: Any, numbers: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """What a step reads of these pictures: features, ids and their questions, and where answers stand, with weight 0
+    from the last one on."""
+    row, column = np.nonzero(rows.answer[numbers][:, 1:])
+    where = np.zeros((2, ANSWERED), np.int64)
+    where[:, : len(row)] = row, column
+    weight = (np.arange(ANSWERED) < len(row)).astype(np.float32)
+    return [
+        loaded(features, numbers, device, dtype), *tensors(rows, numbers, device), moved(where[0], device),
+        moved(where[1], device), moved(weight, device),
+    ]  # fmt: skip
 
 
 # Jobs
@@ -349,7 +409,9 @@ class Worker:
         (self.work / "taken").mkdir(exist_ok=True)
         self.tower, self.language, self.deadline = arguments.tower, arguments.language, arguments.deadline
         self.base_seconds, self.free_count = arguments.base_seconds, arguments.free
+        self.side, self.grid = side_of(self.work), grid_of(self.work)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.graphs = self.device == "cuda" and not arguments.eager
         self.dtype = torch.bfloat16 if self.device == "cuda" or arguments.bf16 else torch.float32
         self.tokenizer = with_image(load_tokenizer(self.language))
         self.features = {name: features_of(self.work, name) for name in ("train", "held_out")}
@@ -357,7 +419,10 @@ class Worker:
         self.rows = Rows(asked["train"], self.tokenizer, ROOM)
         self.held_out = Rows(asked["held_out"], self.tokenizer, 16)
         self.count = len(asked["held_out"])
-        setting = {**provenance(), "command": "python benchmarks/vision/few_tokens.py", "pictures": len(asked["train"])}
+        setting = {
+            **provenance(), "command": "python benchmarks/vision/few_tokens.py", "pictures": len(asked["train"]),
+            "side": self.side, "graphs": self.graphs,
+        }  # fmt: skip
         write_json(self.out / "setting.json", setting)
         self.pace: dict[str, float] = {}  # seconds of a picture, by what it was
         print("pictures", len(asked["train"]), "questions cut", self.rows.cut, "held out", self.count, flush=True)
@@ -377,6 +442,10 @@ class Worker:
         path = self.work / "pictures.json"
         return json.loads(path.read_text()) if path.exists() else None
 
+    def base(self, job: dict[str, Any]) -> Path:
+        """The model with all tokens that a job begins from."""
+        return self.work / f"base-{job['seed']}.pt"
+
     def run(self) -> None:
         waiting = jobs()
         while waiting and self.left() > 30:
@@ -384,8 +453,7 @@ class Worker:
                 if (self.work / "taken" / job["job"]).exists():
                     waiting.remove(job)
                     continue
-                based = job["stage"] != "parts"
-                if based and not (self.work / "base.pt").exists():
+                if job["stage"] != "parts" and not self.base(job).exists():
                     continue
                 first = job["job"] == "parts-all_tokens-all-0"
                 if not first and self.agreed() is None:
@@ -411,7 +479,7 @@ class Worker:
         pace = self.pace.get("all" if whole else "few") or json.loads((self.work / "pace.json").read_text()) * (
             1.0 if whole else 0.5
         )
-        return 8 + share * pictures * pace
+        return 15 + share * pictures * pace
 
     def do(self, job: dict[str, Any]) -> None:
         print("begin", job["job"], f"{self.left():.0f} s left", flush=True)
@@ -426,9 +494,9 @@ class Worker:
         first, whole = job["job"] == "parts-all_tokens-all-0", job["method"]["name"] == "all_tokens"
         seed, adapted = job["seed"], job["stage"] == "adapted"
         torch.manual_seed(seed)
-        model = build(job["method"], self.tower, self.language, self.tokenizer)
+        model = build(job["method"], self.side, self.tower, self.language, self.tokenizer)
         if adapted:
-            said = model.load_state_dict(torch.load(self.work / "base.pt"), strict=False)
+            said = model.load_state_dict(torch.load(self.base(job)), strict=False)
             model.tie_weights()
             assert not said.unexpected_keys, said
         else:
@@ -461,20 +529,21 @@ class Worker:
             model.lm_head.requires_grad_(False)
             rates = (ALIGN_LR, 0.0)
             seen += train(model, self.rows, self.features["train"], order[:aligned], rates, self.device, self.dtype,
-                          log, until)  # fmt: skip
+                          log, until, graphs=self.graphs)  # fmt: skip
             model.model.language_model.requires_grad_(True)
             model.lm_head.requires_grad_(True)
             order = order[aligned:]
         rest = pictures - seen
         rates = (PROJECTOR_LR / 4, LR / 2) if adapted else (PROJECTOR_LR, LR)
         seen += train(model, self.rows, self.features["train"], order[:rest], rates, self.device, self.dtype, log,
-                      until, measure)  # fmt: skip
+                      until, measure, self.graphs)  # fmt: skip
         seconds = time.time() - begin
         self.pace["all" if whole else "few"] = seconds / max(seen, 1)
-        if first:
+        if whole and not adapted:
             state = {name: value.cpu() for name, value in model.state_dict().items()}
-            torch.save(state, self.work / "base.partial")
-            (self.work / "base.partial").rename(self.work / "base.pt")
+            torch.save(state, self.base(job).with_suffix(".partial"))
+            self.base(job).with_suffix(".partial").rename(self.base(job))
+        if first:
             write_json(self.work / "pace.json", seconds / max(seen, 1))
         found = ask(model, self.features["held_out"], self.held_out, self.count, self.device, self.dtype)
         print(job["job"], "accuracy", float(np.mean(found["right"])), flush=True)
@@ -483,13 +552,11 @@ class Worker:
 
     def choose(self, model: Any, order: Any) -> int:
         """How many pictures the first training can see in its time, from a few steps at learning rate zero."""
-        count = 30 * BATCH
-        train(model, self.rows, self.features["train"], order[: 8 * BATCH], (0.0, 0.0), self.device, self.dtype, [],
-              time.time() + 1e6)  # fmt: skip
-        begin = time.time()
-        train(model, self.rows, self.features["train"], order[:count], (0.0, 0.0), self.device, self.dtype, [],
-              time.time() + 1e6)  # fmt: skip
-        pace = (time.time() - begin) / count
+        for steps in (8, 50):
+            log: list[Any] = []
+            train(model, self.rows, self.features["train"], order[: steps * BATCH], (0.0, 0.0), self.device, self.dtype,
+                  log, time.time() + 1e6, graphs=self.graphs)  # fmt: skip
+        pace = max(log[-1][2], 0.1) / (steps * BATCH)
         fits = min(len(order), int(self.base_seconds / pace / 1.15))  # the others come in beside it
         pictures = max(4 * BATCH, fits // (8 * BATCH) * (8 * BATCH))
         write_json(self.work / "pace.json", pace)
@@ -501,8 +568,8 @@ class Worker:
     def free(self, job: dict[str, Any]) -> dict[str, Any]:
         """Every method on the model with all tokens, through the stock forward on pixels."""
         count = min(self.free_count, self.count)
-        model = build({"name": "all_tokens"}, self.tower, self.language, self.tokenizer)
-        model.load_state_dict(torch.load(self.work / "base.pt"), strict=False)
+        model = build({"name": "all_tokens"}, self.side, self.tower, self.language, self.tokenizer)
+        model.load_state_dict(torch.load(self.base(job)), strict=False)
         model.tie_weights()
         cast(model.eval(), self.device, self.dtype)
         pixels = pixels_of(self.work, "held_out")
@@ -530,7 +597,7 @@ class Worker:
     @torch.no_grad()
     def ask_pixels(self, model: Any, method: Any, pixels: Any, count: int) -> dict[str, list]:
         found: dict[str, list] = {"right": [], "nats": []}
-        kept = method.count(GRID)
+        kept = method.count(self.grid)
         image = self.tokenizer.convert_tokens_to_ids("<image>")
         text = model.model.language_model
         text.config._attn_implementation = "eager" if isinstance(method, LanguageCompressor) else "sdpa"
@@ -560,7 +627,7 @@ class Worker:
         right = [0] * count
         for length in sorted(set(starts.tolist())):
             for mine in (starts == length).nonzero()[:, 0].split(64):
-                before = torch.full((len(mine), GRID[0] * GRID[1]), image, device=self.device)
+                before = torch.full((len(mine), math.prod(self.grid)), image, device=self.device)
                 prompt = torch.cat((before, ids[mine, :length]), 1)
                 with compress_vision(model, None, method):
                     said = model.generate(
@@ -596,6 +663,7 @@ def main() -> None:
     parser.add_argument("--tower", default="facebook/dinov2-small")
     parser.add_argument("--language", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--output", default="runs/few_tokens")
+    parser.add_argument("--side", type=int, default=336, help="of a picture, in pixels")
     parser.add_argument("--pool", type=int, default=60_000, help="pictures to learn from")
     parser.add_argument("--questions", type=int, default=2880, help="held-out ones")
     parser.add_argument("--free", type=int, default=1440, help="held-out ones asked without training")
@@ -603,10 +671,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="for drawing")
     parser.add_argument("--base-seconds", type=float, default=400, help="for the first training")
     parser.add_argument("--deadline", type=float, default=1e11, help="Unix time")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--bf16", action="store_true", help="on a CPU, as on a GPU")
     given = parser.parse_args()
     if given.what == "draw":
-        draw(Path(given.work), given.pool, given.questions, given.processes, given.seconds)
+        draw(Path(given.work), given.side, given.pool, given.questions, given.processes, given.seconds)
     elif given.what == "tower":
         run_tower(Path(given.work), given.tower, "cuda" if torch.cuda.is_available() else "cpu")
     else:

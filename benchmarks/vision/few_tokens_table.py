@@ -2,9 +2,9 @@
 
     python benchmarks/vision/few_tokens_table.py OUT docs/results/vision_few_tokens_h200.json
 
-A picture of the table goes beside it, with .png for .json. An interval is 1.96 standard errors: of one accuracy, over
-questions; of a difference, over the same questions, after the mean over seeds. It does not cover what another seed
-gives: the differences of single seeds stand beside it.
+A picture of the table goes beside it, with .png for .json. An interval of one accuracy or of untrained models is 1.96
+standard errors over questions. A difference of trained models is given twice: over questions, after the mean over
+seeds, which says nothing of other seeds; and as `over_seeds`, mean and t interval of the seeds' own differences.
 """
 
 from __future__ import annotations
@@ -18,16 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from fathom.vision.scenes import scene
-from fathom.writing import write_json
+from fathom.writing import write_text
 
-RIVALS = (  # a stage, what is asked about, and over what
-    *(("parts", ("fourier_vlm", n), ("average_pooling", n)) for n in (64, 36, 16)),
-    *(("parts", (name, 16), ("fourier_vlm", 16)) for name in ("dct_coefficients", "bicubic", "mqt")),
-    *(("parts", ("fourier_vlm", n), ("all_tokens", None)) for n in (64, 36, 16)),
-    *(("adapted", ("fourier_vlm", n), ("average_pooling", n)) for n in (64, 36, 16, 9)),
-    *(("adapted", (name, n), ("fourier_vlm", n)) for n in (64, 16) for name in ("dct_coefficients", "bicubic")),
-    *(("adapted", ("fourier_vlm", n), ("all_tokens", None)) for n in (64, 36, 16, 9)),
-)
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % of Student's t, by the number of seeds
+
+
+def rivals(counts: list[int]) -> list[tuple[str, tuple[str, int | None], tuple[str, int | None]]]:
+    """A stage, what is asked about, and over what."""
+    found: list[Any] = []
+    for stage in ("adapted", "parts"):
+        for n in counts:
+            found += [(stage, ("fourier_vlm", n), ("average_pooling", n))]
+            found += [(stage, (name, n), ("fourier_vlm", n)) for name in ("dct_coefficients", "bicubic", "mqt")]
+            found += [(stage, (name, n), ("all_tokens", None)) for name in ("fourier_vlm", "average_pooling")]
+    return found
+
+
+def over_seeds(single: dict[int, float]) -> list[float] | None:
+    """Mean and t interval, of two seeds or more."""
+    values = list(single.values())
+    if len(values) < 2:
+        return None
+    half = T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return [round(statistics.fmean(values), 4), round(half, 4)]
 
 
 def groups(count: int) -> dict[str, list[int]]:
@@ -86,11 +99,13 @@ def plot(out: dict[str, Any], path: Path) -> None:
         xs = [tokens for tokens in counts if (name, tokens) in adapted]
         line(left, lambda tokens, name=name: adapted[name, tokens]["all"], xs, f"{label}, adapted")
     free = out["free"]["methods"]
+    shown = sorted({int(name.split("-")[1]) for name in free if name.startswith("divprune-")})
     for name, label in {"sparsevlm": "SparseVLM", "divprune": "DivPrune", "fourier_vlm": "Fourier-VLM"}.items():
         ends = "-amplitude" if name == "fourier_vlm" else ""
-        line(left, lambda n, name=name, ends=ends: free[f"{name}-{n}{ends}"]["accuracy"]["all"], counts,
+        line(left, lambda n, name=name, ends=ends: free[f"{name}-{n}{ends}"]["accuracy"]["all"],
+             [n for n in shown if "accuracy" in free.get(f"{name}-{n}{ends}", {})],
              f"{label}, untrained", linestyle=":")  # fmt: skip
-    left.axhline(adapted["all_tokens", None]["all"][0], color="gray", label="all 256 tokens")
+    left.axhline(adapted["all_tokens", None]["all"][0], color="gray", label=f"all {out['tokens']} tokens")
     left.axhline(out["majority"]["all"], color="gray", linestyle="--", label="most frequent answers")
     for size in ("large", "medium", "small"):
         line(
@@ -100,15 +115,30 @@ def plot(out: dict[str, Any], path: Path) -> None:
             f"{size} objects",
         )
         right.axhline(adapted["all_tokens", None][f"objects_{size}"][0], color=right.lines[-1].get_color(), alpha=0.4)
-    right.set_title("Fourier-VLM, adapted; pale: all 256 tokens", fontsize=10)
+    right.set_title(f"Fourier-VLM, adapted; pale: all {out['tokens']} tokens", fontsize=10)
     for place in (left, right):
-        place.set(xscale="log", xticks=counts, xticklabels=counts, ylim=(0, 1), xlabel="vision tokens of 256")
+        place.set(
+            xscale="log", xticks=counts, xticklabels=counts, ylim=(0, 1), xlabel=f"vision tokens of {out['tokens']}"
+        )
         place.minorticks_off()
         place.legend(fontsize=7, ncol=2 if place is left else 1, loc="upper left" if place is left else "lower right")
         place.grid(alpha=0.3)
     left.set_ylabel("questions answered right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def lines(out: dict[str, Any]) -> str:
+    """JSON with a row of a table on each line."""
+
+    def part(value: Any) -> str:
+        if isinstance(value, list):
+            return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        if isinstance(value, dict) and any(isinstance(one, dict) for one in value.values()):
+            return "{\n" + ",\n".join(f"{json.dumps(name)}: {part(one)}" for name, one in value.items()) + "\n}"
+        return json.dumps(value)
+
+    return part(out) + "\n"
 
 
 def main() -> None:
@@ -129,6 +159,7 @@ def main() -> None:
     out: dict[str, Any] = {
         "setting": setting,
         "questions": count,
+        "tokens": (setting.get("side", 224) // 14) ** 2,
         "majority": majority(12_000, count),
         "trained": [],
         "differences": [],
@@ -149,19 +180,21 @@ def main() -> None:
                 "train_seconds": [job["train_seconds"] for job in found.values()],
                 "curve": {seed: job["curve"] for seed, job in found.items()},
                 "nats": {seed: job["nats"] for seed, job in found.items()},
-                "right": {seed: job["right"] for seed, job in found.items()},
+                "right": {seed: job["right"] for seed, job in found.items() if seed == min(found)},
                 "accuracy": {group: share(mean, numbers) for group, numbers in by.items()},
             }
         )
-    for stage, mine, theirs in RIVALS:
+    counts = sorted({tokens for _, _, tokens in runs if tokens}, reverse=True)
+    for stage, mine, theirs in rivals(counts):
         a, b = right.get((stage, *mine)), right.get((stage, *theirs))
         if a and b:
             gaps = {group: difference(list(a.values()), list(b.values()), numbers) for group, numbers in by.items()}
             both = sorted(a.keys() & b.keys())
             single = {seed: round(statistics.fmean(a[seed]) - statistics.fmean(b[seed]), 4) for seed in both}
-            out["differences"].append(
-                {"stage": stage, "of": list(mine), "over": list(theirs), "seeds": single, "gaps": gaps}
-            )
+            out["differences"].append({
+                "stage": stage, "of": list(mine), "over": list(theirs), "seeds": single,
+                "over_seeds": over_seeds(single), "gaps": gaps,
+            })  # fmt: skip
     if free:
         few = groups(free["questions"])
         out["free"] = {"questions": free["questions"], "methods": {}}
@@ -190,7 +223,7 @@ def main() -> None:
                 row["over_fourier_amplitude"] = difference(
                     [answers], [[float(c) for c in free["asked"][rival]["right"]]], numbers
                 )
-    write_json(Path(sys.argv[2]), out)
+    write_text(Path(sys.argv[2]), lines(out))
     plot(out, Path(sys.argv[2]).with_suffix(".png"))
     for row in sorted(out["trained"], key=lambda row: (row["stage"], -(row["tokens"] or 999), row["method"])):
         print(row["stage"], row["method"], row["tokens"], row["seeds"], row["accuracy"]["all"])

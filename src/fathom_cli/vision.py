@@ -55,8 +55,11 @@ def load(model: str, device: str | None) -> tuple[Any, Any]:
 
 
 def read(path: Path) -> Any:
-    """The picture of --image, as RGB. Raises OSError or ValueError that names the file."""
-    from PIL import Image, UnidentifiedImageError
+    """The picture of --image, as RGB. Raises OSError or ValueError that names the file; ImportError without Pillow."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError(f"--image {path} needs Pillow: pip install 'fathom-lm[media]'") from error
 
     if not path.is_file():
         raise FileNotFoundError(f"--image {path}: no such file")
@@ -165,6 +168,8 @@ def show(
             f"{output}: the low frequencies of {tokens} tokens hold {said['energy']:.1%} of the features' energy, "
             f"{said['energy_without_mean']:.1%} of what is left without the mean"
         )
+        for name, why in said["refused"].items():
+            typer.echo(f"not shown: {name}: {why}")
 
 
 @app.command()

@@ -22,14 +22,17 @@ from fathom.audiovideo.codecs import NeuralCodec
 from fathom.audiovideo.dac import Dac
 from fathom.audiovideo.generator import Generator
 
-GENERATOR = Generator(frames=25)
+GENERATOR = Generator(frames=25, size=(32, 32))
 
 
 class Same(Crops):
     """One batch of crops again and again, which a codec can learn by heart."""
 
     def __getitem__(self, n):
-        return super().__getitem__(n % 2)
+        known = self.__dict__.setdefault("known", {})
+        if n % 2 not in known:
+            known[n % 2] = super().__getitem__(n % 2)
+        return known[n % 2]
 
 
 def test_both_codecs_learn_and_latents_get_unit_variance():
@@ -72,6 +75,9 @@ def test_too_few_steps_or_crops_are_refused():
         Training(steps=5)
     with pytest.raises(ValueError, match="crops: 10, and 30 steps need 60"):
         train(SoundLoss(Dac(4, (2,), 4, 4, (2,)), 0.0), Crops(GENERATOR, SoundCrop(), 10), Training(steps=30, batch=2))
+    with pytest.raises(ValueError, match="graph=True: CUDA graphs need one process on a GPU"):
+        many = Crops(GENERATOR, SoundCrop(), 60)
+        train(SoundLoss(Dac(4, (2,), 4, 4, (2,)), 0.0), many, Training(steps=30, batch=2, graph=True))
 
 
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path):

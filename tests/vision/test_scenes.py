@@ -111,3 +111,15 @@ def test_pictures_are_drawn_where_and_as_large_as_said():
         cell = pixels[32 * row : 32 * row + 32, 32 * column : 32 * column + 32]
         close = (abs(cell - COLOURS[thing.colour]).max(-1) <= 3).sum()
         assert 0.1 * 24**2 < close < 24**2  # of the square of a quarter of the side
+
+
+def test_a_scene_of_few_things_asks_what_the_whole_one_asks():
+    for number, whole in enumerate(TRAIN[:200]):
+        few = scene(0, number, False, most=1)
+        same = ("question", "kind", "size", "word", "background", "drawn")
+        assert all(getattr(few, name) == getattr(whole, name) for name in same)
+        assert few.things == whole.things[:1] or whole.kind in ("how_many", "read")
+        counted = 4 if whole.kind == "how_many" else 0
+        assert len(few.things) <= 1 + counted
+        if whole.kind != "is_there":
+            assert few.answer == whole.answer

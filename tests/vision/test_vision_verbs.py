@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_see_answers_with_the_tokens_asked_for(run, place):
 
 
 def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
-    _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 3, "--json")
+    _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 2, "--json")
     rows = {row["method"]: row for row in json.loads(out)}
     assert set(rows) == set(METHODS)
     full, layers, heads, width = rows.pop("all_tokens"), 2, 1, 8
@@ -64,7 +65,10 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
 def test_show_writes_a_picture_and_convert_a_checkpoint(run, place, tmp_path):
     picture = tmp_path / "kept.png"
     _, out, _ = run("show", "--image", place / "image.png", "--tokens", 9, "--output", picture, "--json")
-    assert picture.read_bytes().startswith(b"\x89PNG") and 0 < json.loads(out)["energy"] < 1
+    said = json.loads(out)
+    assert picture.read_bytes().startswith(b"\x89PNG") and 0 < said["energy"] < 1
+    assert set(said["methods"]) | set(said["refused"]) == set(METHODS) - {"all_tokens", "dct_coefficients"}
+    assert set(said["refused"]) == {"fastv", "mqt"}  # of two layers, and without the weights
     assert run("convert", "--output", tmp_path / "ours", "--tokens", 9)[0] == 0
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["model_type"] == "fathom_llava" and config["vision_compress"]["tokens"] == 9
@@ -81,6 +85,12 @@ def test_python_of_the_guides(page):
         exec(code.replace("144", "9"), names)
         length = names["inputs"].input_ids.shape[1]
         assert (names["inputs"].input_ids == 2).sum() == 9 and names["output"].shape[1] > length
+
+
+def test_a_picture_without_pillow_names_what_to_install(run, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    code, _, err = run("see", "--image", place / "image.png", "--prompt", "what", "--tokens", 9)
+    assert code != 0 and "needs Pillow: pip install 'fathom-lm[media]'" in err and err.count("\n") == 1
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(run, place, tmp_path):

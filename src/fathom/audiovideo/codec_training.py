@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from fathom.audiovideo.clips import Clip
 from fathom.audiovideo.generator import Generator
+from fathom.recorded import recorded
 from fathom.writing import write_text
 
 WINDOWS = (64, 256, 1024)  # samples of the spectra that are compared
@@ -48,6 +49,8 @@ class Training:
     precision: accelerate's mixed_precision: "no" or "bf16".
     seed: of weights and latents' noise.
     workers: processes that make clips.
+    graph: the step is recorded as a CUDA graph, which spares a codec's many small kernels their launches; one process,
+        on a GPU.
     """
 
     steps: int = 2000
@@ -58,6 +61,7 @@ class Training:
     precision: str = "no"
     seed: int = 0
     workers: int = 0
+    graph: bool = False
 
     def __post_init__(self) -> None:
         if self.steps <= TRIED:
@@ -185,7 +189,8 @@ def train(
     """Train the codec of `loss` in place; returns the loss of every step. Crops are taken in order, once each.
 
     With `state`, a folder, the run is saved there twenty times, and goes on from there when it is called again. Raises
-    ValueError where there are fewer crops than the steps need, and for `state` beside `minutes`.
+    ValueError where there are fewer crops than the steps need, for `state` beside `minutes`, and for `graph` on a CPU
+    or several processes.
     """
     accelerator = Accelerator(mixed_precision=training.precision)
     each = training.batch * accelerator.num_processes
@@ -195,7 +200,12 @@ def train(
         raise ValueError(
             f"minutes={training.minutes}: a run that goes on later has a fixed number of steps; leave it out"
         )
-    optimizer = torch.optim.AdamW(loss.parameters(), lr=training.lr, betas=(0.9, 0.99), weight_decay=1e-4)
+    graph = training.graph
+    if graph and (accelerator.device.type != "cuda" or accelerator.num_processes > 1):
+        where = f"{accelerator.num_processes} processes on {accelerator.device.type}"
+        raise ValueError(f"graph=True: CUDA graphs need one process on a GPU, and these are {where}; leave it out")
+    lr: Any = torch.tensor(training.lr, device=accelerator.device) if graph else training.lr
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=1e-4, capturable=graph)
     model, optimizer = accelerator.prepare(loss, optimizer)
     losses: list[float] = []
     if state is not None and (state / LOSSES).is_file():
@@ -205,9 +215,24 @@ def train(
     left = Subset(crops, range(len(losses) * each, len(crops)))
     loader = accelerator.prepare(DataLoader(left, training.batch, num_workers=training.workers))
     model.train()
+
+    def update(batch: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with accelerator.autocast():
+            value = model(batch)
+        accelerator.backward(value)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return value.detach()
+
+    run: Callable[[Tensor], Tensor] | None = None if graph else update
     steps, done = training.steps, len(losses)
     began = warmed_up = time.perf_counter()
     for step, batch in enumerate(loader, start=done):
+        if run is None:
+            run = _replayed(update, batch, optimizer)
+        if step in (TRIED // 2, TRIED) and batch.is_cuda:
+            torch.cuda.synchronize()
         if step == TRIED // 2:
             warmed_up = time.perf_counter()
         if step == TRIED and training.minutes is not None:
@@ -220,17 +245,12 @@ def train(
             break
         warm = max(1, steps // 20)
         share = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
+        value = training.lr * max(share, 0.01)
         for group in optimizer.param_groups:
-            group["lr"] = training.lr * max(share, 0.01)
+            group["lr"] = group["lr"].fill_(value) if graph else value
         noise = np.random.SeedSequence([training.seed, accelerator.process_index, step])  # so that a run can go on
         torch.manual_seed(int(noise.generate_state(1)[0]))
-        with accelerator.autocast():
-            value = model(batch)
-        accelerator.backward(value)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.detach())  # type: ignore[arg-type]  # numbers at the end: asking for one waits for the GPU
+        losses.append(run(batch))  # type: ignore[arg-type]  # numbers at the end: asking for one waits for the GPU
         if (step + 1) % warm == 0 or step == steps - 1:
             losses = [float(value) for value in losses]
             say(f"step {step + 1} of {steps}: loss {losses[-1]:.4f}, {time.perf_counter() - began:.0f} s")
@@ -241,6 +261,21 @@ def train(
     accelerator.wait_for_everyone()
     model.eval()
     return losses
+
+
+def _replayed(
+    update: Callable[[Tensor], Tensor], batch: Tensor, optimizer: torch.optim.Optimizer
+) -> Callable[[Tensor], Tensor]:
+    """`update` as a CUDA graph that reads every batch where it has read this one."""
+    held, found = batch.clone(), torch.zeros((), device=batch.device)
+    replay = recorded(lambda: found.copy_(update(held)), optimizer)
+
+    def run(batch: Tensor) -> Tensor:
+        held.copy_(batch)
+        replay()
+        return found.clone()
+
+    return run
 
 
 @torch.no_grad()

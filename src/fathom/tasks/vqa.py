@@ -34,7 +34,7 @@ from fathom.models.local_paths import refuse_absent
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
 from fathom.tasks.encoders import padded
-from fathom.vision.scenes import KINDS, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, questions, scene
+from fathom.vision.scenes import KINDS, MOST, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, questions, scene
 
 IMAGE, PAD = "<image>", "<pad>"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, DINOv2's
@@ -53,6 +53,7 @@ class VQA(Task):
     scenes: how many different ones there are to learn from.
     questions: held-out ones.
     asked: questions about each picture to learn from, at most.
+    things: in a picture, at most, before those that are to be counted.
     trains: all; the projector and the language model ("language"); or the projector alone.
     align: examples of a stage before, in which the projector trains alone, as in LLaVA's first; 0: none.
     align_lr: its peak learning rate.
@@ -62,6 +63,7 @@ class VQA(Task):
     scenes: int = 20_000
     questions: int = 4 * PERIOD
     asked: int = 1
+    things: int = MOST
     trains: Literal["all", "language", "projector"] = "all"
     align: int = 0
     align_lr: float = 1e-3
@@ -96,6 +98,7 @@ class VQA(Task):
         check_range("task vqa", "scenes", self.scenes, 1)
         check_range("task vqa", "questions", self.questions, PERIOD)
         check_range("task vqa", "asked", self.asked, 1)
+        check_range("task vqa", "things", self.things, 1, MOST)
         check_range("task vqa", "align", self.align, 0)
         check_number("task vqa", "align_lr", self.align_lr, 0)
         if self.trains not in ("all", "language", "projector"):
@@ -236,20 +239,26 @@ class VQA(Task):
 
     # Its data
 
+    def scene(self, seed: int, number: int, held_out: bool) -> Scene:
+        return scene(seed, number, held_out, self.things)
+
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
 
+        fewer = [] if self.things == MOST else [{"things": self.things}]
+        drawn_from = [min(self.scenes, 10_000), *fewer]
+
         def texts() -> Iterator[str]:
             for number in range(min(self.scenes, 10_000)):
-                drawn = scene(data.seed, number, False)
+                drawn = self.scene(data.seed, number, False)
                 yield f"\n{drawn.question}\n{drawn.answer}"
 
-        tokenizer = make_tokenizer(data, texts, lambda: cache_key("vqa", data.seed, min(self.scenes, 10_000)), cache)
+        tokenizer = make_tokenizer(data, texts, lambda: cache_key("vqa", data.seed, *drawn_from), cache)
         tokenizer = with_image(tokenizer)
 
         def rows(held_out: bool, count: int) -> datasets.Dataset:
-            options = [self.name, data.seed, held_out, count, data.block_size]
+            options = [self.name, data.seed, held_out, count, data.block_size, *fewer]
             asked = 1 if held_out else self.asked
             if asked > 1:
                 options.append(asked)
@@ -257,7 +266,15 @@ class VQA(Task):
 
             def build(work: Path) -> None:
                 size = data.block_size
-                made = (row_of(data.seed, number, held_out, tokenizer, size, asked) for number in range(count))
+                made = (
+                    {
+                        **row_of(self.scene(data.seed, number, held_out), tokenizer, size, asked),
+                        "seed": data.seed,
+                        "number": number,
+                        "held_out": int(held_out),
+                    }
+                    for number in range(count)
+                )
                 datasets.Dataset.from_list(list(made)).save_to_disk(str(work / "rows"))
 
             build_once(folder, build)
@@ -267,7 +284,7 @@ class VQA(Task):
         targets = size = 0
         if validation is not None:
             targets = int((validation["labels"][:] != IGNORED).sum())
-            size = sum(len(scene(data.seed, number, True).answer.encode()) for number in range(self.questions))
+            size = sum(len(self.scene(data.seed, number, True).answer.encode()) for number in range(self.questions))
         notes = ["FLOPs here are torch's count for one picture and its row of text, attention as whole products."]
         if self.align:
             notes.append(
@@ -279,7 +296,7 @@ class VQA(Task):
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate(examples)
         keys = zip(*(batch[name].tolist() for name in ("seed", "number", "held_out")), strict=True)
-        pixels = [picture(scene(seed, number, bool(held_out)), self.side) for seed, number, held_out in keys]
+        pixels = [picture(self.scene(seed, number, bool(held_out)), self.side) for seed, number, held_out in keys]
         return {**batch, "pixel_values": torch.stack(pixels)}
 
     def forward(self, model: Any, **batch: Any) -> Any:
@@ -324,7 +341,7 @@ class VQA(Task):
             said = self.forward(model, **batch).logits[:, :-1].argmax(-1)
             for row, (labels, tokens) in enumerate(zip(batch["labels"][:, 1:], said, strict=True)):
                 asked = labels != IGNORED
-                found = scene(int(batch["seed"][row]), int(batch["number"][row]), True)
+                found = self.scene(int(batch["seed"][row]), int(batch["number"][row]), True)
                 text = str(data.tokenizer.decode(tokens[asked], skip_special_tokens=True))
                 yield found, text, bool((tokens == labels)[asked].all())
 
@@ -346,10 +363,10 @@ class VQA(Task):
         assert data.validation is not None
         seen: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
         for row in itertools.islice(data.train, min(sequences, self.scenes)):
-            drawn = scene(int(row["seed"]), int(row["number"]), False)
+            drawn = self.scene(int(row["seed"]), int(row["number"]), False)
             seen[drawn.kind][drawn.answer] += 1
         common = {kind: counts.most_common(1)[0][0] if counts else "" for kind, counts in seen.items()}
-        held_out = [scene(int(row["seed"]), int(row["number"]), True) for row in data.validation]
+        held_out = [self.scene(int(row["seed"]), int(row["number"]), True) for row in data.validation]
         return sum(common[drawn.kind] == drawn.answer for drawn in held_out) / len(held_out)
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
@@ -357,9 +374,8 @@ class VQA(Task):
         return [Sample(f"{drawn.question} ", text, drawn.answer) for drawn, text, _ in found]
 
 
-def row_of(seed: int, number: int, held_out: bool, tokenizer: Any, size: int, asked: int = 1) -> dict[str, Any]:
+def row_of(drawn: Scene, tokenizer: Any, size: int, asked: int) -> dict[str, Any]:
     """A scene's text as ids, padded: one image token, then each question with its answer and its end."""
-    drawn = scene(seed, number, held_out)
     pairs = [(drawn.question, drawn.answer)] if asked == 1 else questions(drawn, asked)
     ids, labels, owners = [tokenizer.convert_tokens_to_ids(IMAGE)], [IGNORED], [IMAGES]
     for owner, (question, answer) in enumerate(pairs):
@@ -373,7 +389,7 @@ def row_of(seed: int, number: int, held_out: bool, tokenizer: Any, size: int, as
     row = {"input_ids": padded(ids, size, tokenizer.pad_token_id), "labels": padded(labels, size, IGNORED)}
     if asked > 1:
         row["question"] = padded(owners, size, len(pairs))
-    return {**row, "seed": seed, "number": number, "held_out": int(held_out)}
+    return row
 
 
 def several(question: Tensor, count: int, dtype: torch.dtype) -> dict[str, Tensor]:

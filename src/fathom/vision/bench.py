@@ -186,13 +186,39 @@ def _seconds(model: Any, inputs: dict[str, Tensor], settings: dict[str, Any], re
     return sorted(times)[repeats // 2]
 
 
-def show(model: Any, processor: Any, image: Any, tokens: int, output: Path) -> dict[str, float]:
-    """A picture: the image, its features in three principal colours, what each grid method keeps of them, and their
-    spectrum. Returns how much of the features' energy the low frequencies hold that `tokens` keep.
+@torch.no_grad()
+def chosen_places(model: Any, processor: Any, image: Any, method: Compressor, features: Tensor) -> Tensor:
+    """Which vision tokens of an image (its first tile) a method keeps, by their numbers in the grid. A token that it
+    has made of several stands where the vision token next to it in the features [n, C] is; of a method that leaves
+    tokens out between layers, what the last layer reads."""
+    made: list[Tensor] = []
 
-    A square is one token; colours are the three largest principal components of the uncompressed features.
+    class Noting(type(method)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, **kwargs: Any) -> Tensor:
+            made.append(super().__call__(*arguments, **kwargs))
+            return made[-1]
+
+    with compress_vision(model, processor, Noting(**dataclasses.asdict(method))):
+        inputs = inputs_of(model, processor, [image], "")
+        output = model(**inputs, use_cache=True, logits_to_keep=1)
+    if not isinstance(method, LanguageCompressor):
+        return torch.cdist(made[0][0].float().cpu(), features).argmin(1)
+    cache = getattr(output, "cache", None) or output.past_key_values
+    index, counts, _ = cache.thinned[max(cache.thinned)]
+    places = (inputs["input_ids"][0] == processor.image_token_id).nonzero()[:, 0]
+    return torch.isin(places, index[0][counts[0]]).nonzero()[:, 0].cpu()
+
+
+def show(model: Any, processor: Any, image: Any, tokens: int, output: Path) -> dict[str, Any]:
+    """A picture: the image, its features in three principal colours, what each method keeps of them, and their
+    spectrum. Returns the methods shown, why others are not, and how much of the features' energy the low frequencies
+    hold that `tokens` keep.
+
+    A square is one token; colours are the three largest principal components of the uncompressed features. A method
+    that makes a smaller grid has its squares, another the tokens that it keeps at their places.
     """
     import matplotlib
+    import numpy
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -200,34 +226,50 @@ def show(model: Any, processor: Any, image: Any, tokens: int, output: Path) -> d
     from fathom.ops.dct import dct, resample_grid
 
     features, grid = features_of(model, processor, image)
-    grids = [cls for cls in METHODS.values() if cls.makes_a_grid and cls.name not in ("all_tokens", "dct_coefficients")]
     center = features.mean(0)
     axes_of = torch.linalg.svd(features - center, full_matrices=False)[2][:3].T
     low, high = ((features - center) @ axes_of).aminmax(dim=0)
 
-    def colours(kept: Tensor, shape: Grid) -> Any:
+    def colours(kept: Tensor, shape: tuple[int, ...]) -> Any:
         return (((kept - center) @ axes_of - low) / (high - low)).clamp(0, 1).view(*shape, -1).numpy()
 
-    figure, places = pyplot.subplots(1, 3 + len(grids), figsize=(2.6 * (3 + len(grids)), 3.0), layout="constrained")
-    places[0].imshow(image)
-    places[0].set_title("image")
-    places[1].imshow(colours(features, grid))
-    places[1].set_title(f"all {grid[0] * grid[1]} tokens")
-    for place, cls in zip(places[2:], grids):
-        options = {"rescale": "amplitude"} if cls.name == "fourier_vlm" else {}
-        method: Any = from_dict({"name": cls.name, "tokens": tokens, **options})
-        place.imshow(colours(method(features[None], grid)[0], method.kept(grid)))
-        place.set_title(f"{cls.name}, {tokens}")
+    panels: list[tuple[str, Any]] = [("image", image), (f"all {len(features)} tokens", colours(features, grid))]
+    refused: dict[str, str] = {}
+    for name, cls in METHODS.items():
+        if name in ("all_tokens", "dct_coefficients"):  # the second's are no tokens of the picture
+            continue
+        try:
+            options = {"rescale": "amplitude"} if name == "fourier_vlm" else {}
+            method: Any = from_dict({"name": name, "tokens": tokens, **options})
+            if cls.makes_a_grid:
+                drawn = colours(method(features[None], grid)[0], method.kept(grid))
+            else:
+                places = chosen_places(model, processor, image, method, features)
+                drawn = numpy.ones((len(features), 3), numpy.float32)
+                drawn[places] = colours(features[places], (len(places),))
+                drawn = drawn.reshape(*grid, 3)
+            panels.append((f"{name}, {tokens}", drawn))
+        except ValueError as error:
+            refused[name] = str(error)
     spectrum = dct(dct(features.T.reshape(-1, *grid)).transpose(-1, -2).contiguous()).square().mean(0).T  # [H, W]
-    places[-1].imshow(spectrum.clamp_min(1e-12).log10().numpy())
-    places[-1].set_title("energy by frequency, log₁₀")
-    for place in places:
+    panels.append(("energy by frequency, log₁₀", spectrum.clamp_min(1e-12).log10().numpy()))
+    wide = min(5, len(panels))
+    rows = -(-len(panels) // wide)
+    figure, places_of = pyplot.subplots(
+        rows, wide, figsize=(2.6 * wide, 2.9 * rows), layout="constrained", squeeze=False
+    )
+    for place in places_of.flat:
         place.set_xticks([])
         place.set_yticks([])
+        place.set_frame_on(False)
+    for place, (title, drawn) in zip(places_of.flat, panels, strict=False):
+        place.imshow(drawn)
+        place.set_title(title, fontsize=10)
     figure.savefig(output, dpi=120)
     pyplot.close(figure)
     kept: Any = from_dict({"name": "fourier_vlm", "tokens": tokens}).kept(grid)  # type: ignore[attr-defined]
     share = resample_grid(features, grid, kept).square().sum() / features.square().sum()
     h, w = kept
     spread = (spectrum[:h, :w].sum() - spectrum[0, 0]) / (spectrum.sum() - spectrum[0, 0])
-    return {"energy": share.item(), "energy_without_mean": spread.item()}
+    shown = [name for name in METHODS if any(title.startswith(f"{name},") for title, _ in panels)]
+    return {"methods": shown, "refused": refused, "energy": share.item(), "energy_without_mean": spread.item()}

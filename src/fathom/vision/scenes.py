@@ -97,8 +97,11 @@ class Scene:
         return image.reduce(SHARP)
 
 
-def scene(seed: int, number: int, held_out: bool) -> Scene:
-    """The scene of that number."""
+MOST = 5  # things in a picture, before those that are to be counted
+
+
+def scene(seed: int, number: int, held_out: bool, most: int = MOST) -> Scene:
+    """The scene of that number, with at most so many things before those that are to be counted."""
     rng = Random(f"{seed}-{number}-{held_out}")  # seeded by text, which Random hashes the same on every machine
     kind, turn = KINDS[number % len(KINDS)], number // len(KINDS)
     new = held_out and turn // TURNS % 2 == 0
@@ -112,12 +115,12 @@ def scene(seed: int, number: int, held_out: bool) -> Scene:
     word = ""
     if kind == "read":
         word = _word(rng, new)
-        things = tuple(Thing(*_pair(rng, False), place) for place in places[: rng.randint(0, 2)])
+        things = tuple(Thing(*_pair(rng, False), place) for place in places[: rng.randint(0, 2)])[:most]
         question, answer = "what is the word?", word
     else:
         asked = Thing(*_pair(rng, new), places[0])
-        others = [
-            Thing(*_pair(rng, False, without=asked), place) for place in places[1 : rng.randint(2, 5)]
+        others = [Thing(*_pair(rng, False, without=asked), place) for place in places[1 : rng.randint(2, MOST)]][
+            : most - 1
         ]  # of other shapes
         things = (asked, *others)
         question, answer = f"where is the {asked.shape}?", PLACES[asked.place]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -67,7 +68,7 @@ class Resampler(nn.Module):
         self.norm_query, self.norm_key, self.norm_value = (nn.LayerNorm(channels, eps=1e-6) for _ in range(3))
 
     def forward(self, features, grid, count):
-        positions = sines(self.side, features.shape[-1]).to(features)
+        positions = sines(self.side, features.shape[-1], features.dtype, features.device)
         image = positions.T.unflatten(-1, (self.side, self.side))[None]
         places = F.interpolate(image.float(), grid, mode="bicubic", align_corners=False).to(features)[0].flatten(1).T
         query = self.norm_query(self.query.weight[:count] + positions[:count]).expand(len(features), -1, -1)
@@ -75,9 +76,11 @@ class Resampler(nn.Module):
         return self.attention(query, key, self.norm_value(features), need_weights=False)[0]
 
 
-def sines(side, channels):
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # kept, and training may come after inference
+def sines(side, channels, dtype, device):
     """Sines and cosines of columns, then of rows, of a square grid [side², channels]."""
     rates = 10_000.0 ** (-torch.arange(channels // 4, dtype=torch.float64) / (channels // 4))
     angles = torch.arange(side, dtype=torch.float64)[:, None] * rates
     one = torch.cat((angles.sin(), angles.cos()), -1)  # [side, C/2]
-    return torch.cat((one.repeat(side, 1), one.repeat_interleave(side, 0)), -1)
+    return torch.cat((one.repeat(side, 1), one.repeat_interleave(side, 0)), -1).to(device, dtype)
