@@ -174,6 +174,21 @@ def test_special_tokens_and_padding_have_vectors_of_their_own():
     assert not torch.allclose(kept[0, 3], x[0, 3]) and torch.allclose(kept[0, 4], space.encode(text)[0, 4])
 
 
+@torch.no_grad()
+def test_states_of_an_early_layer_need_no_layer_behind_it():
+    text = ids(2)
+    for depth in ({"name": "vanilla"}, {"name": "pondering", "steps": 1}):
+        for layer in (0, 1, 2):
+            tested = model(frozen={"depth": depth}, layer=layer).space
+            expected = tested.encoder(text, output_hidden_states=True).hidden_states[layer]
+            if layer < 2:  # of two
+                with mock.patch.object(tested.encoder.model.layers[1], "forward", side_effect=AssertionError):
+                    found = tested.features(text)
+            else:
+                found = tested.features(text)
+            assert torch.equal(found, expected)
+
+
 # ---------------------------------------------------------------- 5 and 6: the parts
 
 

@@ -216,7 +216,7 @@ def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monk
 
 
 def test_flops_are_those_that_torch_counts():
-    for options in ({}, {"time": "adaln", "self_conditioning": "concat", "diagonal": True}):
+    for options in ({}, {"time": "adaln", "self_conditioning": "concat", "diagonal": True, "layer": 1}):
         tested, text = model(**options), ids(1)
         x = torch.randn(1, 12, 32)
         counted = {}
