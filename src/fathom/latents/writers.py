@@ -104,7 +104,7 @@ def table(
     `judge` gives −Σ log p in nats and the number of tokens of texts. Rows: writer, temperature, perplexity (None
     without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (share of different pairs of
     tokens), overlap (share of stretches of 8 tokens that the training text has), nfe, decoder_steps, and a `text`.
-    After each, `keep` is given the rows so far and the texts of the last. Heads of `made` by name are not trained again.
+    After each, `keep` is given the rows so far and the texts of the last. Heads in `made`, by name, are not trained.
     """
     seen, rows = np.unique(stretches(train)), []
 
