@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, TOVA, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.caches import H2O, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
 from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
@@ -171,6 +171,20 @@ def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double
             assert_close(mine.states[0].key, theirs.states[0].key)
         same(generated(model, padded(), True), generated(model, padded(), False))
         assert double.recordings == 2  # rows of two lengths lie in two caches, of two places
+
+
+@pytest.mark.parametrize("start", [5, 16, 40])
+def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, double: Double) -> None:
+    model = tiny_model(max_position_embeddings=128)
+    with compress(model, FreqKV(budget=16, n_sink=2, n_recent=1)):
+        ours, stock = (generated(model, {"input_ids": tokens(2, start)}, fast, max_new_tokens=30) for fast in (1, 0))
+        same(ours, stock)
+        assert double.recordings == 1
+        for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
+            (mine,), (theirs,) = mine.states, theirs.states
+            assert mine.seen == theirs.seen == start + 29 and mine.stored == theirs.stored <= 16
+            assert_close(mine.key, theirs.key)
+            assert_close(mine.value, theirs.value)
 
 
 def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:

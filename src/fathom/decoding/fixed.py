@@ -2,7 +2,8 @@
 
 Token, position, place and mask lie in buffers of their own; the step advances position and place itself. A full cache
 lies in buffers with room (`growing.bucket`), of which the mask shows what is filled; when they are full they grow by a
-bucket, and the step is recorded again. A compressed cache whose budget is full is overwritten in place, and needs none.
+bucket, and the step is recorded again; FreqKV's are compressed where they lie. A compressed cache whose budget is full
+is overwritten in place, and needs none.
 """
 
 from __future__ import annotations
@@ -146,16 +147,21 @@ class FixedStep:
 
     @property
     def grows(self) -> bool:
-        """Whether every step stores a token and drops none."""
+        """Whether every step stores a token in a slot of its own."""
         return self.full or bool(self.states)
 
     @property
     def room(self) -> int:
         return self.visible.shape[3]
 
+    @property
+    def most(self) -> int | None:
+        """Slots of a state that drops tokens between two steps."""
+        return self.states[0].most if self.states else None
+
     def grow(self) -> None:
         """Room for more tokens, one layer after the other: other addresses, so the step is recorded anew."""
-        room = bucket(self.length)
+        room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
         visible = self.visible.new_zeros(*self.visible.shape[:3], room)
         visible[..., : self.length] = self.visible[..., : self.length]
         self.visible, self.replay = visible, None
@@ -164,6 +170,13 @@ class FixedStep:
         for number, layer in enumerate(self.cache.layers if self.full else ()):
             self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
             layer.keys = layer.values = None
+
+    def compress(self) -> None:
+        """Room in the same buffers, where the states drop tokens between two steps: the recording stays as it is."""
+        for state in self.states:
+            self.length = state.make_room()
+        self.visible[..., self.length :] = False
+        self.place.fill_(self.length)
 
     def run(self) -> None:
         """The step itself: what is recorded."""
@@ -183,7 +196,9 @@ class FixedStep:
         self.place.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
-        if self.grows and self.length == self.room:
+        if self.grows and self.length == self.most:
+            self.compress()
+        elif self.grows and self.length == self.room:
             self.grow()
             logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
         self.token.copy_(token)
