@@ -186,7 +186,7 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
     methods: dict[str, Any] = {
         "full": Full(), "treekv": TreeKV(budget=32, n_sink=2, n_recent=12, block=3), "h2o": H2O(budget=32),
         "streaming": StreamingLLM(budget=32), "tova": TOVA(budget=32), "weightedkv": WeightedKV(budget=32),
-        "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(), "freqkv": FreqKV(budget=32),
+        "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(group=16, residual=16), "freqkv": FreqKV(budget=32),
     }  # fmt: skip
     cases: list[tuple[str, Callable[[], Any], Any]] = [("llama", lambda: llama(EXACT, torch.float32), None)]
     cases += [(f"llama, {name}", lambda: llama(EXACT, torch.float32), method) for name, method in methods.items()]
@@ -197,7 +197,7 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
     cases.append(("bf16 vanilla", lambda: ours(EXACT, torch.bfloat16), None))
     cases += [
         (f"bf16 llama, {name}", lambda: llama(EXACT, torch.bfloat16), methods[name])
-        for name in ("full", "treekv", "freqkv")
+        for name in ("full", "treekv", "freqkv", "kivi")
     ]
     for name, build, method in cases:
         if wanted not in name:
@@ -212,7 +212,7 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
             continue
         for kind, (batch, options) in calls.items():
             if kind == "grows" and name not in (
-                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "vanilla", "loop",
+                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi", "vanilla", "loop",
             ):  # fmt: skip
                 continue
             row: dict[str, Any] = {"case": name, "call": kind}

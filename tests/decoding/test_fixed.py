@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
 from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
@@ -158,7 +158,9 @@ def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> N
     assert double.recordings
 
 
-@pytest.mark.parametrize("method", [Full(), SnapKV(budget=16, n_recent=4)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method", [Full(), SnapKV(budget=16, n_recent=4), KIVI(group=8, residual=16)], ids=lambda method: method.name
+)
 def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double) -> None:
     model = tiny_model(max_position_embeddings=256)
     with compress(model, method):
@@ -168,7 +170,9 @@ def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double
         assert double.recordings == 2
         for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
             assert mine.states[0].seen == theirs.states[0].seen
-            assert_close(mine.states[0].key, theirs.states[0].key)
+            for (name, held), (_, expected) in zip(mine.states[0].tensors(), theirs.states[0].tensors(), strict=True):
+                assert held.shape == expected.shape, name
+                assert_close(held.double(), expected.double())
         same(generated(model, padded(), True), generated(model, padded(), False))
         assert double.recordings == 2  # rows of two lengths lie in two caches, of two places
 
