@@ -17,7 +17,6 @@ from fathom.ops.cached_attention import causal_attention
 from fathom.ops.group_quantize import Quantized, quantize
 from fathom.ops.quantized_attention import quantized_attention, rebuilt_blocks, ring_quantized_attention
 
-
 CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 
 

@@ -49,7 +49,7 @@ def ring_quantized_attention(
     value_codes: Quantized,
     key: Float[Tensor, "B G r Dk"],
     value: Float[Tensor, "B G r1 Dv"],
-    newest: Int[Tensor, "1"],
+    newest: Int[Tensor, " 1"],
     bits: int,
     group: int,
     scaling: float,
