@@ -235,7 +235,14 @@ class Waits(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "method",
-    [None, TreeKV(budget=16, n_recent=6, n_sink=2, block=3), H2O(budget=16, n_sink=2), SnapKV(budget=16, n_recent=4)],
+    [
+        None,
+        TreeKV(budget=16, n_recent=6, n_sink=2, block=3),
+        H2O(budget=16, n_sink=2),
+        SnapKV(budget=16, n_recent=4),
+        FreqKV(budget=16, n_sink=2),
+        KIVI(group=8, residual=16),
+    ],
     ids=str,
 )
 def test_a_recording_that_fails_midway_leaves_the_cache_as_it_was(
