@@ -52,7 +52,7 @@ def test_the_order_of_heads_on_a_language_of_long_range_agreement():
     train, held = agreement_language(2000, 2, 12, 4), agreement_language(200, 2, 12, 4, seed=1)
     assert train[:, :2].unique().tolist() == list(range(4, 16)) and len(torch.unique(train[:, [0, 2]], dim=0)) == 12
     tested.space.fit([(train, None)])
-    config = RecoveryConfig(heads=("mlp", "factorised", "contextual"), steps=200, rows=48, lr=6e-3, levels=(0.0, 0.12),
+    config = RecoveryConfig(heads=("mlp", "factorised", "contextual"), steps=140, rows=48, lr=6e-3, levels=(0.0, 0.12),
                             t_max=0.15, examples=200)  # fmt: skip
     found = study(tested, train, held, config, say=lambda line: None)
     clean, noisy = ({row["head"]: row for row in found["rows"] if row["t"] == t} for t in (0.0, 0.12))
