@@ -137,7 +137,7 @@ class Campaign:
         said, texts, started = [], [], time.time()
 
         def judge(some: list[str]) -> tuple[float, int]:
-            each = nats_of_texts(*self.judges(), some)
+            each = self.nats(some)
             said.append({"nats": [round(nats, 3) for nats, _ in each], "tokens": [count for _, count in each]})
             return sum(nats for nats, _ in each), sum(count for _, count in each)
 
@@ -170,6 +170,17 @@ class Campaign:
             model, tokenizer = load_checkpoint(self.given.judge)
             self.judge = model.float(), tokenizer
         return self.judge
+
+    def nats(self, texts: list[str]) -> list[tuple[float, int]]:
+        """What the judge says. Where another program has taken the memory, once more when it may be back."""
+        while True:
+            try:
+                return nats_of_texts(*self.judges(), texts)
+            except torch.OutOfMemoryError:
+                if self.left() < 60:
+                    raise
+                torch.cuda.empty_cache()
+                time.sleep(10)
 
     def heads(self) -> int:
         return max(1, self.given.decoder_tokens // self.step)

@@ -37,6 +37,7 @@ from fathom.models.method import check_number, check_range
 
 WRITERS = ("codar", "noise", "linear", "mlp", "factorised", "language", "masked", "compressed")
 TOGETHER = 64  # rows at once
+JUDGED = 16  # texts that a judge reads at once: its logits are what takes memory
 OVERLAP = 8  # tokens of a stretch that may stand in the training text
 
 
@@ -271,8 +272,8 @@ def nats_of_texts(model: Any, tokenizer: Any, texts: Sequence[str], window: int 
     rows = [with_prefix(tokenizer, text) for text in texts]
     found = [(0.0, 0)] * len(rows)
     short = sorted((n for n, row in enumerate(rows) if 1 < len(row) <= window + 1), key=lambda n: len(rows[n]))
-    for start in range(0, len(short), TOGETHER):
-        some = short[start : start + TOGETHER]
+    for start in range(0, len(short), JUDGED):
+        some = short[start : start + JUDGED]
         ids = torch.nn.utils.rnn.pad_sequence([rows[n] for n in some], batch_first=True, padding_value=-1)
         targets = ids[:, 1:].to(model.device)
         logits = model(ids[:, :-1].clamp(min=0).to(model.device), use_cache=False).logits
