@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from estimates import estimates
 
 from fathom.evaluate import load_checkpoint
 from fathom.latents.controls import controls
-from fathom.latents.heads import Contextual
 from fathom.latents.model import load
-from fathom.latents.recovery import RecoveryConfig, asked, study, terms, trained_head
+from fathom.latents.recovery import RecoveryConfig, study, terms, trained_head
 from fathom.latents.writers import WritersConfig, at_entropy, nats_of_texts, table
 from fathom.report.provenance import provenance
 from fathom.tasks.contextual_decoder import ContextualDecoding
@@ -259,16 +259,11 @@ class Campaign:
 
     def estimates(self, model: Any, made: dict[str, Any], held_out: torch.Tensor, name: str = "estimates") -> None:
         """What heads and CoDAR's own decoder make of the denoiser's estimates of held-out text, in NAME.json."""
-        own = Contextual(model.config)
-        own.decoder = model.decoder
-        heads, rows = {"codar": own.to(model.device).eval(), **made}, []
-        for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0):
-            for head, part in heads.items():
-                for estimated in (True, False) if t <= 0.3 else (True,):
-                    said = asked(model, part, held_out[: self.given.samples], t, self.given.seed, estimated)
-                    rows.append({"head": head, "estimated": estimated, **said})
-            write_json(self.out / f"{name}.json", {"rows": rows, **provenance(1)})
-            print(f"{name}, t={t}", {row["head"]: round(row["nll"], 3) for row in rows if row["t"] == t}, flush=True)
+
+        def keep(found: list[dict[str, Any]]) -> None:
+            write_json(self.out / f"{name}.json", {"rows": found, **provenance(1)})
+
+        estimates(model, made, held_out[: self.given.samples], self.given.seed, keep)
 
     def twin(self) -> None:
         encoder, tokens = self.wait("encoder"), self.planned()
