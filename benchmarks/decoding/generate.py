@@ -32,7 +32,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 import fathom
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.caches import H2O, KIVI, TOVA, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, cache_shape, compress
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    FreqKV,
+    Full,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    cache_shape,
+    compress,
+)
 from fathom.decoding import fixed, graphs, switch
 from fathom.models.hf_versions import CACHE_NAME
 
@@ -148,7 +161,7 @@ OPTIONS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "do_sample":
 # -- the same tokens
 
 
-def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool]) -> None:
+def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str = "") -> None:
     """Tokens and logits beside transformers' own loop: every section, several caches, padding, sampling.
 
     fp32: equal tokens, logits to 1e-5. bf16: logits to 2 %, up to the first token that a tie decides otherwise.
@@ -186,7 +199,8 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool]) -> None:
     methods: dict[str, Any] = {
         "full": Full(), "treekv": TreeKV(budget=32, n_sink=2, n_recent=12, block=3), "h2o": H2O(budget=32),
         "streaming": StreamingLLM(budget=32), "tova": TOVA(budget=32), "weightedkv": WeightedKV(budget=32),
-        "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(),
+        "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(group=16, residual=16), "freqkv": FreqKV(budget=32),
+        "pyramidkv": PyramidKV(budget=32, n_recent=8),
     }  # fmt: skip
     cases: list[tuple[str, Callable[[], Any], Any]] = [("llama", lambda: llama(EXACT, torch.float32), None)]
     cases += [(f"llama, {name}", lambda: llama(EXACT, torch.float32), method) for name, method in methods.items()]
@@ -196,9 +210,12 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool]) -> None:
     cases.append(("depth_attention, treekv", lambda: ours(EXACT, torch.float32, **mixed), methods["treekv"]))
     cases.append(("bf16 vanilla", lambda: ours(EXACT, torch.bfloat16), None))
     cases += [
-        (f"bf16 llama, {name}", lambda: llama(EXACT, torch.bfloat16), methods[name]) for name in ("full", "treekv")
+        (f"bf16 llama, {name}", lambda: llama(EXACT, torch.bfloat16), methods[name])
+        for name in ("full", "treekv", "freqkv", "kivi")
     ]
     for name, build, method in cases:
+        if wanted not in name:
+            continue
         if spent():
             rows.append({"case": name, "skipped": "out of time"})
             continue
@@ -208,7 +225,10 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool]) -> None:
             rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
             continue
         for kind, (batch, options) in calls.items():
-            if kind == "grows" and name not in ("llama", "llama, full", "llama, snapkv", "vanilla", "loop"):
+            if kind == "grows" and name not in (
+                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi",
+                "llama, pyramidkv", "vanilla", "loop",
+            ):  # fmt: skip
                 continue
             row: dict[str, Any] = {"case": name, "call": kind}
             try:
@@ -360,6 +380,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=("exact", "speed"))
+    parser.add_argument("--cases", default="", help="of the exact ones those with this in their names")
     args = parser.parse_args()
     start, rows, copied = time.perf_counter(), {"exact": [], "speed": []}, bandwidth()
 
@@ -376,7 +397,7 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     if args.only != "speed":
-        exactness(rows["exact"], spent)
+        exactness(rows["exact"], spent, args.cases)
         save()
     if args.only != "exact":
         speed(rows["speed"], spent, copied, args.tiny)

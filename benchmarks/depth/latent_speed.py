@@ -36,6 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fathom.cost import forward_flops_per_token
 from fathom.cost.sizes import kv_bytes_per_token
+from fathom.decoding.graphs import CudaGraphs
 from fathom.models.decoder import Block
 from fathom.ops.biased_attention import (
     ChannelBias,
@@ -231,24 +232,22 @@ def decoding(
     @torch.no_grad()
     def captured(name: str, token: torch.Tensor, cache: DynamicCache) -> Callable[[], float]:
         """The next token's step as a graph, replayed on the same cache."""
-        model, graph, aside = models[name], torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                model(token, past_key_values=cache)
-                cache.crop(-1)
-        torch.cuda.current_stream().wait_stream(aside)
+        model, result = models[name], []
+        for _ in range(3):
+            model(token, past_key_values=cache)
+            cache.crop(-1)
         held = [
             tuple(vars(layer).values()) for layer in cache.layers
         ]  # what the graph reads; the layers then forget it
-        with torch.cuda.graph(graph):
-            result = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        recorded = CudaGraphs().record(
+            lambda: result.append(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
+        )
 
         def replay() -> float:
             synchronize(device)
             start = time.perf_counter()
             for _ in range(new):
-                graph.replay()
+                recorded()
             synchronize(device)
             return (time.perf_counter() - start) / new
 

@@ -5,10 +5,11 @@
         --work RUNS -o OUT &
     done
 
-    codar     the encoder, a masked model; then the denoiser; then texts by CoDAR and by its decoder given noise; then
-              the same at three widths of the vectors, shorter trained
-    decoder   the contextual decoder, beside the denoiser; the token-recovery study; texts by the heads and by the
-              autoregressive model; at the end CoDAR's decoder trained on by `corrupt: denoiser`
+    codar     the encoder, a masked model; then the denoiser; then CoDAR again at three widths of the vectors, shorter
+              trained
+    decoder   beside the denoiser the contextual decoder, the heads and the autoregressive model of its size; then texts
+              by all of them, and what the heads make of the denoiser's estimates of held-out text; CoDAR's decoder
+              trained on by `corrupt: denoiser`, and its texts; at the end the token-recovery study
     twin      the encoder trained on as a masked diffusion model for as many tokens as the denoiser; texts by it, and by
               the compressed rival
 
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from estimates import estimates
 
 from fathom.evaluate import load_checkpoint
 from fathom.latents.controls import controls
 from fathom.latents.model import load
-from fathom.latents.recovery import RecoveryConfig, study, terms
-from fathom.latents.writers import WritersConfig, at_entropy, judged_by, table
+from fathom.latents.recovery import RecoveryConfig, study, terms, trained_head
+from fathom.latents.writers import WritersConfig, at_entropy, nats_of_texts, table
 from fathom.report.provenance import provenance
 from fathom.tasks.contextual_decoder import ContextualDecoding
 from fathom.train import Recipe, TrainResult, train_run
@@ -109,8 +111,8 @@ class Campaign:
 
     def plan(self, encoder: TrainResult) -> int:
         """Tokens of the denoiser: what fits, at a quarter of the encoder's speed (two more processes begin now, and an
-        estimate of the step before is made half of the time), with seven minutes left."""
-        fits = 0.25 * encoder.tokens_per_second * (self.left() - 420)
+        estimate of the step before is made half of the time), with --after seconds left."""
+        fits = 0.25 * encoder.tokens_per_second * (self.left() - self.given.after)
         tokens = int(max(0.1 * self.given.denoiser_tokens, min(self.given.denoiser_tokens, fits)))
         tokens = tokens // self.step * self.step
         write_json(self.out / "plan.json", {"denoiser_tokens": tokens, "left": str(self.left())})
@@ -122,7 +124,9 @@ class Campaign:
 
     # ---------------------------------------------------------------- what was written
 
-    def compare(self, name: str, model: Any, tokenizer: Any, writers: tuple[str, ...], **options: Any) -> None:
+    def compare(
+        self, name: str, model: Any, tokenizer: Any, writers: tuple[str, ...], made: Any = None, **options: Any
+    ) -> None:
         """The table of some writers in NAME.json, with the judge's nats of every text."""
         config = WritersConfig(
             writers=writers, samples=self.given.samples, steps=self.given.steps, rows=self.given.sequences, lr=1e-3,
@@ -133,7 +137,7 @@ class Campaign:
         said, texts, started = [], [], time.time()
 
         def judge(some: list[str]) -> tuple[float, int]:
-            each = [self.judges()([text]) for text in some]
+            each = self.nats(some)
             said.append({"nats": [round(nats, 3) for nats, _ in each], "tokens": [count for _, count in each]})
             return sum(nats for nats, _ in each), sum(count for _, count in each)
 
@@ -151,7 +155,7 @@ class Campaign:
         task = ContextualDecoding(examples=128)
         shown = controls(model, held_out[: task.examples].to(model.device), None, task)
         table(model, tokenizer, train, held_out, config, judge if self.given.judge else None,
-              lambda line: print(f"{name}: {line}", flush=True), keep)  # fmt: skip
+              lambda line: print(f"{name}: {line}", flush=True), keep, made)  # fmt: skip
 
     @functools.cache  # noqa: B019
     def text(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,8 +168,19 @@ class Campaign:
             if self.given.ready:
                 self.until(self.given.ready)
             model, tokenizer = load_checkpoint(self.given.judge)
-            self.judge = judged_by(model.float(), tokenizer)
+            self.judge = model.float(), tokenizer
         return self.judge
+
+    def nats(self, texts: list[str]) -> list[tuple[float, int]]:
+        """What the judge says. Where another program has taken the memory, once more when it may be back."""
+        while True:
+            try:
+                return nats_of_texts(*self.judges(), texts)
+            except torch.OutOfMemoryError:
+                if self.left() < 60:
+                    raise
+                torch.cuda.empty_cache()
+                time.sleep(10)
 
     def heads(self) -> int:
         return max(1, self.given.decoder_tokens // self.step)
@@ -188,8 +203,6 @@ class Campaign:
         encoder = self.wait("encoder")
         tokens, own = self.plan(made), {"tokenizer": str(encoder)}
         self.train("denoiser", "latent_diffusion", self.latents(encoder), tokens, 5e-4, **own)
-        model, tokenizer = self.joined(self.wait("decoder"), self.wait("denoiser"))
-        self.compare("writers-codar", model, tokenizer, ("codar", "noise"))
         for width in self.given.widths:
             if self.left() < 3.5 * self.given.sweep_tokens / made.tokens_per_second + 30:
                 break
@@ -208,20 +221,21 @@ class Campaign:
         task = {"name": "contextual_decoder", "word_dropout": 0.1}
         self.train("decoder", task, self.latents(encoder), self.given.decoder_tokens, 1e-3, **own)
         model, tokenizer = load(self.wait("decoder"))
-        config = RecoveryConfig(
-            steps=self.given.recovery_steps, rows=self.given.sequences, lr=1e-3, t_max=0.3, examples=self.given.samples,
-            levels=(0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), seed=self.given.seed,
-        )  # fmt: skip
-
-        def keep(found: dict[str, Any]) -> None:
-            write_json(self.out / "recovery.json", {**found, "terms": terms(found), **provenance(1)})
-
-        study(model, *self.text(), config, lambda line: print(line, flush=True), keep)
+        heads = RecoveryConfig(
+            steps=self.heads(), rows=self.given.sequences, lr=1e-3, t_max=0.15, seed=self.given.seed, levels=(0.0,)
+        )
+        train, held_out = self.text()
+        made = {name: trained_head(model, name, train, heads) for name in ("factorised", "mlp")}
+        more = dataclasses.replace(heads, steps=max(1, self.planned() // self.step))
+        denoised = (self.work / "denoiser" / "result.json").exists()
+        if not denoised:  # meanwhile
+            made["language"] = trained_head(model, "language", train, more)
         model, tokenizer = self.joined(self.wait("decoder"), self.wait("denoiser"))
-        for name in ("factorised", "language", "mlp", "linear"):
-            if self.left() > (250 if name in ("factorised", "language") else 120):
-                self.compare(f"writers-{name}", model, tokenizer, (name,))
-        if self.left() > 150:
+        self.compare("writers", model, tokenizer, ("codar", "noise", *made), made)
+        self.estimates(model, made, held_out)
+        if denoised:
+            self.compare("writers-language", model, tokenizer, ("language",), head_steps=more.steps)
+        if self.left() > 120:
             folder = self.work / "joined"
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -230,6 +244,26 @@ class Campaign:
             self.train("decoder-denoiser", task, {"checkpoint": str(folder.resolve())}, tokens, 3e-4, **own)
             model, tokenizer = load(self.wait("decoder-denoiser"))
             self.compare("writers-decoder-denoiser", model, tokenizer, ("codar", "noise"))
+            self.estimates(model, {}, held_out, "estimates-decoder-denoiser")
+        if self.left() < 150:
+            return
+        config = dataclasses.replace(
+            heads, steps=self.given.recovery_steps, t_max=0.3, examples=self.given.samples,
+            levels=(0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3),
+        )  # fmt: skip
+
+        def keep(found: dict[str, Any]) -> None:
+            write_json(self.out / "recovery.json", {**found, "terms": terms(found), **provenance(1)})
+
+        study(model, train, held_out, config, lambda line: print(line, flush=True), keep)
+
+    def estimates(self, model: Any, made: dict[str, Any], held_out: torch.Tensor, name: str = "estimates") -> None:
+        """What heads and CoDAR's own decoder make of the denoiser's estimates of held-out text, in NAME.json."""
+
+        def keep(found: list[dict[str, Any]]) -> None:
+            write_json(self.out / f"{name}.json", {"rows": found, **provenance(1)})
+
+        estimates(model, made, held_out[: self.given.samples], self.given.seed, keep)
 
     def twin(self) -> None:
         encoder, tokens = self.wait("encoder"), self.planned()
@@ -243,7 +277,9 @@ class Campaign:
         self.compare("writers-masked", model, tokenizer, ("masked",))
         model.space.encoder = frozen
         if self.left() > 200:
-            self.compare("writers-compressed", model, tokenizer, ("compressed",), denoiser_steps=tokens // self.step)
+            self.compare(
+                "writers-compressed", model, tokenizer, ("compressed",), denoiser_steps=tokens // self.step // 2
+            )
 
 
 if __name__ == "__main__":
@@ -263,7 +299,7 @@ if __name__ == "__main__":
         ("width", 384), ("layers", 6), ("decoder-layers", 4), ("length", 128), ("vocabulary", 4096),
         ("sequences", 128), ("encoder-tokens", 24_576_000), ("denoiser-tokens", 81_920_000),
         ("decoder-tokens", 24_576_000), ("sweep-tokens", 8_192_000), ("recovery-steps", 500), ("samples", 256),
-        ("steps", 100), ("seed", 0), ("processes", 6),
+        ("after", 330), ("steps", 100), ("seed", 0), ("processes", 6),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 384, 160])

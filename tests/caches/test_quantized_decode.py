@@ -101,6 +101,33 @@ def test_kernel_equals_a_loop(
                 assert relative(found[b, h, 0].double().cpu(), weights @ values) < limit
 
 
+@pytest.mark.parametrize("newest", [16, 33, 79, 80])
+def test_rings_with_room_hold_the_same_tokens(newest):
+    """Against the plain form on the same stores, whose unused room is full of numbers; and that on what counts."""
+    from fathom.ops.quantized_attention import kernel, plain
+
+    bits, group, residual, room, generator = 2, 8, 16, 112, torch.Generator().manual_seed(newest)
+    key_codes = random_codes((2, 2, room // group, 16), bits, group, generator, torch.float32)
+    value_codes = random_codes((2, 2, room, 32 // group), bits, group, generator, torch.float32)
+    query, key, value = (
+        torch.randn(2, heads, tokens, width, generator=generator).to(DEVICE)
+        for heads, tokens, width in ((4, 1, 16), (2, residual, 16), (2, residual + 1, 32))
+    )
+    place = torch.tensor([newest], device=DEVICE)
+    given = query, key_codes, value_codes, key, value, place, bits, group, 0.3
+    assert kernel.serves(query, key, value, bits, group)
+    expected = plain.ring_quantized_attention(*given)
+    assert relative(kernel.ring_quantized_attention(*given).cpu(), expected.cpu()) < 1e-5
+    coded, old = newest // residual * residual, newest - residual
+    slots = torch.arange(newest + 1, device=DEVICE)
+    counted = plain.quantized_attention(
+        query, tuple(x[:, :, : coded // group] for x in key_codes),
+        tuple(x[:, :, :old] for x in value_codes) if old else None,
+        key[:, :, slots[coded:] % residual], value[:, :, slots[old:] % (residual + 1)], bits, group, 0.3,
+    )  # fmt: skip
+    assert relative(expected.cpu(), counted.cpu()) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits,group", [(2, 32), (2, 4), (4, 8), (4, 128), (8, 1), (8, 16)])
 def test_quantising_kernel(bits, group, dtype):

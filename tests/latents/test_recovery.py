@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel
 
 from fathom import FathomConfig, FathomForMaskedDiffusion
+from fathom.evaluate.text import text_loss
 from fathom.latents.configuration import FathomLatentConfig
 from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.heads import HEADS, new_head
 from fathom.latents.model import FathomForLatentDiffusion
-from fathom.latents.recovery import RecoveryConfig, agreement_language, noised, study, terms
-from fathom.latents.writers import WRITERS, WritersConfig, at_entropy, entropy, table
+from fathom.latents.recovery import RecoveryConfig, agreement_language, asked, noised, study, terms
+from fathom.latents.writers import WRITERS, WritersConfig, at_entropy, entropy, nats_of_texts, table
 from fathom.train.stages import load_stages
+from tiny import tiny_model
 from tiny_checkpoint import run_cli, save_masked
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "sat", "by", "it", "in", "silence"]
@@ -49,7 +52,7 @@ def test_the_order_of_heads_on_a_language_of_long_range_agreement():
     train, held = agreement_language(2000, 2, 12, 4), agreement_language(200, 2, 12, 4, seed=1)
     assert train[:, :2].unique().tolist() == list(range(4, 16)) and len(torch.unique(train[:, [0, 2]], dim=0)) == 12
     tested.space.fit([(train, None)])
-    config = RecoveryConfig(heads=("mlp", "factorised", "contextual"), steps=200, rows=48, lr=6e-3, levels=(0.0, 0.12),
+    config = RecoveryConfig(heads=("mlp", "factorised", "contextual"), steps=140, rows=48, lr=6e-3, levels=(0.0, 0.12),
                             t_max=0.15, examples=200)  # fmt: skip
     found = study(tested, train, held, config, say=lambda line: None)
     clean, noisy = ({row["head"]: row for row in found["rows"] if row["t"] == t} for t in (0.0, 0.12))
@@ -126,25 +129,52 @@ def test_the_table_of_writers():
     tested, text = model(), ids(8)
     tokenizer = type("Words", (), {"decode": lambda self, row, **_: " ".join(map(str, row))})()
     config = WritersConfig(samples=3, temperatures=(0.0, 1.0), steps=3, head_steps=2, rows=4)
-    asked = []
+    heard = []
 
     def judge(texts):
-        asked.append(texts)
+        heard.append(texts)
         return 2.0 * len(texts), len(texts)
 
     kept: list[tuple[int, list[str]]] = []
     lines = table(tested, tokenizer, text, text, config, judge, say=lambda line: None,
                   keep=lambda rows, texts: kept.append((len(rows), texts)))  # fmt: skip
-    assert [count for count, _ in kept] == list(range(1, len(lines) + 1)) and [texts for _, texts in kept] == asked
+    assert [count for count, _ in kept] == list(range(1, len(lines) + 1)) and [texts for _, texts in kept] == heard
     writers = [(line["writer"], line["temperature"]) for line in lines]
     assert writers == [("data", None), *((name, t) for name in WRITERS for t in (0.0, 1.0))]
-    assert all(line["perplexity"] == pytest.approx(math.exp(2.0)) for line in lines) and len(asked) == len(lines)
+    assert all(line["perplexity"] == pytest.approx(math.exp(2.0)) for line in lines) and len(heard) == len(lines)
     first = lines[0]
     assert first["overlap"] == 1.0 and first["text"] == " ".join(map(str, text[0].tolist()))
     assert {(line["nfe"], line["decoder_steps"]) for line in lines if line["writer"] == "codar"} == {(3, 12)}
     assert entropy([1, 1, 2, 3]) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
     points = [{"writer": "a", "entropy": e, "perplexity": p} for e, p in ((1.0, 10.0), (3.0, 1000.0))]
     assert at_entropy(points, "a", 2.0) == pytest.approx(100.0) and at_entropy(points, "a", 4.0) is None
+
+
+def test_the_judge_reads_texts_together_as_one_by_one():
+    """Short ones padded behind, long ones by windows; an empty one has nothing to be scored."""
+
+    def tokens_of(_, text):
+        return torch.tensor([1, *(3 + int(word) for word in text.split())])
+
+    judge = tiny_model()
+    texts = ["1 2 3 4 5", "7", "", "9 8 7 6 5 4 3 2 1 9 8 7", "2 4"]
+    with mock.patch("fathom.evaluate.text.with_prefix", tokens_of):
+        found = nats_of_texts(judge, None, texts, window=8)
+    assert found[2] == (0.0, 0)
+    for text, (nats, count) in zip(texts, found, strict=True):
+        row = tokens_of(None, text)
+        if count:
+            expected = text_loss(judge, row, window=min(8, count), stride=min(4, count))
+            assert count == expected[1] == len(row) - 1 and nats == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_heads_are_asked_for_the_denoisers_estimates():
+    tested, text = model(), ids(4)
+    head = new_head("linear", tested).eval()
+    z, noise = noised(tested, text, torch.full((4,), 0.4), torch.Generator().manual_seed(1))
+    z = tested.denoise(z, torch.full((4,), 0.4), tested.denoise(z, torch.full((4,), 0.4)))
+    expected = F.cross_entropy(head.logits(z, text, noise).flatten(0, 1), text.flatten())
+    assert asked(tested, head, text, 0.4, 0, estimated=True)["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monkeypatch, capsys):
@@ -216,7 +246,7 @@ def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monk
 
 
 def test_flops_are_those_that_torch_counts():
-    for options in ({}, {"time": "adaln", "self_conditioning": "concat", "diagonal": True}):
+    for options in ({}, {"time": "adaln", "self_conditioning": "concat", "diagonal": True, "layer": 1}):
         tested, text = model(**options), ids(1)
         x = torch.randn(1, 12, 32)
         counted = {}

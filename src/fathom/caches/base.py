@@ -285,15 +285,17 @@ class State(ABC):
 
 
 class Appending(State):
-    """A state whose one-token steps append keys and values as they come and drop nothing, so that they can be recorded.
+    """A state whose one-token steps append keys and values as they come, so that they can be recorded.
 
     fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
     count, of which the new one is one already.
+    most: slots that are held before `make_room` is called, between two recorded steps; None: a step drops nothing.
     """
 
     key: Tensor | None
     value: Tensor | None
     fixed: tuple[Tensor, Tensor] | None = None
+    most: int | None = None
 
     @property
     def appends(self) -> bool:
@@ -309,6 +311,10 @@ class Appending(State):
         """Hold the first `length` slots alone, as before `fix`."""
         assert self.key is not None and self.value is not None
         self.key, self.value, self.fixed = self.key[:, :, :length], self.value[:, :, :length], None
+
+    def make_room(self) -> int:
+        """Hold fewer than `most` slots in the same buffers. Returns how many."""
+        raise NotImplementedError  # of states that have a `most`
 
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`attend` of one token while steps are recorded."""

@@ -25,7 +25,8 @@ def encoder_flops(config: FathomLatentConfig, length: int) -> float:
         return 0.0
     if config.encoder["model_type"] == "fathom":
         terms = forward_flops_per_token(encoder, length)
-        return terms.linear + terms.attention
+        run = 1.0 if options.layer is None else options.layer / encoder.num_hidden_layers  # no layer behind it runs
+        return run * (terms.linear + terms.attention)
     d = encoder.hidden_size
     inner = getattr(encoder, "intermediate_size", 4 * d)
     return encoder.num_hidden_layers * (2 * (4 * d * d + 2 * d * inner) + 4 * length * d)

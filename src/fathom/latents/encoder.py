@@ -60,6 +60,23 @@ def tied_below(name: str, model: Any) -> dict[str, str]:
     return {f"{name}.{one}": f"{name}.{other}" for one, other in model.all_tied_weights_keys.items()}
 
 
+class Reached(Exception):
+    """The layer is reached whose input is wanted: those behind it need not run."""
+
+
+class Taken(list[Tensor]):
+    """The inputs of layers, as a stack notes them, up to that of one."""
+
+    def __init__(self, layer: int):
+        super().__init__()
+        self.layer = layer
+
+    def append(self, state: Tensor) -> None:
+        super().append(state)
+        if len(self) > self.layer:
+            raise Reached
+
+
 class LatentSpace(nn.Module):
     """The frozen encoder, and the norm of its vectors. Embeddings that learn are the only weights that train."""
 
@@ -119,9 +136,11 @@ class LatentSpace(nn.Module):
             return final_states(encoder, input_ids, given, None)
         embeddings = encoder.model.embed(input_ids)
         stack = encoder.bind_stack(embeddings, given, None, None, {"use_cache": False})
-        stack.hidden_states = []
-        last = encoder.depth(stack, embeddings, encoder.vocabulary()).hidden_states
-        return [*stack.hidden_states, last][layer]
+        stack.hidden_states = Taken(layer)
+        try:
+            return encoder.depth(stack, embeddings, encoder.vocabulary()).hidden_states  # after the last layer
+        except Reached:
+            return stack.hidden_states[layer]
 
     def projected(self, features: Float[Tensor, "*n d"]) -> Float[Tensor, "*n k"]:
         """P f, from the center of the training set."""

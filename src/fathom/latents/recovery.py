@@ -138,13 +138,19 @@ def noised(
 
 
 @torch.no_grad()
-def asked(model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int) -> dict[str, float]:
-    """What a head gets right of held-out texts at one noise level, the same noise for every head."""
+def asked(
+    model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int, estimated: bool = False
+) -> dict[str, float]:
+    """What a head gets right of held-out texts at one noise level, the same noise for every head; with `estimated` of
+    what the denoiser makes of them, in two passes."""
     generator = torch.Generator(model.device).manual_seed(seed + 1)
     total = right = free = exact = free_exact = 0.0
     for text in held_out.split(EVALUATED):
         text = text.to(model.device)
-        z, noise = noised(model, text, torch.full((len(text),), t), generator)
+        times = torch.full((len(text),), t)
+        z, noise = noised(model, text, times, generator)
+        if estimated:
+            z = model.denoise(z, times, model.denoise(z, times))
         logits = head.logits(z, text, noise).float()
         total += float(F.cross_entropy(logits.flatten(0, 1), text.flatten(), reduction="sum"))
         hit, written = logits.argmax(-1) == text, head.write(z, noise) == text

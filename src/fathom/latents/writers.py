@@ -18,12 +18,13 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from fathom.models.method import check_number, check_range
 
 WRITERS = ("codar", "noise", "linear", "mlp", "factorised", "language", "masked", "compressed")
 TOGETHER = 64  # rows at once
+JUDGED = 16  # texts that a judge reads at once: its logits are what takes memory
 OVERLAP = 8  # tokens of a stretch that may stand in the training text
 
 
@@ -96,13 +98,14 @@ def table(
     judge: Judge | None = None,
     say: Callable[[str], None] = print,
     keep: Callable[[list[dict[str, Any]], list[str]], None] | None = None,
+    made: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for every writer and temperature, and one of held-out text ("data").
 
     `judge` gives −Σ log p in nats and the number of tokens of texts. Rows: writer, temperature, perplexity (None
     without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (share of different pairs of
     tokens), overlap (share of stretches of 8 tokens that the training text has), nfe, decoder_steps, and a `text`.
-    After each, `keep` is given the rows so far and the texts of the last.
+    After each, `keep` is given the rows so far and the texts of the last. Heads in `made`, by name, are not trained.
     """
     seen, rows = np.unique(stretches(train)), []
 
@@ -117,8 +120,8 @@ def table(
     add("data", None, held_out[: config.samples], 0, 0)
     vectors = estimates(model, config)
     for name in config.writers:
-        for made in written(model, name, vectors, train, config):
-            add(name, *made)
+        for found in written(model, name, vectors, train, config, made or {}):
+            add(name, *found)
     return rows
 
 
@@ -138,7 +141,7 @@ def estimates(model: Any, config: WritersConfig) -> Tensor:
 
 @torch.no_grad()
 def written(
-    model: Any, name: str, vectors: Tensor, train: Tensor, config: WritersConfig
+    model: Any, name: str, vectors: Tensor, train: Tensor, config: WritersConfig, made: Mapping[str, Any]
 ) -> Iterable[tuple[float, Tensor, int, int]]:
     """(temperature, token ids, passes of denoiser or encoder, tokens written one by one) of a writer."""
     length = vectors.shape[1]
@@ -158,7 +161,7 @@ def written(
         return
     if name == "compressed":
         with torch.enable_grad():
-            rival = trained_compressed(model, train, config.heads, config.denoiser_steps)
+            rival = made.get(name) or trained_compressed(model, train, config.heads, config.denoiser_steps)
         z = rival.latents(len(vectors), config.steps, config.solver, config.seed)
         for temperature in config.temperatures:
             torch.manual_seed(config.seed)
@@ -166,7 +169,7 @@ def written(
             yield temperature, torch.cat(parts), config.steps, length
         return
     with torch.enable_grad():
-        head = trained_head(model, name, train, config.heads)
+        head = made.get(name) or trained_head(model, name, train, config.heads)
     clean = (vectors.new_ones(1, 1, 1), vectors.new_zeros(1, 1, 1))
     costs = (0, length) if isinstance(head, Contextual) else (config.steps, 0)
     for temperature in config.temperatures:
@@ -250,18 +253,35 @@ def at_entropy(rows: Sequence[dict[str, Any]], writer: str, wanted: float) -> fl
 
 def judged_by(model: Any, tokenizer: Any, window: int = 1024) -> Judge:
     """The judge: a causal language model with its own tokenizer, each text after its BOS or EOS token."""
-    from fathom.evaluate.text import text_loss, with_prefix
-
-    window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
 
     def judge(texts: list[str]) -> tuple[float, int]:
-        nats = tokens = 0.0
-        for text in texts:
-            ids = with_prefix(tokenizer, text)
-            if len(ids) > 1:
-                read = min(window, len(ids) - 1)
-                found, count = text_loss(model, ids, window=read, stride=max(1, read // 2))
-                nats, tokens = nats + found, tokens + count
-        return nats, int(tokens)
+        each = nats_of_texts(model, tokenizer, texts, window)
+        return sum(nats for nats, _ in each), sum(count for _, count in each)
 
     return judge
+
+
+@torch.no_grad()
+def nats_of_texts(model: Any, tokenizer: Any, texts: Sequence[str], window: int = 1024) -> list[tuple[float, int]]:
+    """(−Σ log p, tokens scored) of each text. Those within the window are read many at a time, padded behind."""
+    from fathom.evaluate.text import is_diffusion, text_loss, with_prefix
+
+    if is_diffusion(model):
+        raise ValueError(f"judge: a {type(model).__name__} has no exact loss of a text; use a causal language model")
+    window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
+    rows = [with_prefix(tokenizer, text) for text in texts]
+    found = [(0.0, 0)] * len(rows)
+    short = sorted((n for n, row in enumerate(rows) if 1 < len(row) <= window + 1), key=lambda n: len(rows[n]))
+    for start in range(0, len(short), JUDGED):
+        some = short[start : start + JUDGED]
+        ids = torch.nn.utils.rnn.pad_sequence([rows[n] for n in some], batch_first=True, padding_value=-1)
+        targets = ids[:, 1:].to(model.device)
+        logits = model(ids[:, :-1].clamp(min=0).to(model.device), use_cache=False).logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        each = F.cross_entropy(wide.transpose(1, 2), targets, ignore_index=-1, reduction="none").double().sum(1)
+        for n, nats in zip(some, each.tolist(), strict=True):
+            found[n] = nats, len(rows[n]) - 1
+    for n, row in enumerate(rows):
+        if len(row) > window + 1:
+            found[n] = text_loss(model, row, window=window, stride=max(1, window // 2))
+    return found

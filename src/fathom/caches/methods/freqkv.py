@@ -7,9 +7,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat, portion
+from fathom.caches.base import Appending, CacheMethod, CacheShape, LayerContext, concat, portion
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.dct import resample
+from fathom.ops.filled_attention import filled_attention
+from fathom.ops.rotary_slots import rotate_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +91,27 @@ class FreqKV(CacheMethod):
         return self.slots(prompt + generated) * shape.token_bytes()
 
 
-class FreqState(State):
-    """key (unrotated), value [B,G,n,D], n ≤ budget."""
+class FreqState(Appending):
+    """key (unrotated), value [B,G,n,D], n ≤ budget. Between two compressions a step appends a token."""
 
     def __init__(self, method: FreqKV, context: LayerContext):
         super().__init__()
         self.method, self.context = method, context
         self.key: Tensor | None = None
         self.value: Tensor | None = None
+        self.most = method.budget
+
+    @property
+    def appends(self) -> bool:
+        return self.context.rope is None or self.context.rope.keep
 
     @property
     def stored(self) -> int:
         return 0 if self.key is None else self.key.shape[2]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
         rope = self.context.rope  # None: a layer without positions
         outputs, start = [], 0
         while start < key.shape[2]:
@@ -131,3 +140,25 @@ class FreqState(State):
             else:
                 middle = middle[:, :, :0]
             setattr(self, name, torch.cat((held[:, :, :first], middle, held[:, :, last:]), dim=2))
+
+    def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        assert self.key is not None and self.value is not None and self.fixed is not None
+        (place, visible), rope = self.fixed, self.context.rope
+        self.key.index_copy_(2, place, key)
+        self.value.index_copy_(2, place, value)
+        self.seen += 1
+        keys = self.key
+        if rope is not None:
+            cos, sin = (table.index_select(1, place) for table in rope.table(keys.shape[2], query))
+            query, keys = rotate_slots(query, cos, sin, 0), rope(keys)
+        return filled_attention(query, keys, self.value, visible, scaling)
+
+    def make_room(self) -> int:
+        buffers = self.key, self.value
+        self.compress()
+        assert self.key is not None and self.value is not None
+        held = self.stored
+        for buffer, kept in zip(buffers, (self.key, self.value), strict=True):
+            buffer[:, :, :held] = kept  # type: ignore[index]
+        self.key, self.value = buffers
+        return held

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, LayerContext, State, concat
+from fathom.caches.base import Appending, CacheMethod, CacheShape, LayerContext, concat
 from fathom.caches.budgets import NotReachable, fullest
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.group_quantize import Quantized, quantize
-from fathom.ops.quantized_attention import quantized_attention, rebuilt_blocks
+from fathom.ops.quantized_attention import quantized_attention, rebuilt_blocks, ring_quantized_attention
+
+CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,13 @@ class KIVI(CacheMethod):
         return fullest(candidates, fraction, shape, tokens, chunk)
 
 
-class KIVIState(State):
-    """Keys as groups [B,G,n_k/group,D,·] and values as [B,G,n_v,D/group,·]; the rest in full."""
+class KIVIState(Appending):
+    """Keys as groups [B,G,n_k/group,D,·] and values as [B,G,n_v,D/group,·]; the rest in full.
+
+    While steps are recorded the stores of codes have room, full keys lie in a ring of r = `residual` slots and full
+    values in one of r + 1, and every step codes the value that is r tokens old, and the keys of the ring anew: they
+    count once all are of one block.
+    """
 
     def __init__(self, method: KIVI):
         super().__init__()
@@ -110,7 +117,13 @@ class KIVIState(State):
     def stored(self) -> int:
         return self.seen
 
+    @property
+    def appends(self) -> bool:
+        return self.value_codes is not None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
         method, keys, values = self.method, concat(self.key, key), concat(self.value, value)
         if self.key_codes is None:
             output = causal_attention(query, keys, values, scaling, dropout)
@@ -161,3 +174,50 @@ class KIVIState(State):
                 setattr(self, name, concat(getattr(self, name), tensor))
         self.key = keys[:, :, due_keys:].clone() if due_keys else keys
         self.value = values[:, :, due_values:].clone() if due_values else values
+
+    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+        residual, group = self.method.residual, self.method.group
+        room = -(-visible.shape[3] // residual) * residual
+        for name, count in zip(CODES, 3 * (room // group,) + 3 * (room,), strict=True):
+            held = getattr(self, name)
+            store = held.new_zeros(*held.shape[:2], count, *held.shape[3:])
+            store[:, :, : held.shape[2]] = held
+            setattr(self, name, store)
+        if self.fixed is None:
+            assert self.key is not None and self.value is not None
+            for name, ring, newest in (("key", residual, self.key), ("value", residual + 1, self.value)):
+                slots = torch.arange(length - newest.shape[2], length, device=newest.device) % ring
+                held = newest.new_zeros(*newest.shape[:2], ring, newest.shape[3])
+                setattr(self, name, held.index_copy_(2, slots, newest))
+        self.fixed = place, visible
+
+    def release(self, length: int) -> None:
+        method = self.method
+        coded_keys, coded_values = method.quantized(length)
+        for name, count in zip(CODES, 3 * (coded_keys // method.group,) + 3 * (coded_values,), strict=True):
+            setattr(self, name, getattr(self, name)[:, :, :count].clone())
+        for name, ring, first in (("key", method.residual, coded_keys), ("value", method.residual + 1, coded_values)):
+            held = getattr(self, name)
+            setattr(self, name, held[:, :, torch.arange(first, length, device=held.device) % ring])
+        self.fixed = None
+
+    def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        assert self.key is not None and self.value is not None and self.fixed is not None
+        method, place, values = self.method, self.fixed[0], self.coded_values()
+        residual, group = method.residual, method.group
+        assert values is not None
+        self.key.index_copy_(2, place % residual, key)
+        self.value.index_copy_(2, place % (residual + 1), value)
+        output = ring_quantized_attention(
+            query, self.coded_keys(), values, self.key, self.value, place, method.bits, group, scaling
+        )
+        oldest = place - residual
+        groups = self.value.index_select(2, oldest % (residual + 1)).unflatten(3, (-1, group))
+        for store, tensor in zip(values, quantize(groups, method.bits), strict=True):
+            store.index_copy_(2, oldest, tensor)
+        block = place // residual * (residual // group) + torch.arange(residual // group, device=place.device)
+        groups = self.key.unflatten(2, (-1, group)).transpose(3, 4)
+        for store, tensor in zip(self.coded_keys(), quantize(groups, method.bits), strict=True):
+            store.index_copy_(2, block, tensor)
+        self.seen += 1
+        return output

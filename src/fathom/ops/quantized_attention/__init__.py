@@ -8,7 +8,7 @@ codes in groups along channels, one scale and minimum a token; n_v ≤ n_k, and 
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.group_quantize import Quantized
@@ -16,7 +16,7 @@ from fathom.ops.kernels import has_kernel
 from fathom.ops.quantized_attention import plain
 from fathom.ops.quantized_attention.plain import rebuilt_blocks
 
-__all__ = ["quantized_attention", "rebuilt_blocks"]
+__all__ = ["quantized_attention", "rebuilt_blocks", "ring_quantized_attention"]
 
 
 def quantized_attention(
@@ -41,3 +41,28 @@ def quantized_attention(
         if kernel.serves(query, key, value, bits, group):
             return kernel.quantized_attention(*given)
     return plain.quantized_attention(*given)
+
+
+def ring_quantized_attention(
+    query: Float[Tensor, "B H 1 Dk"],
+    key_codes: Quantized,
+    value_codes: Quantized,
+    key: Float[Tensor, "B G r Dk"],
+    value: Float[Tensor, "B G r1 Dv"],
+    newest: Int[Tensor, " 1"],
+    bits: int,
+    group: int,
+    scaling: float,
+) -> Float[Tensor, "B H 1 Dv"]:
+    """o of the newest token, whose number n ≥ r, counted from 0, only the device knows.
+
+    Stores have room for more than what counts: codes of the keys before n − n mod r, codes of the values before n − r.
+    The key of a later token t is key[t mod r], its value value[t mod (r + 1)].
+    """
+    given = query, key_codes, value_codes, key, value, newest, bits, group, scaling
+    if has_kernel(query.device.type):
+        from fathom.ops.quantized_attention import kernel
+
+        if kernel.serves(query, key, value, bits, group):
+            return kernel.ring_quantized_attention(*given)
+    return plain.ring_quantized_attention(*given)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.group_quantize import Quantized
@@ -45,7 +45,8 @@ def _take_in(top, norm, o, q, k, v, exists, scaling, PRECISION: tl.constexpr):
     return higher, norm, o
 
 
-@triton.jit(do_not_specialize=["coded_keys", "coded_values", "full_keys", "full_values", "parts"])
+@triton.jit(do_not_specialize=["coded_keys", "coded_values", "full_keys", "groups_held", "values_held", "keys_full",
+                               "values_full", "parts"])  # fmt: skip
 def _partials(
     query,
     key_codes,
@@ -60,10 +61,14 @@ def _partials(
     total,
     mixed,
     scaling,
+    newest,
     coded_keys,
     coded_values,
     full_keys,
-    full_values,
+    groups_held,
+    values_held,
+    keys_full,
+    values_full,
     parts,
     PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -74,9 +79,19 @@ def _partials(
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     FULL_STEPS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program: run of blocks (the last: the tokens with full keys), key/value head."""
+    """Program: run of blocks (the last: the tokens with full keys), key/value head.
+
+    groups_held, values_held, keys_full, values_full: for how many there is room. RESIDUAL > 0: how many count follows
+    from the number of the newest token, and full values lie in a ring.
+    """
+    if RESIDUAL > 0:
+        now = tl.load(newest).to(tl.int32)
+        coded_keys = now // RESIDUAL * RESIDUAL
+        coded_values = now - RESIDUAL
+        full_keys = now - coded_keys + 1
     BYTES: tl.constexpr = GROUP * BITS // 8
     KEY_GROUPS: tl.constexpr = BLOCK // GROUP
     VALUE_GROUPS: tl.constexpr = VALUES // GROUP
@@ -90,17 +105,16 @@ def _partials(
     top = tl.full([ROWS], -1e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, VALUES], tl.float32)
-    # value + token · VALUES is a full value, for tokens from coded_values on
-    value += (pair * full_values - coded_values) * VALUES
+    value += pair * values_full * VALUES
 
     if part < parts - 1:
         groups = coded_keys // GROUP
-        key_codes += pair * groups * (KEYS * BYTES)
-        key_scale += pair * groups * KEYS
-        key_minimum += pair * groups * KEYS
-        value_codes += pair * coded_values * (VALUE_GROUPS * BYTES)
-        value_scale += pair * coded_values * VALUE_GROUPS
-        value_minimum += pair * coded_values * VALUE_GROUPS
+        key_codes += pair * groups_held * (KEYS * BYTES)
+        key_scale += pair * groups_held * KEYS
+        key_minimum += pair * groups_held * KEYS
+        value_codes += pair * values_held * (VALUE_GROUPS * BYTES)
+        value_scale += pair * values_held * VALUE_GROUPS
+        value_minimum += pair * values_held * VALUE_GROUPS
         for step in range(RUN):  # blocks after the last have no tokens
             block = part * RUN + step
             # keys [KEYS, BLOCK]: channels are the rows of a group, as they are stored
@@ -121,17 +135,19 @@ def _partials(
             scale = tl.load(value_scale + of, mask=coded[:, None], other=0.0)
             minimum = tl.load(value_minimum + of, mask=coded[:, None], other=0.0)
             full = (exists & (token >= coded_values))[:, None]
-            v = tl.load(value + token[:, None] * VALUES + channel[None, :], mask=full, other=0.0)
+            slot = token % (RESIDUAL + 1) if RESIDUAL > 0 else token - coded_values
+            v = tl.load(value + slot[:, None] * VALUES + channel[None, :], mask=full, other=0.0)
             v = tl.where(full, v, _rebuild(packed, scale, minimum, BITS).to(q.dtype))
             top, norm, o = _take_in(top, norm, o, q, k, v, exists, scaling, PRECISION)
     else:
-        key += pair * full_keys * KEYS
+        key += pair * keys_full * KEYS
         for step in range(FULL_STEPS):
             place = step * BLOCK + token_in
             exists = place < full_keys
             k = tl.load(key + place[None, :] * KEYS + key_channel[:, None], mask=exists[None, :], other=0.0)
             token = coded_keys + place
-            v = tl.load(value + token[:, None] * VALUES + channel[None, :], mask=exists[:, None], other=0.0)
+            slot = token % (RESIDUAL + 1) if RESIDUAL > 0 else token - coded_values
+            v = tl.load(value + slot[:, None] * VALUES + channel[None, :], mask=exists[:, None], other=0.0)
             top, norm, o = _take_in(top, norm, o, q, k, v, exists, scaling, PRECISION)
 
     out = head * parts + part
@@ -192,18 +208,41 @@ def quantized_attention(
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
-    batch, heads, _, key_width = query.shape
-    groups, full_keys, full_values, width = key.shape[1], key.shape[2], value.shape[2], value.shape[3]
-    coded_keys = key_codes[0].shape[2] * group
+    held = [x.contiguous() for x in (query, *key_codes, *(value_codes or key_codes), key, value)]
     coded_values = 0 if value_codes is None else value_codes[0].shape[2]
+    counts = query, key_codes[0].shape[2] * group, coded_values, key.shape[2]  # the first is not read
+    return _launched(held, counts, coded_values, bits, group, scaling, residual=0)
+
+
+def ring_quantized_attention(
+    query: Float[Tensor, "B H 1 Dk"],
+    key_codes: Quantized,
+    value_codes: Quantized,
+    key: Float[Tensor, "B G r Dk"],
+    value: Float[Tensor, "B G r1 Dv"],
+    newest: Int[Tensor, " 1"],
+    bits: int,
+    group: int,
+    scaling: float,
+) -> Float[Tensor, "B H 1 Dv"]:
+    held = [query.contiguous(), *key_codes, *value_codes, key, value]
+    return _launched(held, (newest, 0, 0, 0), value_codes[0].shape[2], bits, group, scaling, residual=key.shape[2])
+
+
+def _launched(
+    held: list[Tensor], counts: tuple[Tensor, int, int, int], values_held: int, bits: int, group: int, scaling: float,
+    residual: int,
+) -> Float[Tensor, "B H 1 Dv"]:  # fmt: skip
+    query, key, value = held[0], held[-2], held[-1]
+    batch, heads, _, key_width = query.shape
+    groups, width, groups_held = key.shape[1], value.shape[3], held[1].shape[2]
     per_group = heads // groups
     block = max(BLOCK, group)
-    blocks = triton.cdiv(coded_keys, block)
+    blocks = triton.cdiv(groups_held * group, block)
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
     # few values: each is compiled
     run = 1 << max(0, (batch * groups * blocks // (PROGRAMS * processors)).bit_length() - 1)
     parts = triton.cdiv(blocks, run) + 1
-    held = [x.contiguous() for x in (query, *key_codes, *(value_codes or key_codes), key, value)]
     highest, total = query.new_empty(2, batch, heads, parts, dtype=torch.float32)
     mixed = highest.new_empty(batch, heads, parts, width)
     output = query.new_empty(batch, heads, 1, width)
@@ -213,10 +252,11 @@ def quantized_attention(
         total,
         mixed,
         scaling,
-        coded_keys,
-        coded_values,
-        full_keys,
-        full_values,
+        *counts,
+        groups_held,
+        values_held,
+        key.shape[2],
+        value.shape[2],
         parts,
         PER_GROUP=per_group,
         ROWS=max(16, triton.next_power_of_2(per_group)),
@@ -226,7 +266,8 @@ def quantized_attention(
         GROUP=group,
         BLOCK=block,
         RUN=run,
-        FULL_STEPS=triton.next_power_of_2(triton.cdiv(full_keys, block)),
+        FULL_STEPS=triton.next_power_of_2(triton.cdiv(key.shape[2], block)),
+        RESIDUAL=residual,
         PRECISION="ieee",
         num_warps=4,
         num_stages=1,

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.cached_attention import blockwise_attention
+from fathom.ops.filled_attention.plain import plain_filled_attention
 from fathom.ops.group_quantize import Quantized, dequantize_block
 
 TOKENS_AT_ONCE = 4096  # rebuilt at a time
@@ -28,6 +29,27 @@ def quantized_attention(
     blocks = partial(rebuilt_blocks, key_codes, value_codes, value, bits, group)
     newest = key, value[:, :, value.shape[2] - key.shape[2] :]
     return blockwise_attention(query, blocks, newest, scaling)
+
+
+def ring_quantized_attention(
+    query: Float[Tensor, "B H 1 Dk"],
+    key_codes: Quantized,
+    value_codes: Quantized,
+    key: Float[Tensor, "B G r Dk"],
+    value: Float[Tensor, "B G r1 Dv"],
+    newest: Int[Tensor, " 1"],
+    bits: int,
+    group: int,
+    scaling: float,
+) -> Float[Tensor, "B H 1 Dv"]:
+    """The reference: everything is rebuilt, and a mask shows what counts."""
+    residual = key.shape[2]
+    token = torch.arange(value_codes[0].shape[2], device=query.device)
+    coded = (token < newest // residual * residual)[:, None], (token < newest - residual)[:, None]
+    rebuilt = dequantize_block(key_codes, bits, group, True), dequantize_block(value_codes, bits, group, False)
+    full = key[:, :, token % residual], value[:, :, token % (residual + 1)]
+    keys, values = (torch.where(is_code, x, y) for is_code, x, y in zip(coded, rebuilt, full, strict=True))
+    return plain_filled_attention(query, keys, values, (token <= newest).view(1, 1, 1, -1), scaling)
 
 
 def rebuilt_blocks(
