@@ -37,6 +37,6 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
 
 
 __all__ = [
-    "PICTURES", "DepthMap", "HeadMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "StepMap", "nothing_to_show",
-    "offered",
+    "PICTURES", "DepthMap", "HeadMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "StepMap",
+    "nothing_to_show", "offered",
 ]  # fmt: skip
