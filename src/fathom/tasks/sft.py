@@ -95,6 +95,7 @@ class SFT(Task):
     type_field: str = "type"
     questions: int = 256
 
+    asked_by_lm_eval = True
     summary = "Answer prompts: rows of prompt and answer, or of messages, with the loss on answers."
     scores = (
         Score(
