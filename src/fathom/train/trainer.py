@@ -32,6 +32,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -51,6 +52,7 @@ from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.order import ShuffledBlocks, reseeded
+from fathom.train.other_layout import layout_of, layout_of_run, read_moments, read_weights
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
@@ -190,6 +192,33 @@ class FathomTrainer(Trainer):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert loss is not None  # there are labels
         return loss * share.to(loss.device), logits, labels
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights of a checkpoint that other processes may have shared otherwise (other_layout.py)."""
+        if self._is_of_this_layout(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            read_weights(Path(resume_from_checkpoint), self.model)  # type: ignore[arg-type]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._is_of_this_layout(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        read_moments(Path(checkpoint), self.model, self.optimizer)  # type: ignore[arg-type]
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _is_of_this_layout(self, checkpoint: str) -> bool:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        return layout_of(Path(checkpoint)) == layout_of_run(plugin)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Each process's random numbers where as many go on as there were; else others, of the seed, step and rank."""
+        if checkpoint is not None:
+            stored = len(list(Path(checkpoint).glob("rng_state*.pth")))
+            if stored != self.args.world_size:
+                set_seed((self.args.seed + 1_000_003 * self.state.global_step + self.args.process_index) % 2**32)
+                return
+        super()._load_rng_state(checkpoint)
 
 
 def train_run(
@@ -438,7 +467,7 @@ def _identity(
     steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """What decides the trained weights; and the number of processes, which decides their last digits."""
+    """What decides the trained weights; and the number of processes that began, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     if method.weights is not None:
@@ -461,27 +490,17 @@ def _identity(
 def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
     """Write run.json, or raise ValueError if the folder holds another run that has trained.
 
-    The number of processes decides nothing but rounding. So a finished run is one whatever it was; one that goes on
-    must have as many as before, for a checkpoint holds the random numbers of each.
+    The number of processes decides nothing but rounding and which random numbers are drawn: a run may go on with
+    another.
     """
     path = folder / "run.json"
     if path.exists() and has_trained(folder):
         stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
-        if "processes" not in stored:  # of a time when every process had a batch of its own
-            batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
-            stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
         for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
             stored.setdefault(key, value)
-        if (folder / RESULT).exists():
-            stored["processes"] = wanted["processes"]
+        stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
-        if "processes" in changed:
-            before, now = stored["processes"], wanted["processes"]
-            raise ValueError(
-                f"{folder} was begun by {before} process{'es' * (before > 1)} and cannot go on with {now}: start "
-                f"{before} again (torchrun --nproc-per-node {before}), or delete the folder to begin anew"
-            )
         if changed:
             key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise ValueError(
@@ -698,7 +717,7 @@ def _report(
         parameters=parameters,
         train_loss=logged[-1]["loss"],
         validation_loss=loss,
-        scores=task.score(data, loss, folder / MODEL),
+        scores={name: _finite(value) for name, value in task.score(data, loss, folder / MODEL).items()},
         tokens_per_second=statistics.median(speeds),
         seconds=logged[-1]["seconds"],
         peak_memory_bytes=max(memory, default=None),
@@ -708,6 +727,10 @@ def _report(
         notes=list(data.notes),
         history=tuple(history),
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
