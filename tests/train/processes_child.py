@@ -1,8 +1,4 @@
-"""Trains a recipe in a folder, as torchrun starts it: `processes_child.py RECIPE FOLDER [STEP]`; killed at STEP.
-
-ACCELERATE_USE_FSDP asks for FSDP2. accelerate knows it on GPUs alone; here its state is told that CPUs do it too, as
-torch's `fully_shard` does over gloo.
-"""
+"""Trains a recipe in a folder, as torchrun starts it: `processes_child.py RECIPE FOLDER [STEP]`; killed at STEP."""
 
 from __future__ import annotations
 
@@ -11,20 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate.state
-from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from fathom.train import load_recipe, train_run
-
-initialise = accelerate.state.AcceleratorState.__init__
-
-
-def sharded_on_cpu(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-    initialise(self, *args, fsdp_plugin=fsdp_plugin, **options)
-    self.fsdp_plugin = fsdp_plugin or getattr(self, "fsdp_plugin", None)
-    if self.fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.FSDP
+from sharded_on_cpu import allow_fsdp_on_cpu
 
 
 class Killed(TrainerCallback):
@@ -37,7 +24,7 @@ class Killed(TrainerCallback):
 
 
 if __name__ == "__main__":
-    accelerate.state.AcceleratorState.__init__ = sharded_on_cpu  # type: ignore[method-assign]
+    allow_fsdp_on_cpu()
     recipe, folder, *step = sys.argv[1:]
     loaded = load_recipe(recipe)
     data = loaded.task.prepare(loaded.data, Path(recipe).parent / ".data")

@@ -18,6 +18,7 @@ from fathom.data import prepare
 from fathom.train import MethodConfig, Training, TrainResult, load_recipe, sequences_per_process, train_run
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.trainer import FathomTrainer
+from sharded_on_cpu import ENVIRONMENT
 
 # tokens that stop on their own: ranks run different numbers of steps, and a penalty is a mean over all ranks' tokens
 ADAPTIVE = {
@@ -93,9 +94,7 @@ def launch(recipe: Path, folder: Path, processes: int, fsdp: str | None, *step: 
     command = [str(Path(__file__).with_name("processes_child.py")), str(recipe), str(folder), *map(str, step)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     if fsdp is not None:
-        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": fsdp}
-        environment |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-        environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+        environment |= {**ENVIRONMENT, "FSDP_STATE_DICT_TYPE": fsdp}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [sys.executable, *(launcher if processes > 1 else ()), *command],

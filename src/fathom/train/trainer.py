@@ -46,7 +46,7 @@ from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
-from fathom.tasks import DEFAULT, Task
+from fathom.tasks import DEFAULT, Task, tasks
 from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.facts import training_facts
@@ -499,6 +499,10 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
         stored.setdefault("task.name", DEFAULT)
         for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
             stored.setdefault(key, value)
+        task = tasks()[stored["task.name"]]
+        for option in dataclasses.fields(task):  # an option that came later was at its default
+            if option.default is not dataclasses.MISSING:
+                stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
         stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
         if changed:
