@@ -11,7 +11,12 @@ from sharded_on_cpu import allow_fsdp_on_cpu
 
 allow_fsdp_on_cpu()
 folder, *recipes = sys.argv[1:]
+failed = []
 for path in map(Path, recipes):
-    loaded = load_recipe(path)
-    data = loaded.task.prepare(loaded.data, path.parent / ".data")
-    train_run(loaded, loaded.methods[0], seed=0, folder=path.parent / folder, data=data)
+    try:
+        loaded = load_recipe(path)
+        data = loaded.task.prepare(loaded.data, path.parent / ".data")
+        train_run(loaded, loaded.methods[0], seed=0, folder=path.parent / folder, data=data)
+    except Exception as error:
+        failed.append(f"{loaded.task.name}: {error!r}")
+sys.exit("\n".join(failed) or None)

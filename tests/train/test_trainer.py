@@ -362,7 +362,9 @@ def test_report_to_wandb_has_a_run_for_each_run(recipe, data, folder, monkeypatc
     monkeypatch.setattr("fathom.train.trainer.check_trackers", lambda names: None)
     tracked = recipe(report_to=("wandb",), eval_every=5)
     train_run(tracked, VANILLA, seed=0, folder=folder, data=data)
-    begun = {"project": "tiny", "name": "vanilla seed 0 lr 0.003", "dir": folder.name}
+    name = f"vanilla seed 0 lr 0.003 ({folder.name})"
+    begun = {"project": "tiny", "name": name, "dir": folder.name}
+    assert tracking.place(Path("runs/tiny/vanilla/sweep/lr-0.01"), "tiny") == "vanilla/sweep/lr-0.01"
     assert package.calls == [begun, "finish"]
     losses = [line["train/loss"] for line in package.logged if "train/loss" in line]
     history = [line["loss"] for line in read_metrics(folder) if "loss" in line]

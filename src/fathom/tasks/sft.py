@@ -143,7 +143,8 @@ class SFT(Task):
             raise ValueError(
                 f"data.validation={sorted(data.validation)!r}: task 'sft' is scored on one data set of rows; name it"
             )
-        named = set(data.train) if isinstance(data.train, dict) else set()
+        sources = data.train if isinstance(data.train, dict) else {}
+        named = set(sources)
         if set(self.text) - named:
             raise ValueError(
                 f"task.text={list(self.text)!r}: {min(set(self.text) - named)!r} is no source of data.train; name "
@@ -152,7 +153,7 @@ class SFT(Task):
         if named and named == set(self.text):
             raise ValueError(f"task.text={list(self.text)!r}: every source is running text; use task 'causal_lm'")
         for name in named - set(self.text):
-            if data.train[name].text == EMBEDDED:  # type: ignore[index]
+            if sources[name].text == EMBEDDED:
                 raise ValueError(f"data.train.{name}.text={EMBEDDED!r} is running text; add {name!r} to task.text")
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> Dialogues:

@@ -56,7 +56,7 @@ from fathom.train.other_layout import layout_of, layout_of_run, read_moments, re
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
-from fathom.train.tracking import check_trackers, tracking
+from fathom.train.tracking import check_trackers, place, tracking
 from fathom.writing import naming, write_json
 
 MODEL = "model"
@@ -154,6 +154,8 @@ class FathomTrainer(Trainer):
         super().__init__(data_collator=task.collate, **kwargs)
         self.task, self.metrics = task, metrics
         self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
+        if self.is_fsdp_enabled:
+            _leave_shared_tables_together(self.model)  # type: ignore[arg-type]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -205,7 +207,8 @@ class FathomTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         read_moments(Path(checkpoint), self.model, self.optimizer)  # type: ignore[arg-type]
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        schedule: Any = self.lr_scheduler
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _is_of_this_layout(self, checkpoint: str) -> bool:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
@@ -262,7 +265,7 @@ def train_run(
     check_extras(training)
     arguments = _arguments(
         training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates,
-        names={"project": recipe.name, "run_name": f"{method.name} seed {seed} lr {lr:g}"},
+        project=recipe.name, run_name=f"{method.name} seed {seed} lr {lr:g} ({place(folder, recipe.name)})",
     )  # fmt: skip
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
@@ -361,6 +364,15 @@ def train_run(
     return result
 
 
+def _leave_shared_tables_together(model: nn.Module) -> None:
+    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and decoder
+    of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
+    table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if sum(getattr(module, "weight", None) is table for module in model.modules()) > 2:  # itself and a tied head
+        model.get_input_embeddings = lambda: None  # type: ignore[assignment]
+        model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+
+
 def processes() -> int:
     """How many processes train this model together, as torchrun and accelerate launch say it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -396,7 +408,7 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
 
 def _arguments(
     training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool,
-    names: dict[str, Any],
+    project: str, run_name: str,
 ) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
@@ -447,7 +459,8 @@ def _arguments(
         remove_unused_columns=False,
         report_to="none",  # tracking.py adds them, each with an end
         disable_tqdm=True,
-        **names,
+        project=project,
+        run_name=run_name,
         **checkpointing,
     )
     if arguments.n_gpu > 1:  # the Trainer would fall back to DataParallel
