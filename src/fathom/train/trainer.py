@@ -365,8 +365,8 @@ def train_run(
 
 
 def _leave_shared_tables_together(model: nn.Module) -> None:
-    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and decoder
-    of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
+    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and
+    decoder of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
     table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     if sum(getattr(module, "weight", None) is table for module in model.modules()) > 2:  # itself and a tied head
         model.get_input_embeddings = lambda: None  # type: ignore[assignment]
