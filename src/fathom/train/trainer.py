@@ -367,8 +367,9 @@ def train_run(
 def _leave_shared_tables_together(model: nn.Module) -> None:
     """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and
     decoder of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
-    table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
-    if sum(getattr(module, "weight", None) is table for module in model.modules()) > 2:  # itself and a tied head
+    table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+    holders = sum(getattr(module, "weight", None) is table for module in model.modules())
+    if table is not None and holders > 2:  # itself and a tied head
         model.get_input_embeddings = lambda: None  # type: ignore[assignment]
         model.get_output_embeddings = lambda: None  # type: ignore[assignment]
 
