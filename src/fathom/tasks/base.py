@@ -146,8 +146,9 @@ class Task:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The task as a recipe writes it: its name and every option."""
-        return {"name": self.name, **dataclasses.asdict(self)}
+        """The task as a recipe writes it: its name and every option, lists as lists."""
+        options = dataclasses.asdict(self)
+        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
