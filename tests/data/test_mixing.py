@@ -136,8 +136,7 @@ training: {tokens: 1000}
         (("block_size: 8", "streaming: true"), r"data\.streaming=True: named sources"),
         (("data:", "task: classification\ndata:"), "task 'classification' reads one data set"),
         (
-            ("data:", "task: sft\ndata:"),
-            "data.train.general.text='embedded' is running text; add 'general' to task.text",
+            r"data\.train\.\w+\.text=.* running text; add '\w+' to task",
         ),
         (("block_size: 8", "validation: {}"), r"data\.validation is empty"),
     ):
