@@ -135,9 +135,6 @@ training: {tokens: 1000}
         (("weight: 7", "weight: 0"), r"data\.train\.general\.weight=0\.0: must be above 0"),
         (("block_size: 8", "streaming: true"), r"data\.streaming=True: named sources"),
         (("data:", "task: classification\ndata:"), "task 'classification' reads one data set"),
-        (
-            r"data\.train\.\w+\.text=.* running text; add '\w+' to task",
-        ),
         (("block_size: 8", "validation: {}"), r"data\.validation is empty"),
     ):
         (tmp_path / "recipe.yaml").write_text(text.replace(*change))
