@@ -1,19 +1,28 @@
-"""docs/claims.md says what the raw files hold: a number that none holds, or a page written by hand, fails."""
+"""docs/claims.md, its summary in the README, its picture and the cards say what the raw files hold."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
+
+from fathom_cli.catalogue import entries
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("claims_page", ROOT / "docs/site/claims.py")
 assert spec is not None and spec.loader is not None
 claims = importlib.util.module_from_spec(spec)
+sys.modules["claims_page"] = claims  # where its dataclasses look for their module
 spec.loader.exec_module(claims)
 
 CLAIM = {
@@ -24,7 +33,9 @@ CLAIM = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "raw.json").write_text(json.dumps({"rows": [{"name": "a", "nll": 2.5}, {"name": "b", "nll": 2.25}]}))
+    (tmp_path / "raw.json").write_text(
+        json.dumps({"rows": [{"name": "a", "nll": 2.5}, {"name": "b", "nll": 2.25}], "gap": 0.09, "error": 0.1})
+    )
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     return tmp_path
 
@@ -33,9 +44,41 @@ def with_number(**entry: Any) -> dict[str, Any]:
     return {**CLAIM, "numbers": {"gap": {**CLAIM["numbers"]["gap"], **entry}}}
 
 
-def test_the_page_is_what_the_raw_files_say() -> None:
-    text = claims.page(yaml.safe_load(claims.SOURCE.read_text(encoding="utf-8")))
-    assert (ROOT / "docs/claims.md").read_text(encoding="utf-8") == text, "run python docs/site/claims.py"
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return [claims.written(claim) for claim in yaml.safe_load(claims.SOURCE.read_text(encoding="utf-8"))]
+
+
+def test_page_readme_and_picture_are_what_the_raw_files_say(rows: list[dict[str, Any]]) -> None:
+    readme = claims.README.read_text(encoding="utf-8")
+    assert claims.PAGE.read_text(encoding="utf-8") == claims.page(rows), "run python docs/site/claims.py"
+    assert readme == claims.with_summary(readme, claims.summary(rows)), "run python docs/site/claims.py"
+    drawn = Image.open(claims.PICTURE).info["Description"]
+    assert drawn == claims.digest(claims.points(rows)), "run python docs/site/claims.py"
+
+
+def test_a_card_begins_its_verdict_with_the_verdict_of_the_claim(rows: list[dict[str, Any]]) -> None:
+    said = {entry.name: entry.verdict for entry in entries()}  # of `fathom methods` and the site's list, too
+    for row in rows:
+        start = said[row.get("card", row["name"])].split(". ")[0]
+        assert start == row["verdict"], f"{row['name']}: the card says {start!r}, docs/claims.yml {row['verdict']!r}"
+
+
+def test_a_point_is_the_gain_over_what_it_is_set_against(folder: Path) -> None:
+    other = ["rows", {"name": "b"}, "nll"]
+    claim = {**with_number(minus=other), "plot": {"number": "gap", "better": "lower", "against": "b"}}
+    (point,) = claims.points([claims.written(claim)])
+    assert point.gain == pytest.approx(-100 * 0.25 / 2.25) and point.interval is None
+    recorded = with_number(of=other, error=["error"])["numbers"]["gap"] | {"path": ["gap"]}
+    claim = {**CLAIM, "numbers": {"gap": recorded}, "plot": {"number": "gap", "better": "higher", "against": "b"}}
+    (point,) = claims.points([claims.written(claim)])
+    assert point.gain == pytest.approx(100 * 0.09 / 2.25)
+    assert point.interval == pytest.approx((100 * (0.09 - 0.196) / 2.25, 100 * (0.09 + 0.196) / 2.25))
+    assert claims.written(claim)["ours"] == "0.09 ± 0.196 nats"
+    claims.draw([point], folder / "picture.png")
+    assert Image.open(folder / "picture.png").info["Description"] == claims.digest([point])
+    with pytest.raises(claims.ClaimError, match="treekv: plot needs"):
+        claims.points([claims.written({**CLAIM, "plot": {"number": "gap", "better": "lower", "against": "b"}})])
 
 
 def test_every_card_exists_and_no_system_stands_twice() -> None:
@@ -64,9 +107,50 @@ def test_numbers_are_read_subtracted_and_divided(folder: Path) -> None:
         ({**CLAIM, "verdict": "not measured yet"}, "with 1 numbers"),
         ({**CLAIM, "numbers": {}}, "with 0 numbers"),
         ({**CLAIM, "ours": "lower"}, "are not shown"),
+        ({**CLAIM, "verdict": "not told apart"}, "none of its numbers has an interval"),
+        (
+            {**with_number(path=["gap"], error=["error"]), "verdict": "does not hold at this size"},
+            "is 'not told apart'",
+        ),
         ({**CLAIM, "ours": "{gap} and {other}"}, "other"),
     ],
 )
 def test_a_number_that_no_raw_file_holds_is_refused(folder: Path, claim: dict[str, Any], message: str) -> None:
     with pytest.raises(claims.ClaimError, match=f"treekv.*{message}"):
         claims.written(claim)
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome on PATH")
+def test_the_sites_table_is_sorted_and_filtered_in_a_browser(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    tables = []
+    for table in re.findall(r"(?:^\|.*\n)+", claims.page(rows), re.MULTILINE):
+        head, _, *lines = [[html.escape(cell.strip()) for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
+        tables.append(f"<table><thead><tr><th>{'</th><th>'.join(head)}</th></tr></thead><tbody>{cells}</tbody></table>")
+    script = (ROOT / "docs/site/claims.js").read_text(encoding="utf-8")
+    assert "http" not in script  # it works offline
+    use = """
+        const list = document.querySelector("select[name=verdict]");
+        list.value = "does not hold at this size";
+        list.dispatchEvent(new Event("change"));
+        [...document.querySelectorAll("th button")].find((one) => one.textContent === "verdict").click();
+        document.querySelectorAll("th button")[0].click();
+        document.querySelectorAll("th button")[0].click();
+    """
+    page = tmp_path / "claims.html"
+    page.write_text("<meta charset=utf-8>" + "".join(tables) + f"<script>{script}</script><script>{use}</script>")
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage"
+    )
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    table = dom[dom.rindex("<tbody>") :]
+    shown = re.findall(r"<tr><td>\[(\w+)\]", table)  # a row that is filtered out says hidden
+    expected = sorted((row["name"] for row in rows if row["verdict"] == "does not hold at this size"), reverse=True)
+    assert shown == expected
+    assert f"{len(expected)} of {len(rows)} systems" in dom and 'aria-sort="descending"' in dom
+    verdicts = re.findall(r'<option value="([^"]+)"', dom[dom.index("<select") : dom.index("</select>")])
+    assert verdicts == [verdict for verdict in claims.VERDICTS if any(row["verdict"] == verdict for row in rows)]

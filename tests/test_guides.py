@@ -204,11 +204,13 @@ def test_what_sets_up_names_things_that_exist(command):
 
 
 def test_the_recipes_are_valid_as_written(tmp_path):
-    written = [block for page in ("README.md", "docs/training.md") for block in fences(page, "yaml")]
-    assert len(written) == 2 and written[0] == written[1]
-    (tmp_path / "mine.yaml").write_text(written[0])
+    whole, asked, task = fences("docs/training.md", "yaml")
+    written = fences("README.md", "yaml")
+    assert written == [whole]
+    (tmp_path / "mine.yaml").write_text(whole + asked)
     recipe = load_recipe(tmp_path / "mine.yaml")
     assert recipe.training.tokens == 500_000
+    assert recipe.downstream.tasks == ("piqa", yaml.safe_load(task)["task"])
     assert "budgets: [tokens, train_flops]" in written[0]
 
 

@@ -42,7 +42,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys) -> 
                 words = shlex.split(line.replace("700000", str(TOKENS)))
                 code, out, err = run_cli(monkeypatch, capsys, *words[1:])
                 assert code == 0 and out, (line, err)
-    assert names["verdict"] in ("holds at this size", "direction only", "does not hold at this size")
+    assert names["verdict"] in ("holds", "holds partly", "not told apart", "does not hold at this size")
     results = Results.load(Path("runs/claim/results.json"))
     again = [run for run in results.runs if run.again]
     assert len(results.runs) == 7 and all(run.held_out for run in results.runs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from fathom.writing import naming, whole, write_json, write_text
+from fathom.writing import naming, new_folder, whole, write_json, write_text
 
 
 @pytest.fixture
@@ -72,3 +72,21 @@ def test_other_errors_stay_as_they_are(error):
     with pytest.raises(type(error)) as same, naming("model"):
         raise error
     assert same.value is error
+
+
+def test_what_a_killed_process_left_goes_with_the_next_try(tmp_path):
+    child = os.fork()
+    if child == 0:
+        with new_folder(tmp_path / "model") as work:
+            (work / "half").write_text("")
+            os._exit(9)
+    os.waitpid(child, 0)
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".model-") and (left / "half").exists()
+    (tmp_path / ".model-of-mine").mkdir()
+    with new_folder(tmp_path / "models"):
+        assert left.exists()  # of another folder
+    with new_folder(tmp_path / "model") as first, pytest.raises(RuntimeError), new_folder(tmp_path / "model") as second:
+        assert first.exists() and second != first and not left.exists()  # the first's process is alive
+        raise RuntimeError
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-of-mine", "model", "models"]

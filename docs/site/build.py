@@ -52,6 +52,10 @@ def main() -> None:
     }
     for place, text in made.items():
         (pages / place).write_text(text, encoding="utf-8")
+    shutil.copy(HERE / "claims.js", pages)
+    claims = (pages / "claims.md").read_text(encoding="utf-8")  # its table takes the room of the list of headings
+    sortable = f'---\nhide: [toc]\n---\n\n{claims}\n<script src="claims.js"></script>\n'
+    (pages / "claims.md").write_text(sortable, encoding="utf-8")
     for page in pages.rglob("*.md"):  # a folder is no page of the site
         page.write_text(re.sub(r"methods/\)", "methods/index.md)", page.read_text(encoding="utf-8")), encoding="utf-8")
     for entry in entries():

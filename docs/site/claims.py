@@ -1,32 +1,66 @@
-"""Write docs/claims.md from docs/claims.yml and the raw files of docs/results: `python docs/site/claims.py [--check]`.
+"""Write docs/claims.md, its summary in the README and the picture of it: `python docs/site/claims.py [--check]`.
 
-claims.yml holds words: claim, setting, verdict, and where each number lies. The numbers themselves come from the raw
-files, so a page with a number that no raw file holds cannot be made. `--check` writes nothing and fails where the page
-is not what the command would write; the tests call it.
+docs/claims.yml holds words: claim, setting, verdict, and where each number lies. The numbers themselves come from the
+raw files of docs/results, so a page with a number that no raw file holds cannot be made. `--check` writes nothing and
+fails where page, README or picture are not what the command would write; the tests call it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from fathom.report.results import Results, tables  # noqa: E402  of this checkout
+from fathom.report.style import COLOURS, MARKERS  # noqa: E402
 
 RESULTS, SOURCE, PAGE = ROOT / "docs/results", ROOT / "docs/claims.yml", ROOT / "docs/claims.md"
-VERDICTS = ("holds", "holds partly", "does not hold at this size", "not testable here", "not measured yet")
-KEYS = {"name", "card", "wing", "paper", "claim", "setting", "ours", "numbers", "verdict", "command"}
+README, PICTURE = ROOT / "README.md", ROOT / "docs/images/claims.png"
+BEGIN, END = "<!-- made by docs/site/claims.py -->\n", "<!-- end -->"
+
+# what a verdict means; the first words of the verdict on the method's card are the same
+VERDICTS = {
+    "holds": "the claim's difference is there, in its direction and about its size",
+    "holds partly": "a part of the claim is there; another part is not, or is not measured",
+    "not told apart": "the claim is of a difference, and ours lies inside its interval: neither borne out nor refuted",
+    "does not hold at this size": "our difference is absent or the other way round, by more than its interval if known",
+    "not testable here": "it cannot be tried at a size that we can afford",
+    "not measured yet": "what ran says nothing of the claim, or nothing ran",
+}
+KEYS = {"name", "card", "wing", "paper", "claim", "setting", "ours", "numbers", "plot", "verdict", "command"}
+NORMAL = 1.96  # standard errors in half of a 95 % interval
 
 
 class ClaimError(Exception):
     """What is wrong with a claim, in one line that names it."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a raw file: as the page shows it, with its 95 % interval and the value that it is compared with,
+    where they are known."""
+
+    text: str
+    value: float
+    interval: tuple[float, float] | None = None
+    other: float | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is a difference that cannot be told from none."""
+        return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
 
 def raw(name: str) -> Any:
@@ -54,10 +88,12 @@ def walk(content: Any, path: list[Any]) -> float:
     return content
 
 
-def number(entry: dict[str, Any]) -> str:
+def number(entry: dict[str, Any]) -> Number:
     """A number as the page shows it. What `entry` names:
 
     file, path [, minus | over: another path] [, scale]: a value, a difference or a ratio of two values
+        [, error: path of its standard error | interval: paths of its two ends]: a difference's 95 % interval
+        [, of: path]: the value that a recorded difference is from
     file, method, baseline, budget: the headline score's difference in a comparison, with the 95 % interval over seeds
     """
     entry = dict(entry)
@@ -73,17 +109,28 @@ def number(entry: dict[str, Any]) -> str:
         mine, theirs = ({run.seed for run in rows[entry[side]].runs} for side in ("method", "baseline"))
         seeds = len(mine & theirs)
         margin = f" ± {gap.margin:.3f} ({seeds} seeds)" if gap.margin is not None else " (one seed)"
-        return f"{gap.value:+.3f}{margin}".replace("-", "−")
-    content = raw(file)
-    value = walk(content, entry["path"]) * entry.get("scale", 1)
+        interval = None if gap.margin is None else (gap.value - gap.margin, gap.value + gap.margin)
+        text = f"{gap.value:+.3f}{margin}".replace("-", "−")
+        return Number(text, gap.value, interval, rows[entry["baseline"]].result)
+    content, scale = raw(file), entry.get("scale", 1)
+    value, other, interval, margin = walk(content, entry["path"]) * scale, None, None, ""
     if "minus" in entry:
-        value -= walk(content, entry["minus"]) * entry.get("scale", 1)
+        other = walk(content, entry["minus"]) * scale
+        value -= other
+    if "of" in entry:
+        other = walk(content, entry["of"]) * scale
     if "over" in entry:
         value /= walk(content, entry["over"])
-    return format(value, form).replace("-", "−")
+    if "error" in entry:
+        half = NORMAL * walk(content, entry["error"]) * scale
+        interval, margin = (value - half, value + half), f" ± {format(half, form.lstrip('+'))}"
+    if "interval" in entry:
+        low, high = (walk(content, path) * scale for path in entry["interval"])
+        interval, margin = (low, high), f" [{format(low, form)}, {format(high, form)}]"
+    return Number((format(value, form) + margin).replace("-", "−"), value, interval, other)
 
 
-def written(claim: dict[str, Any]) -> dict[str, str]:
+def written(claim: dict[str, Any]) -> dict[str, Any]:
     """A claim with its numbers in its words."""
     name = claim.get("name", "?")
     missing = {"name", "wing", "paper", "claim", "verdict"} - set(claim)
@@ -98,30 +145,37 @@ def written(claim: dict[str, Any]) -> dict[str, str]:
         return {**claim, "ours": claim.get("ours", ""), "files": ""}
     try:
         numbers = {key: number(entry) for key, entry in claim["numbers"].items()}
-        ours = claim["ours"].format(**numbers)
+        ours = claim["ours"].format(**{key: one.text for key, one in numbers.items()})
     except (ClaimError, KeyError, ValueError) as error:
         raise ClaimError(f"{name}: {error}") from None
     unused = [key for key in numbers if "{" + key + "}" not in claim["ours"]]
     if unused:
         raise ClaimError(f"{name}: the numbers {unused} are not shown")
+    inside = [one.inside for one in numbers.values()]
+    if claim["verdict"] == "not told apart" and not any(inside):
+        raise ClaimError(f"{name}: 'not told apart', and none of its numbers has an interval with zero in it")
+    if claim["verdict"] == "does not hold at this size" and all(inside):
+        raise ClaimError(f"{name}: zero is in every interval, which is 'not told apart'")
     files = sorted({entry["file"] for entry in claim["numbers"].values()})
-    return {**claim, "ours": ours, "files": ", ".join(f"[{file}](results/{file})" for file in files)}
+    links = ", ".join(f"[{file}](results/{file})" for file in files)
+    return {**claim, "ours": ours, "files": links, "numbers": numbers}
 
 
-def page(claims: list[dict[str, Any]]) -> str:
-    """docs/claims.md."""
-    rows = [written(claim) for claim in claims]
+def page(rows: list[dict[str, Any]]) -> str:
+    """docs/claims.md, of claims with their numbers."""
     count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
     lines = [
         "# What the papers claim, and what we measured",
         "",
         "One row a system. `python docs/site/claims.py` makes this page and reads every number from a raw file; CI",
         "fails where page and files differ. Our models are small, and a verdict is about the size that was measured.",
-        "± is half the width of the 95 % interval over paired seeds.",
+        "± is half the width of the 95 % interval over paired seeds or, of one seed, over held-out texts.",
         "",
-        "| verdict | systems |",
-        "|---|---|",
-        *(f"| {verdict} | {count[verdict]} |" for verdict in VERDICTS if count[verdict]),
+        "| verdict | systems | meaning |",
+        "|---|---|---|",
+        *(f"| {verdict} | {count[verdict]} | {meaning} |" for verdict, meaning in VERDICTS.items() if count[verdict]),
+        "",
+        "![The difference of each system from what its paper sets it against](images/claims.png)",
         "",
         "| system | wing | the paper says | our setting | we measured | verdict | raw file, command |",
         "|---|---|---|---|---|---|---|",
@@ -142,20 +196,150 @@ def page(claims: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """What the README says of the page: how many systems have which verdict, and the picture."""
+    listed = {verdict: [row["name"] for row in rows if row["verdict"] == verdict] for verdict in VERDICTS}
+    lines = [f"Of {len(rows)} systems:", "", "| verdict | | systems |", "|---|---|---|"]
+    for verdict, names in listed.items():
+        cards = ", ".join(f"[{name}](docs/methods/{name}.md)" for name in names)
+        lines += [f"| {verdict} | {len(names)} | {cards} |"] if names else []
+    drawn = sum("plot" in row for row in rows)
+    said = "By how many per cent each system is better or worse than what its paper sets it against"
+    picture = f"![{said}](docs/images/claims.png)"
+    note = (
+        f"{drawn} of them are differences from one rival and are drawn. Scores, sizes and budgets are each row's own:\n"
+        "a row is to be read against what stands at its right, not against another row."
+    )
+    return "\n".join([*lines, "", picture, "", note, ""])
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the picture: by how many per cent a system is better than what it is set against."""
+
+    name: str
+    against: str
+    verdict: str
+    gain: float
+    interval: tuple[float, float] | None
+
+
+def points(rows: list[dict[str, Any]]) -> list[Point]:
+    """Those of claims whose `plot` names a difference: {number: which, better: lower or higher, against: words}, or
+    where it lies, as under `numbers`."""
+    found = []
+    for row in (row for row in rows if "plot" in row):
+        plot = dict(row["plot"])
+        better, against = plot.pop("better"), plot.pop("against")
+        one = row["numbers"][plot["number"]] if "number" in plot else number(plot)
+        if not one.other or better not in ("lower", "higher"):
+            raise ClaimError(f"{row['name']}: plot needs a difference, what it is from, and better: lower or higher")
+        per_cent = (-100 if better == "lower" else 100) / one.other
+        ends = None if one.interval is None else tuple(sorted(per_cent * end for end in one.interval))
+        found.append(Point(row["name"], against, row["verdict"], per_cent * one.value, ends))
+    order = list(VERDICTS)
+    return sorted(found, key=lambda point: (order.index(point.verdict), -point.gain))
+
+
+def digest(shown: list[Point]) -> str:
+    """What the picture keeps of the rows that it was drawn from."""
+    rows = [
+        [point.name, point.against, point.verdict, *_digits(point.gain, *(point.interval or ()))] for point in shown
+    ]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def _digits(*values: float) -> list[str]:
+    return [f"{value:.4g}" for value in values]  # as many as every platform agrees on
+
+
+def draw(shown: list[Point], path: Path) -> None:
+    """A row a system: gain over what it is set against, with its interval; verdicts by colour and marker."""
+    places, headings, height = [], [], 0.0
+    for verdict in dict.fromkeys(point.verdict for point in shown):
+        headings.append((height, verdict))
+        for point in (point for point in shown if point.verdict == verdict):
+            height += 1
+            places.append((height, point))
+        height += 1.3
+    figure = Figure(figsize=(9.6, 0.27 * height + 1.1), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xscale("symlog", linthresh=1, linscale=0.6)
+    axes.axvline(0, color="#667080", linewidth=1)
+    for y, point in places:
+        look = list(VERDICTS).index(point.verdict)
+        colour, known = COLOURS[look][0], point.interval is not None
+        if point.interval is not None:
+            axes.plot(point.interval, (y, y), color=colour, linewidth=1.8, solid_capstyle="butt")
+        axes.plot(
+            point.gain, y, MARKERS[look], color=colour, markersize=7, markerfacecolor=colour if known else "white"
+        )
+        axes.annotate(
+            point.against, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, color="#4a5462"
+        )
+    for y, verdict in headings:
+        look = COLOURS[list(VERDICTS).index(verdict)][0]
+        axes.annotate(
+            verdict,
+            (-0.005, y),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            ha="right",
+            color=look,
+            weight="bold",
+            fontsize=9,
+        )
+    axes.annotate(
+        "set against", (1.01, -0.9), xycoords=("axes fraction", "data"), fontsize=8, color="#667080", style="italic"
+    )
+    axes.set_yticks([y for y, _ in places], [point.name for _, point in places], fontsize=9)
+    axes.set_ylim(height - 0.5, -0.9)
+    ticks = [-10, -1, 0, 1, 10, 100, 1000, 10000]
+    axes.set_xticks(ticks, [f"{tick:+,} %".replace("-", "−") if tick else "0" for tick in ticks], fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(
+        "better than what it is set against, in % of that one's score (bar: 95 %; hollow: no interval)", fontsize=9
+    )
+    axes.grid(axis="x", color="#e3e7ec")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=110, metadata={"Description": digest(shown)})
+
+
+def with_summary(readme: str, text: str) -> str:
+    """The README with the text between its two marks."""
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    if not after:
+        raise ClaimError(f"README.md: {BEGIN.strip()} and {END} do not stand around the summary")
+    return before + BEGIN + "\n" + text + "\n" + END + after
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where something is another")
     args = parser.parse_args()
     try:
-        text = page(yaml.safe_load(SOURCE.read_text(encoding="utf-8")))
+        rows = [written(claim) for claim in yaml.safe_load(SOURCE.read_text(encoding="utf-8"))]
+        shown = points(rows)
+        made = {PAGE: page(rows), README: with_summary(README.read_text(encoding="utf-8"), summary(rows))}
     except ClaimError as error:
         sys.exit(f"docs/claims.yml: {error}")
+    old = {path: path.read_text(encoding="utf-8") for path in made}
+    drawn = PICTURE.is_file() and Image.open(PICTURE).info.get("Description") == digest(shown)
     if args.check:
-        if PAGE.read_text(encoding="utf-8") != text:
-            sys.exit("docs/claims.md is not what docs/claims.yml and the raw files say: python docs/site/claims.py")
+        others = [path for path in made if old[path] != made[path]] + [PICTURE] * (not drawn)
+        if others:
+            names = ", ".join(str(path.relative_to(ROOT)) for path in others)
+            sys.exit(f"not what docs/claims.yml and the raw files say: {names}. Run python docs/site/claims.py")
         return
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)}: {text.count('methods/')} systems")
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    if not drawn:
+        draw(shown, PICTURE)
+    print(f"{PAGE.relative_to(ROOT)}: {len(rows)} systems; {PICTURE.relative_to(ROOT)}: {len(shown)} of them")
 
 
 if __name__ == "__main__":

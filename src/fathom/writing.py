@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
@@ -65,6 +69,8 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to write into, which becomes `folder` only when the block ends without an error.
 
+    What a process that was killed left of an earlier try is deleted.
+
     Raises FileExistsError when `folder` is a file, or exists and is not empty.
     """
     if folder.exists() and not folder.is_dir():
@@ -72,7 +78,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: exists and is not empty; name a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    here = f".{folder.name}-{socket.gethostname()}-"
+    for path in folder.parent.glob(f"{glob.escape(here)}*"):
+        begun_by = re.fullmatch(r"(\d+)-\w+", path.name.removeprefix(here))
+        if begun_by and not psutil.pid_exists(int(begun_by[1])):
+            shutil.rmtree(path, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=folder.parent))
     try:
         with naming(folder):
             yield work

@@ -178,7 +178,7 @@ def _plan(
             except ValueError as error:
                 if last:
                     raise ValueError(f"{method.name}: {error}") from None
-        hours = (training.tokens or 0) / found.tokens_per_second / 3600
+        hours = None if training.tokens is None else training.tokens / found.tokens_per_second / 3600
         rows.append((method.name, found, hours))
         if found.layout.sequences * gpus != training.sequences:
             advice.append(
@@ -192,6 +192,11 @@ def _plan(
                 f"{method.name}: sequences: {better.layout.sequences * gpus} with gradient_accumulation: "
                 f"{better.layout.accumulation} make the same step in {better.step_s:.3g} s"
             )
+    if training.tokens is None:
+        advice.append(
+            f"training.examples={training.examples:,}: how many tokens they have, the data say, so no hours are "
+            "planned; give training.tokens for them"
+        )
     if json_output:
         made = [
             {"name": name, **dataclasses.asdict(found), "tokens_per_second": found.tokens_per_second, "hours": hours,

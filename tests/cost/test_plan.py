@@ -220,6 +220,7 @@ def test_the_command(monkeypatch, capsys, tmp_path) -> None:
         ({"optimizer": "adafactor"}, "training.optimizer='adafactor': --gpus plans optimizer: adamw alone"),
         ({"trains": "lora"}, "vanilla trains 'lora': --gpus plans trainings of all weights"),
         ({"gradient_accumulation": 3}, ""),
+        ({"tokens": None, "examples": 5000}, ""),
     ],
 )
 def test_a_plan_is_of_the_training_that_the_recipe_names(monkeypatch, capsys, tmp_path, training, message) -> None:
@@ -233,6 +234,11 @@ def test_a_plan_is_of_the_training_that_the_recipe_names(monkeypatch, capsys, tm
     code, out, err = run_cli(monkeypatch, capsys, "cost", path, "--gpus", 3)
     if message:
         assert code == 2 and message in err
+    elif "examples" in training:
+        code, out, _ = run_cli(monkeypatch, capsys, "cost", path, "--gpus", 4)
+        assert code == 0 and "training.examples=5,000: how many tokens they have, the data say" in out
+        code, out, _ = run_cli(monkeypatch, capsys, "cost", path, "--gpus", 4, "--json")
+        assert code == 0 and json.loads(out)["plans"][0]["hours"] is None
     else:  # 48 sequences a step
         assert code == 0 and "cannot share training.sequences=16; planned with sequences: 12" in out
         assert "gradient_accumulation: 4, the same step" in out

@@ -134,7 +134,7 @@ training: {tokens: 1000}
     for change, said in (
         (("weight: 7", "weight: 0"), r"data\.train\.general\.weight=0\.0: must be above 0"),
         (("block_size: 8", "streaming: true"), r"data\.streaming=True: named sources"),
-        (("data:", "task: sft\ndata:"), "task 'sft' reads one data set"),
+        (("data:", "task: classification\ndata:"), "task 'classification' reads one data set"),
         (("block_size: 8", "validation: {}"), r"data\.validation is empty"),
     ):
         (tmp_path / "recipe.yaml").write_text(text.replace(*change))

@@ -1,6 +1,7 @@
 """The comparison itself, on models of a few thousand parameters."""
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -199,6 +200,81 @@ def test_several_processes_give_the_same_results(finished):
     assert json.loads(lost.read_text())["bits_per_byte"] == before["bits_per_byte"]
     assert again == results
     assert list((folder / "tiny" / "logs").glob("*.log"))
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "the sea was"
+doc_to_target: gold
+doc_to_choice: ["calm", "calm and old men sat by it in silence and the sea was calm"]
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_finished_runs_are_asked_downstream_tasks_and_not_trained_again(finished, monkeypatch):
+    """Of two choices the shorter is always likelier: right in every document of one task, in half of the other's."""
+    pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
+    folder, path, before, _ = finished
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    for name, golds in (("sure", [0] * 8), ("even", [0, 1] * 4)):
+        (tasks / f"{name}.jsonl").write_text("".join(json.dumps({"gold": gold}) + "\n" for gold in golds))
+        (tasks / f"{name}.yaml").write_text(TASK.format(name=name, file=tasks / f"{name}.jsonl"))
+    asked = folder / "asked.yaml"
+    recipe = (
+        path.read_text()
+        .replace("seeds: [0, 1]", "seeds: [0]")
+        .replace("[tokens, train_flops, inference_flops]", "[tokens]")
+    )
+    asked.write_text(recipe + f"downstream: {{tasks: [sure, even], task_dir: {tasks}}}\n")
+    monkeypatch.setattr(measure, "_describe", None)  # nothing is trained or measured again
+    results = compare(asked, folder, say=lambda line: None)
+    assert {run.folder for run in results.runs} < {run.folder for run in before.runs}
+    error = {"sure": 0.0, "even": pytest.approx(math.sqrt(0.25 / 7))}  # lm_eval's has n - 1
+    for run in results.runs:
+        assert run.downstream == {
+            name: {"metric": "acc", "value": value, "error": error[name], "chance": 0.5, "documents": 8}
+            for name, value in (("sure", 1.0), ("even", 0.5))
+        }
+    found = Results.load(folder / "tiny" / "results.json").downstream["tokens"]
+    assert (found["no_signal"], found["in_mean"]) == (["even"], ["sure"])
+    assert {name: method["mean"] for name, method in found["methods"].items()} == {"vanilla": 1.0, "loop": 1.0}
+    page = (folder / "tiny" / "report.html").read_text()
+    assert "even (no signal)" in page and "within two standard errors of guessing on even" in page
+
+    monkeypatch.setattr("fathom.evaluate.downstream.evaluate_tasks", None)  # nor asked again
+    assert compare(asked, folder, say=lambda line: None).downstream == results.downstream
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{tasks: []}", "downstream.tasks=.*must name a task"),
+        ("{tasks: [sure], limit: 0}", "downstream.limit=0: must be at least 1"),
+        ("{tasks: [sure], folder: x}", "unknown key downstream.folder"),
+        ("{tasks: [sure]}\ntask: {name: classification}", "lm_eval cannot ask models of task 'classification'"),
+    ],
+)
+def test_downstream_options_are_checked(finished, tmp_path, section, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(finished[1].read_text() + f"downstream: {section}\n")
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe)
+
+
+def test_a_task_without_an_accuracy_is_refused_before_anything_trains(finished, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
+    (tmp_path / "documents.jsonl").write_text(json.dumps({"gold": 0}) + "\n")
+    task = TASK.format(name="likely", file=tmp_path / "documents.jsonl").replace("multiple_choice", "loglikelihood")
+    (tmp_path / "likely.yaml").write_text(task.replace("{metric: acc}", "{metric: perplexity}"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(finished[1].read_text() + f"downstream: {{tasks: [likely], task_dir: {tmp_path}}}\n")
+    with pytest.raises(ValueError, match="'likely' has no accuracy"):
+        compare(recipe, tmp_path, say=lambda line: None)
 
 
 def test_a_row_is_finished_before_the_next_is_swept(finished, tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from fathom.data import DataConfig, train_bpe
 from fathom.data.templates import TEMPLATES
 from fathom.tasks.sft import SFT, Question, RowText, _batches, _is_right, parts
-from fathom.train import load_recipe
+from fathom.train import load_recipe, train_run
+from fathom.train.loading import build
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -56,7 +57,7 @@ def prepared(
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl")}
     config |= {"tokenizer": str(folder / "tokenizer"), "block_size": 64, **data}
-    return (task or SFT()).prepare(DataConfig(**config), folder / ".data")
+    return (task or SFT()).prepare(build(DataConfig, config), folder / ".data")
 
 
 def learned(blocks: Any, data: Any) -> list[str]:
@@ -373,3 +374,68 @@ def test_types_of_rows_are_balanced_in_training_alone(tmp_path):
         prepared(tmp_path / "other", rows, SFT(balance=0.5, type_field="kind"))
     with pytest.raises(ValueError, match="task sft option balance=2"):
         SFT(balance=2)
+
+
+PROSE = "The old man sat by the sea and said nothing at all, for it was late. " * 40
+
+
+def mixed(folder: Path, task: SFT | None = None, **sources: Any) -> Any:
+    """The rows of a file and running text, one block of four of it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "prose.txt").write_text(PROSE)
+    rows = {"text": str(folder / "train.jsonl"), "weight": 3.0}
+    train = {"rows": rows, "prose": {"text": str(folder / "prose.txt"), "weight": 1.0}, **sources}
+    return prepared(folder, [{"prompt": "1 + 1?", "answer": "2"}] * 30, task or SFT(text=["prose"]), train=train)
+
+
+def test_running_text_is_mixed_among_rows_and_learned_whole(tmp_path):
+    data = mixed(tmp_path)
+    rows, prose = data.train.sources.values()
+    assert set(learned(rows, data)) == {"2<|endoftext|>"}
+    assert "".join(learned(prose, data)).startswith("The old man sat by the sea")
+    assert set(rows[0]) == set(prose[0])  # one batch holds both
+    order = data.train.ordered(0, 400)
+    assert sum(block["domains"] == 1 for block in order) == pytest.approx(100, abs=25)
+    alone = prepared(tmp_path / "alone", [{"prompt": "1 + 1?", "answer": "2"}] * 30)
+    assert data.examples_per_sequence == pytest.approx(0.75 * alone.examples_per_sequence)
+    assert data.questions == alone.questions and data.validation_targets == alone.validation_targets
+    assert SFT(text=["prose"]).reference(data, 5) == pytest.approx(SFT().reference(alone, 5))  # of answers alone
+
+
+def test_rows_and_text_of_two_sources_train_together(tmp_path):
+    written = recipe("sft", tmp_path)
+    (tmp_path / "prose.txt").write_text(PROSE)
+    written["task"] |= {"text": ["prose"]}
+    written["data"]["train"] = {
+        "rows": {"text": written["data"]["train"]},
+        "prose": {"text": str(tmp_path / "prose.txt")},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written))
+    loaded = load_recipe(path)
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    run = {"seed": 0, "folder": tmp_path / "run", "data": data}
+    result = train_run(loaded, loaded.methods[0], **run)
+    assert (
+        any("prose" in note and "epochs" in note for note in result.notes) and result.scores["exact_match"] is not None
+    )
+
+    # a run of a version without the option is the same run
+    spec = json.loads((tmp_path / "run/run.json").read_text())
+    assert spec["task"].pop("tight") is False
+    (tmp_path / "run/run.json").write_text(json.dumps(spec))
+    assert train_run(loaded, loaded.methods[0], **run) == result
+
+
+@pytest.mark.parametrize(
+    ("train", "text", "message"),
+    [
+        ("rows.jsonl", ["prose"], "'prose' is no source of data.train"),
+        ({"prose": {"text": "prose.txt"}}, ["prose"], "every source is running text; use task 'causal_lm'"),
+        ({"rows": {"text": "rows.jsonl"}, "prose": {"text": "embedded"}}, [], "add 'prose' to task.text"),
+        ({"rows": {"text": "rows.jsonl"}}, "rows", "must be a list of names"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_named(train, text, message):
+    with pytest.raises(ValueError, match=message):
+        SFT(text=text).check(build(DataConfig, {"train": train, "validation": None}))

@@ -1,4 +1,4 @@
-"""Every task trains on two processes (DDP over gloo) as on one: they share every batch of the recipe.
+"""Every task trains on two processes (DDP and FSDP2 over gloo) as on one: they share every batch of the recipe.
 
 Where a task draws noise, masks or dropout, each process draws its own, and losses are near, not equal.
 """
@@ -16,16 +16,16 @@ import pytest
 import yaml
 from cases import recipe
 
-from fathom.tasks import tasks
+from fathom.tasks import lookup, tasks
 from fathom.train import TrainResult, load_recipe, train_run
+from sharded_on_cpu import ENVIRONMENT
 
 TOLERANCE = 1e-4  # of losses: sums over ranks are rounded in another order
 DRAWN = {"masked_diffusion": 0.3, "latent_diffusion": 0.5, "contextual_decoder": 0.2, "audiovideo": 0.3}  # of the mean
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> dict[str, Path]:
-    """The recipe of every task, trained by two processes; one launch for all."""
+def recipes(tmp_path_factory) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for task in tasks():
         folder = tmp_path_factory.mktemp(task)
@@ -33,23 +33,45 @@ def on_two(tmp_path_factory) -> dict[str, Path]:
         written["training"] |= {"log_every": 1}
         paths[task] = folder / "recipe.yaml"
         paths[task].write_text(yaml.safe_dump(written))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(Path(__file__).with_name("two_processes.py")), *map(str, paths.values())]
-    environment: dict[str, Any] = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
     return paths
 
 
+def train_on_two(folder: str, paths: list[Path], more: dict[str, str]) -> None:
+    """One launch for all."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(Path(__file__).with_name("two_processes.py")), folder, *map(str, paths)]
+    environment: dict[str, Any] = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", **more}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def ddp(recipes) -> str:
+    train_on_two("ddp", list(recipes.values()), {})
+    return "ddp"
+
+
+@pytest.fixture(scope="module")
+def fsdp2(recipes) -> str:
+    """Tasks that run parts of a model by themselves cannot be sharded, and say so (test_latent_stages.py)."""
+    sharded = [path for task, path in recipes.items() if lookup(task).shards]
+    train_on_two("fsdp2", sharded, {**ENVIRONMENT, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})
+    return "fsdp2"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("task", tasks())
-def test_two_processes_learn_what_one_learns(on_two, task, monkeypatch) -> None:
+def test_two_processes_learn_what_one_learns(recipes, way, task, request, monkeypatch) -> None:
+    if way == "fsdp2" and not lookup(task).shards:
+        pytest.skip(f"task {task!r} refuses FSDP")
+    folder = request.getfixturevalue(way)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    path = on_two[task]
+    path = recipes[task]
     loaded = load_recipe(path)
     data = loaded.task.prepare(loaded.data, path.parent / ".data")
     one = train_run(loaded, loaded.methods[0], seed=0, folder=path.parent / "one", data=data)
-    two = TrainResult.load(path.parent / "two")
+    two = TrainResult.load(path.parent / folder)
     assert two is not None and (two.steps, two.tokens) == (one.steps, one.tokens)
     losses = [[line["loss"] for line in run.history if "loss" in line] for run in (one, two)]
     assert len(losses[0]) == len(losses[1]) == one.steps

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from fathom.data import prepare
 from fathom.train import MethodConfig, TrainResult, load_recipe, train_run
 from fathom.train import complete_checkpoints as checkpoints
+from fathom.train import trainer as trainer_module
 from fathom.train.complete_checkpoints import MARKER
 from fathom.train.metrics import read_metrics
+from fathom.train.trainer import FathomTrainer
 
 VANILLA = MethodConfig("vanilla")
 
@@ -72,6 +74,7 @@ def test_losses_after_an_interrupt(recipe, data, folder, whole, step, capsys) ->
         assert torch.allclose(weight, load_file(resumed.model / "model.safetensors")[name], atol=1e-6), name
 
 
+@pytest.mark.slow  # the stages below are killed in the same way, but for the signal
 def test_losses_after_kill_9(text, tmp_path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
@@ -105,11 +108,45 @@ def test_losses_after_kill_9(text, tmp_path) -> None:
     assert same_losses(resumed, whole) and len(losses(whole)) == 60
 
 
-def test_killed_between_the_last_checkpoint_and_the_result(recipe, data, folder) -> None:
-    result = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
-    (folder / "result.json").unlink()
-    again = train_run(recipe(), VANILLA, seed=1, folder=folder, data=data, callbacks=[StopAt(10)])  # trains no step
-    assert again == result
+# where a process dies, in this order: a function of the run, and whether it is called from step 10 on alone
+STAGES = {
+    "in the first step": (FathomTrainer, "training_step", False),
+    "when a checkpoint has its weights": (FathomTrainer, "_save_optimizer_and_scheduler", False),
+    "before a checkpoint is marked": (checkpoints, "mark_complete", False),
+    "while an incomplete one is deleted": (checkpoints.shutil, "rmtree", False),
+    "before older ones are deleted": (checkpoints, "rotate", False),
+    "while held-out text is scored": (FathomTrainer, "prediction_step", False),
+    "before the model has its name": (trainer_module.os, "replace", True),
+    "before the last checkpoint is marked": (checkpoints, "mark_complete", True),
+    "before the model has its card": (trainer_module, "describe", False),
+    "before the result is written": (TrainResult, "save", False),
+}
+
+
+def test_a_run_that_is_killed_at_every_stage_is_the_run_that_is_not(recipe, data, folder, whole) -> None:
+    arguments = {"seed": 1, "folder": folder, "data": data}
+    for stage, (owner, name, at_the_end) in STAGES.items():
+        child = os.fork()
+        if child == 0:
+            at, real = [0], getattr(owner, name)
+
+            def die(*given, at=at, real=real, late=at_the_end, **options):
+                return real(*given, **options) if late and at[0] < 10 else os._exit(9)
+
+            class Step(TrainerCallback):
+                def on_step_end(self, args, state, control, at=at, **kwargs):
+                    at[0] = state.global_step
+
+            setattr(owner, name, die)
+            train_run(recipe(), VANILLA, **arguments, callbacks=[Step()])
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, f"{stage}: not reached"
+        assert TrainResult.load(folder) is None, stage
+    result = train_run(recipe(), VANILLA, **arguments)
+    assert same_losses(result, whole) and result.interruptions == 4
+    assert result.validation_loss == pytest.approx(whole.validation_loss, abs=1e-6)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
+    assert {path.name for path in result.model.iterdir()} == {path.name for path in whole.model.iterdir()}
 
 
 def test_a_finished_run_is_not_repeated(recipe, data, folder) -> None:

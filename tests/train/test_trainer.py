@@ -26,6 +26,7 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, prepare
 from fathom.feed_forward.dense import Dense
 from fathom.models.registry import REGISTRIES
+from fathom.tasks.causal_lm import CausalLM
 from fathom.train import MethodConfig, TrainResult, model_config, sweep_lr, train_run
 from fathom.train.metrics import read_metrics
 from fathom.train.order import ShuffledBlocks
@@ -438,7 +439,9 @@ def test_report_to_wandb_has_a_run_for_each_run(recipe, data, folder, monkeypatc
     monkeypatch.setattr("fathom.train.trainer.check_trackers", lambda names: None)
     tracked = recipe(report_to=("wandb",), eval_every=5)
     train_run(tracked, VANILLA, seed=0, folder=folder, data=data)
-    begun = {"project": "tiny", "name": "vanilla seed 0 lr 0.003", "dir": folder.name}
+    name = f"vanilla seed 0 lr 0.003 ({folder.name})"
+    begun = {"project": "tiny", "name": name, "dir": folder.name}
+    assert tracking.place(Path("runs/tiny/vanilla/sweep/lr-0.01"), "tiny") == "vanilla/sweep/lr-0.01"
     assert package.calls == [begun, "finish"]
     losses = [line["train/loss"] for line in package.logged if "train/loss" in line]
     history = [line["loss"] for line in read_metrics(folder) if "loss" in line]
@@ -621,3 +624,10 @@ def test_results_of_runs_before_there_were_tasks_are_read(recipe, data, folder) 
         (folder / name).write_text(json.dumps(values))
     assert TrainResult.load(folder) == result
     assert train_run(recipe(), VANILLA, seed=0, folder=folder, data=data) == result
+
+
+def test_scores_of_a_diverged_model_are_none_and_its_run_is_saved(recipe, data, folder, monkeypatch) -> None:
+    monkeypatch.setattr(CausalLM, "score", lambda *arguments: {"bits_per_byte": float("nan"), "other": float("inf")})
+    result = train_run(recipe(), MethodConfig("vanilla"), seed=0, folder=folder, data=data)
+    assert result.scores == {"bits_per_byte": None, "other": None}
+    assert TrainResult.load(folder) == result

@@ -94,7 +94,7 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     train: datasets.Dataset | StreamingBlocks | MixedBlocks
     if isinstance(config.train, dict):
         blocks = {
-            name: _blocks(source, tokenizer, config, config.max_tokens, cache) for name, source in sources.items()
+            name: text_blocks(source, tokenizer, config, config.max_tokens, cache) for name, source in sources.items()
         }
         weights = {name: source.weight or 1.0 for name, source in config.train.items()}  # given, when there is a config
         caps = {name: source.max_epochs for name, source in config.train.items()}
@@ -104,11 +104,11 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
     elif config.streaming:
         train = StreamingBlocks(first, tokenizer, config)
     else:
-        train = _blocks(first, tokenizer, config, config.max_tokens, cache)
+        train = text_blocks(first, tokenizer, config, config.max_tokens, cache)
     notes: tuple[str, ...] = ()
     if config.atoms:
         notes = _atoms_notes(sources, tokenizer, tokenizer_of(dataclasses.replace(config, atoms=())))
-    held = [_blocks(source, tokenizer, config, config.max_validation_tokens, cache) for source in held_out.values()]
+    held = [text_blocks(source, tokenizer, config, config.max_validation_tokens, cache) for source in held_out.values()]
     parts = tuple(
         HeldOut(name, len(blocks), *target_tokens(blocks, token_byte_lengths(tokenizer)))
         for name, blocks in zip(held_out, held, strict=True)
@@ -179,9 +179,10 @@ def make_tokenizer(
     return tokenizer
 
 
-def _blocks(
+def text_blocks(
     source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig, max_tokens: int | None, cache: Path
 ) -> datasets.Dataset:
+    """Blocks of running text, made once: cut from the documents one behind the other."""
     options = [config.block_size, config.document_mask, config.keep_remainder, max_tokens]
     folder = cache / f"blocks-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
 

@@ -154,6 +154,8 @@ class FathomBartForConditionalGeneration(EncoderModel, BartForConditionalGenerat
         super().__init__(config)
         self.model = FathomBartModel(config)
         self.post_init()
+        # FSDP wraps these; stock BART's decoder would have it look for the encoder layers of stock BART, too
+        self._no_split_modules = ["FathomBartEncoderLayer", "BartDecoderLayer"]
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
         """Write the model as a stock BART checkpoint. Raises ValueError unless its encoder is "full"."""

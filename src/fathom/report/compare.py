@@ -20,11 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from fathom.data import PreparedData
 from fathom.data.prepared import named_held_out
+from fathom.report.downstream import has_downstream, summary
 from fathom.report.measure import measure
 from fathom.report.page import write_report
 from fathom.report.plan import Planned, plan
 from fathom.report.processes import devices_of, run_jobs, workers
-from fathom.report.results import Results, Run, Trial
+from fathom.report.results import Results, Run, Trial, tables
 from fathom.train import (
     LearningRateSweep,
     MethodConfig,
@@ -63,6 +64,8 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     check_extras(recipe.training)
     for method in recipe.methods:  # a wrong option is found before the text is tokenised
         model_config(recipe, method)
+    if recipe.downstream is not None:
+        recipe.downstream.load()
     task = recipe.task
     data = task.prepare(recipe.data, output / ".data")
     for note in data.notes:
@@ -143,6 +146,7 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
         raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")
     remarks = [f"{run.folder}: {remark}" for run in results.runs for remark in task.remarks(run.scores)]
     results = replace(results, failures=failures, notes=[*results.notes, *dict.fromkeys(remarks)])
+    results = replace(results, downstream={t.budget: summary(t) for t in tables(results) if has_downstream(t)})
     results.save(folder / "results.json")
     write_report(results, folder)
     return results

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fathom.data import PreparedData
+from fathom.evaluate.downstream import Downstream
 from fathom.inspect import StepMap, offered
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
@@ -22,6 +23,7 @@ from fathom.train.trainer import MODEL
 from fathom.writing import whole
 
 MEASURED = "measured.json"
+DOWNSTREAM = "downstream.json"
 PROVENANCE = "provenance.json"  # versions, commit and device that the run began with
 PICTURE_TOKENS = 16_384
 
@@ -48,7 +50,27 @@ def measure(
         began_with = json.loads((where / PROVENANCE).read_text(encoding="utf-8"))
         run = _describe(planned, result, recipe, data, began_with)
         _write(where / MEASURED, with_scores(dataclasses.asdict(run)))
+    if recipe.downstream is not None:
+        run = dataclasses.replace(run, downstream=_downstream(recipe.downstream, planned, result, recipe, data))
     return dataclasses.replace(run, budget=planned.budget, residual_percent=planned.residual_percent)
+
+
+def _downstream(
+    asked: Downstream, planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData
+) -> dict[str, dict[str, Any]]:
+    """The run's downstream accuracies, in a file of their own: a finished run may be asked other tasks later."""
+    path, digest = result.folder / DOWNSTREAM, asked.digest()
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        kept = {"digest": None}
+    if kept["digest"] != digest:
+        made: Any = recipe.task.class_of(model_config(recipe, planned.method, data.tokenizer))
+        model = made.from_pretrained(result.model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        found = asked.measure(model, data.tokenizer)
+        kept = {"digest": digest, "scores": {name: dataclasses.asdict(score) for name, score in found.items()}}
+        _write(path, kept)
+    return kept["scores"]
 
 
 def _describe(

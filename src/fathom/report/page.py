@@ -12,6 +12,7 @@ import jinja2
 
 from fathom.inspect import PICTURES
 from fathom.models.registry import ENCODER_PLAIN, SECTIONS, resolve_section
+from fathom.report.downstream import has_downstream, summary
 from fathom.report.pictures import save_picture, shown
 from fathom.report.plots import draw, embed
 from fathom.report.results import UNCALLABLE_PERCENT, Results, Row, Run, Table, tables
@@ -166,6 +167,7 @@ def write_report(results: Results, folder: Path) -> Path:
             "table": table,
             "columns": (columns := _columns(table, results.scores)),
             "rows": [(row, [column.cell(row, table) for column in columns]) for row in table.rows],
+            "downstream": summary(table) if has_downstream(table) else None,
             "plots": _embed(draw(table, looks, results.reference, folder / "plots")),
         }
         for table in found

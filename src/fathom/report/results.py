@@ -64,6 +64,7 @@ class Run:
     busy: float | None = None
     again: int = 0  # above 0: the same run trained again, for the spread of retraining
     held_out: dict[str, Any] = field(default_factory=dict)  # fathom.evaluate.held_out.Pieces of the headline score
+    downstream: dict[str, dict[str, Any]] = field(default_factory=dict)  # fathom.evaluate.downstream.Accuracy, by task
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Run:
@@ -119,6 +120,7 @@ class Results:
     failures: list[str] = field(default_factory=list)  # runs that did not finish, and why
     trials: list[Trial] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    downstream: dict[str, dict[str, Any]] = field(default_factory=dict)  # by budget: fathom.report.downstream.summary
 
     @property
     def task_class(self) -> type[Task]:

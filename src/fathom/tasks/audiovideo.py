@@ -146,11 +146,6 @@ class AudioVideo(Task):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    @property
-    def section(self) -> dict[str, Any]:
-        drawn = {name: getattr(self, name) for name in DRAWN}
-        return {**super().section, **{name: value and list(value) for name, value in drawn.items()}}
-
     @classmethod
     def model_fields(cls) -> list[str]:
         return list(fields())

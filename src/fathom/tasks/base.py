@@ -117,6 +117,7 @@ class Task:
     alternates: ClassVar[bool] = False  # whether parts of a model take no part in some training steps
     shards: ClassVar[bool] = True  # whether all that it computes goes through the model's forward, which FSDP needs
     adds_tokens: ClassVar[bool] = False  # whether its models have tokens that a tokenizer need not have
+    asked_by_lm_eval: ClassVar[bool] = False  # whether its models answer lm_eval's questions
     numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
@@ -145,8 +146,9 @@ class Task:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The task as a recipe writes it: its name and every option."""
-        return {"name": self.name, **dataclasses.asdict(self)}
+        """The task as a recipe writes it: its name and every option, lists as lists."""
+        options = dataclasses.asdict(self)
+        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
 
     @property
     def model_class(self) -> type[PreTrainedModel]:

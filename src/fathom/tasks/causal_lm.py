@@ -35,6 +35,7 @@ SAMPLE_TOP_K = 40
 class CausalLM(Task):
     """Blocks of `data.block_size` tokens of a text; every token but the first of a block is a target."""
 
+    asked_by_lm_eval = True
     summary = "Predict the next token of a text, in packed blocks."
     scores = (
         Score(

@@ -95,6 +95,7 @@ class MaskedDiffusion(Task):
     prompt_field: str | None = None
     answer_field: str | None = None
 
+    asked_by_lm_eval = True
     summary = "Predict hidden tokens from all others of the row: masked diffusion."
     scores = (
         Score(

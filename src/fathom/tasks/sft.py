@@ -26,10 +26,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fathom.cost import forward_flops_per_token
-from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths, train_bpe
+from fathom.data import EMBEDDED, DataConfig, PreparedData, Source, token_byte_lengths, train_bpe
 from fathom.data.instructions import balanced
+from fathom.data.mixing import MixedBlocks
 from fathom.data.packing import IGNORED, Example, pack_examples, target_tokens, write_blocks
-from fathom.data.prepared import build_once, cache_key, make_tokenizer
+from fathom.data.prepared import build_once, cache_key, make_tokenizer, named_texts, require_disjoint, text_blocks
 from fathom.data.templates import HEADINGS, INPUT, TEMPLATES, takes_tools
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.configuration import FathomConfig
@@ -79,6 +80,8 @@ class SFT(Task):
     balance: a temperature: types of n rows are drawn in proportion to n^balance, in as many rows; null: as they are.
     type_field: which says the type of a row, for `balance`.
     questions: held-out rows, from the first on, whose last answer is asked for exact match.
+    text: names of those sources of `data.train` that are running text, learnt whole, so that it is not forgotten; the
+        sources' weights are shares of blocks, and a block of text has more targets than one of answers.
     """
 
     prompt_field: str = "prompt"
@@ -94,7 +97,10 @@ class SFT(Task):
     balance: float | None = None
     type_field: str = "type"
     questions: int = 256
+    text: tuple[str, ...] = ()
 
+    mixes = True
+    asked_by_lm_eval = True
     summary = "Answer prompts: rows of prompt and answer, or of messages, with the loss on answers."
     scores = (
         Score(
@@ -126,21 +132,62 @@ class SFT(Task):
         check_choice("task sft", "template", self.template, ("auto", *TEMPLATES))
         if self.balance is not None:
             check_number("task sft", "balance", self.balance, 0, 1)
+        if not isinstance(self.text, list | tuple):
+            raise ValueError(f"task sft: text={self.text!r}: must be a list of names of data.train")
+        object.__setattr__(self, "text", tuple(self.text))
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
         self.refuse_text(data)
+        if isinstance(data.validation, dict):
+            raise ValueError(
+                f"data.validation={sorted(data.validation)!r}: task 'sft' is scored on one data set of rows; name it"
+            )
+        sources = data.train if isinstance(data.train, dict) else {}
+        named = set(sources)
+        if set(self.text) - named:
+            raise ValueError(
+                f"task.text={list(self.text)!r}: {min(set(self.text) - named)!r} is no source of data.train; name "
+                "sources there, {rows: {text: rows.jsonl}, prose: {text: prose.txt}}"
+            )
+        if named and named == set(self.text):
+            raise ValueError(f"task.text={list(self.text)!r}: every source is running text; use task 'causal_lm'")
+        for name in named - set(self.text):
+            if sources[name].text == EMBEDDED:
+                raise ValueError(f"data.train.{name}.text={EMBEDDED!r} is running text; add {name!r} to task.text")
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> Dialogues:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
-        train, held_out = self.sources(data)
-        tokenizer = make_tokenizer(
-            data, lambda: self._texts(train), lambda: cache_key(train.content_hash(), *self._fields()), cache
-        )
+        sources, held_out = self._sources(data)
+
+        def texts() -> Iterator[str]:
+            for name, source in sources.items():
+                yield from source.documents() if name in self.text else self._texts(source)
+
+        def key() -> str:
+            return cache_key(*(source.content_hash() for source in sources.values()), *self._fields())
+
+        tokenizer = make_tokenizer(data, texts, key, cache)
         notes = [self._set_template(tokenizer)]
-        blocks, counts = self._blocks(train, tokenizer, data.block_size, cache, self.train_on_inputs, data.seed)
-        notes += _cut(train, counts, data.block_size)
+        blocks: dict[str, datasets.Dataset] = {}
+        rows_a_block: dict[str, float] = {}
+        for name, source in sources.items():
+            if name in self.text:
+                as_rows = dataclasses.replace(data, document_mask=self.packing, keep_remainder=True)  # the same columns
+                blocks[name] = text_blocks(source, tokenizer, as_rows, None, cache)
+                continue
+            inputs = self.train_on_inputs
+            blocks[name], counts = self._blocks(source, tokenizer, data.block_size, cache, inputs, data.seed)
+            notes += _cut(source, counts, data.block_size)
+            rows_a_block[name] = counts["kept"] / len(blocks[name])
+        train: Any = next(iter(blocks.values()))
+        shares = dict.fromkeys(blocks, 1.0)
+        if isinstance(data.train, dict):
+            weights = {name: source.weight or 1.0 for name, source in data.train.items()}
+            shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+            train = MixedBlocks(blocks, weights, data.seed, sum(map(len, blocks.values())))
+            train.caps = {name: source.max_epochs for name, source in data.train.items()}
         found: dict[str, Any] = {"validation": None, "validation_targets": 0, "validation_bytes": 0}
         if held_out is not None:
             validation, held = self._blocks(held_out, tokenizer, data.block_size, cache, False)
@@ -160,9 +207,25 @@ class SFT(Task):
                 "questions": tuple(questions),
                 "lengths": dict(collections.Counter(len(row.tokens) for row in rows)),
             }
-        return Dialogues(
-            blocks, tokenizer=tokenizer, notes=tuple(notes), examples_per_sequence=counts["kept"] / len(blocks), **found
-        )
+        rows_a_sequence = sum(shares[name] * rows for name, rows in rows_a_block.items())
+        return Dialogues(train, tokenizer=tokenizer, notes=tuple(notes), examples_per_sequence=rows_a_sequence, **found)
+
+    def _sources(self, data: DataConfig) -> tuple[dict[str, Source], Source | None]:
+        """Training sources by name, and the held-out rows."""
+        if isinstance(data.train, str):
+            train, held_out = self.sources(data)
+            return {"train": train}, held_out
+        sources = {
+            name: Source(text, data.train_split, "text", where, data.max_documents)
+            for name, text, where in named_texts(data)
+        }
+        if data.validation is None:
+            return sources, None
+        assert isinstance(data.validation, str)
+        held_out = Source(data.validation, data.validation_split, "text", "data.validation")
+        for source in sources.values():
+            require_disjoint(source, held_out)
+        return sources, held_out
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         assert isinstance(data, Dialogues)
@@ -176,7 +239,9 @@ class SFT(Task):
 
     def reference(self, data: PreparedData, sequences: int) -> float:
         assert data.validation is not None
-        seen = torch.cat([block["labels"][1:] for block in islice(data.train, sequences)])
+        known = list(data.train.sources) if isinstance(data.train, MixedBlocks) else []
+        rows = (block for block in data.train if not known or known[block["domains"]] not in self.text)
+        seen = torch.cat([block["labels"][1:] for block in islice(rows, sequences)])
         targets = torch.cat([block["labels"][1:] for block in data.validation])
         return unigram(data, seen[seen >= 0], targets[targets >= 0])
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from fathom.data import DataConfig, PreparedData, add_atoms, check_vocabulary, load_tokenizer
+from fathom.evaluate.downstream import Downstream
 from fathom.models.checkpoints.stock import config_from_stock
 from fathom.models.configuration import FathomConfig
 from fathom.models.local_paths import refuse_absent
@@ -241,6 +242,7 @@ class Recipe:
         seeds: of initialisation and data order.
         retrain: how often `fathom compare` trains the first method's first seed again, the very same run. No difference
             that is smaller than what its score moves by is called. On a CPU it does not move.
+        downstream: lm_eval tasks that `fathom compare` scores every trained model on.
         license: of the trained models, by the hub's name for it ("apache-2.0"), for their cards. None: none is stated.
     """
 
@@ -253,11 +255,17 @@ class Recipe:
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[Budget, ...] = field(default_factory=lambda: (Budget("tokens"),))
     retrain: int = 0
+    downstream: Downstream | None = None
     license: str | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")
         _require(self.retrain >= 0, "retrain", self.retrain, "not be negative")
+        if self.downstream is not None and not self.task.asked_by_lm_eval:
+            named = ", ".join(sorted(name for name, task in tasks().items() if task.asked_by_lm_eval))
+            raise ValueError(
+                f"downstream: lm_eval cannot ask models of task {self.task.name!r}, but of {named}; leave it out"
+            )
         if self.license is not None:
             rule = "be one of the hub's names, such as 'apache-2.0', or 'other'"
             _require(bool(re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license)), "license", self.license, rule)

@@ -26,6 +26,14 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ImportError(f"training.report_to={list(names)!r} needs {name}: pip install 'fathom-lm[{name}]'")
 
 
+def place(folder: Path, recipe: str) -> str:
+    """Where a run lies below its recipe's folder: what tells trials, budgets and numbers of layers apart in a tracker,
+    which would draw runs of one name as one."""
+    parts = folder.resolve().parts
+    below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts[:-1] else parts[-1:]
+    return "/".join(below)
+
+
 @contextlib.contextmanager
 def tracking(names: Sequence[str], folder: Path, saves: bool) -> Iterator[list[TrainerCallback]]:
     """Callbacks for a run's Trainer. The tracker's run ends with the block: the next one must not go on in it.

@@ -32,6 +32,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -45,17 +46,18 @@ from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
-from fathom.tasks import DEFAULT, Task
+from fathom.tasks import DEFAULT, Task, tasks
 from fathom.tasks.base import scores_read, with_scores
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics, read_metrics
 from fathom.train.muon import MuonAndAdamW, matrices_of_blocks
 from fathom.train.order import ShuffledBlocks, reseeded
+from fathom.train.other_layout import layout_of, layout_of_run, read_moments, read_weights
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
 from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
-from fathom.train.tracking import check_trackers, tracking
+from fathom.train.tracking import check_trackers, place, tracking
 from fathom.writing import naming, write_json
 
 MODEL = "model"
@@ -160,6 +162,8 @@ class FathomTrainer(Trainer):
         super().__init__(data_collator=task.collate, **kwargs)
         self.task, self.metrics, self.muon = task, metrics, muon
         self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
+        if self.is_fsdp_enabled:
+            _leave_shared_tables_together(self.model)  # type: ignore[arg-type]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -216,6 +220,34 @@ class FathomTrainer(Trainer):
         assert loss is not None  # there are labels
         return loss * share.to(loss.device), logits, labels
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights of a checkpoint that other processes may have shared otherwise (other_layout.py)."""
+        if self._is_of_this_layout(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            read_weights(Path(resume_from_checkpoint), self.model)  # type: ignore[arg-type]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._is_of_this_layout(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        read_moments(Path(checkpoint), self.model, self.optimizer)  # type: ignore[arg-type]
+        schedule: Any = self.lr_scheduler
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _is_of_this_layout(self, checkpoint: str) -> bool:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        return layout_of(Path(checkpoint)) == layout_of_run(plugin)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Each process's random numbers where as many go on as there were; else others, of the seed, step and rank."""
+        if checkpoint is not None:
+            stored = len(list(Path(checkpoint).glob("rng_state*.pth")))
+            if stored != self.args.world_size:
+                set_seed((self.args.seed + 1_000_003 * self.state.global_step + self.args.process_index) % 2**32)
+                return
+        super()._load_rng_state(checkpoint)
+
 
 def train_run(
     recipe: Recipe,
@@ -258,7 +290,7 @@ def train_run(
     check_extras(training)
     arguments = _arguments(
         training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates,
-        names={"project": recipe.name, "run_name": f"{method.name} seed {seed} lr {lr:g}"},
+        project=recipe.name, run_name=f"{method.name} seed {seed} lr {lr:g} ({place(folder, recipe.name)})",
     )  # fmt: skip
     if training.compile == "graphs" and arguments.world_size > 1:
         raise ValueError(
@@ -360,6 +392,16 @@ def train_run(
     return result
 
 
+def _leave_shared_tables_together(model: nn.Module) -> None:
+    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and
+    decoder of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
+    table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+    holders = sum(getattr(module, "weight", None) is table for module in model.modules())
+    if table is not None and holders > 2:  # itself and a tied head
+        model.get_input_embeddings = lambda: None  # type: ignore[assignment]
+        model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+
+
 def processes() -> int:
     """How many processes train this model together, as torchrun and accelerate launch say it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -395,7 +437,7 @@ def _single_lr(recipe: Recipe, method: MethodConfig) -> float:
 
 def _arguments(
     training: Training, share: int, folder: Path, lr: float, seed: int, steps: int, evaluate: bool, alternates: bool,
-    names: dict[str, Any],
+    project: str, run_name: str,
 ) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
@@ -446,7 +488,8 @@ def _arguments(
         remove_unused_columns=False,
         report_to="none",  # tracking.py adds them, each with an end
         disable_tqdm=True,
-        **names,
+        project=project,
+        run_name=run_name,
         **checkpointing,
     )
     if arguments.n_gpu > 1:  # the Trainer would fall back to DataParallel
@@ -466,7 +509,7 @@ def _identity(
     steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """What decides the trained weights; and the number of processes, which decides their last digits."""
+    """What decides the trained weights; and the number of processes that began, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     if method.weights is not None:
@@ -489,27 +532,21 @@ def _identity(
 def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
     """Write run.json, or raise ValueError if the folder holds another run that has trained.
 
-    The number of processes decides nothing but rounding. So a finished run is one whatever it was; one that goes on
-    must have as many as before, for a checkpoint holds the random numbers of each.
+    The number of processes decides nothing but rounding and which random numbers are drawn: a run may go on with
+    another.
     """
     path = folder / "run.json"
     if path.exists() and has_trained(folder):
         stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
-        if "processes" not in stored:  # of a time when every process had a batch of its own
-            batch = [stored[key] for key in ("training.sequences", "training.gradient_accumulation", "data.block_size")]
-            stored["processes"] = stored["tokens_per_step"] // math.prod(batch)
         stored.setdefault("task.name", DEFAULT)
         for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
             stored.setdefault(key, value)
-        if (folder / RESULT).exists():
-            stored["processes"] = wanted["processes"]
+        task = tasks()[stored["task.name"]]
+        for option in dataclasses.fields(task):  # an option that came later was at its default
+            if option.default is not dataclasses.MISSING:
+                stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
+        stored["processes"] = wanted["processes"]
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
-        if "processes" in changed:
-            before, now = stored["processes"], wanted["processes"]
-            raise ValueError(
-                f"{folder} was begun by {before} process{'es' * (before > 1)} and cannot go on with {now}: start "
-                f"{before} again (torchrun --nproc-per-node {before}), or delete the folder to begin anew"
-            )
         if changed:
             key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise ValueError(
@@ -726,7 +763,7 @@ def _report(
         parameters=parameters,
         train_loss=logged[-1]["loss"],
         validation_loss=loss,
-        scores=task.score(data, loss, folder / MODEL),
+        scores={name: _finite(value) for name, value in task.score(data, loss, folder / MODEL).items()},
         tokens_per_second=statistics.median(speeds),
         seconds=logged[-1]["seconds"],
         peak_memory_bytes=max(memory, default=None),
@@ -736,6 +773,10 @@ def _report(
         notes=list(data.notes),
         history=tuple(history),
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
