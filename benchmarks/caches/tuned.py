@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fathom.caches import METHODS, FreqKV, cache_shape, compress
-from fathom.caches.quality import perplexity
+from fathom.evaluate.cache_quality import perplexity
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.cross_entropy import linear_cross_entropy
 from fathom.report.provenance import provenance
