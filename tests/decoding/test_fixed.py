@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
 from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
@@ -96,14 +96,7 @@ def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> N
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        Full(),
-        SnapKV(budget=16, n_recent=4),
-        PyramidKV(budget=16, n_recent=4, beta=4),
-        KIVI(group=8, residual=16),
-    ],
-    ids=lambda method: method.name,
+    "method", [Full(), SnapKV(budget=16, n_recent=4), KIVI(group=8, residual=16)], ids=lambda method: method.name
 )
 def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double) -> None:
     model = tiny_model(max_position_embeddings=256)
@@ -121,19 +114,16 @@ def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double
         assert double.recordings == 2  # rows of two lengths lie in two caches, of two places
 
 
-@pytest.mark.parametrize(("budget", "start", "recordings"), [(16, 5, 1), (16, 16, 1), (16, 40, 1), (150, 5, 2)])
-def test_freqkv_is_compressed_between_replays_of_one_recording(
-    budget: int, start: int, recordings: int, double: Double
-) -> None:
-    model = tiny_model(max_position_embeddings=256)
-    new = 160 if budget > 100 else 30
-    with compress(model, FreqKV(budget=budget, n_sink=2, n_recent=1)):
-        ours, stock = (generated(model, {"input_ids": tokens(2, start)}, fast, max_new_tokens=new) for fast in (1, 0))
+@pytest.mark.parametrize("start", [5, 16, 40])
+def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, double: Double) -> None:
+    model = tiny_model(max_position_embeddings=128)
+    with compress(model, FreqKV(budget=16, n_sink=2, n_recent=1)):
+        ours, stock = (generated(model, {"input_ids": tokens(2, start)}, fast, max_new_tokens=30) for fast in (1, 0))
         same(ours, stock)
-        assert double.recordings == recordings
+        assert double.recordings == 1
         for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
             (mine,), (theirs,) = mine.states, theirs.states
-            assert mine.seen == theirs.seen == start + new - 1 and mine.stored == theirs.stored <= budget
+            assert mine.seen == theirs.seen == start + 29 and mine.stored == theirs.stored <= 16
             assert_close(mine.key, theirs.key)
             assert_close(mine.value, theirs.value)
 
@@ -146,23 +136,13 @@ def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:
     step(tokens(1, 1))
     step(tokens(1, 1, seed=2))
     held = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
-    held += [
-        step.token.data_ptr(),
-        step.position.data_ptr(),
-        step.slots[0].place.data_ptr(),
-        step.slots[0].visible.data_ptr(),
-    ]
+    held += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
     logits = step(tokens(1, 1, seed=3)).data_ptr()
     for seed in range(4, 9):
         assert step(tokens(1, 1, seed=seed)).data_ptr() == logits
     again = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
-    again += [
-        step.token.data_ptr(),
-        step.position.data_ptr(),
-        step.slots[0].place.data_ptr(),
-        step.slots[0].visible.data_ptr(),
-    ]
-    assert held == again and step.recorded == 1 and int(step.slots[0].place) == 14
+    again += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
+    assert held == again and step.recorded == 1 and int(step.place) == 14
 
 
 def test_what_cannot_be_recorded_runs_kernel_by_kernel(

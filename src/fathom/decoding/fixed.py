@@ -97,8 +97,8 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return f"a {type(cache).__name__} may move"
     elif len(cache.compressed_layers()) < len(cache.layers):
         return "layers beside the compressed ones have a cache that moves"
-    elif appending(cache) and cache.groups.pads != [0]:
-        return "rows hold different numbers of tokens, so that a new one has no common place"
+    elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
+        return "rows or layers hold different numbers of tokens, so that a new one has no common place"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
     if model_kwargs.get("position_ids") is None or model_kwargs["position_ids"].ndim != 2:
@@ -106,85 +106,75 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     return unrecordable(model)
 
 
-class Slots:
-    """What layers that hold `length` tokens share: where the next one goes, `place` [1], and which slots count,
-    `visible` [B,1,1,room]. states: of a compressed cache; none: all layers of a full one.
+class FixedStep:
+    """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
+
+    recorded: how often the step has been recorded so far.
     """
 
-    def __init__(self, place: Tensor, visible: Tensor, length: int, states: list[Any]):
-        self.place, self.visible, self.length, self.states = place, visible, length, states
-        self.most: int | None = states[0].most if states else None  # slots, where tokens are dropped between two steps
+    def __init__(self, model: Any, cache: Any, length: int, model_kwargs: dict[str, Any], recorder: Recorder):
+        self.model, self.cache, self.recorder, self.length = model, cache, recorder, length
+        device, positions = model.device, model_kwargs["position_ids"]
+        kept = {"attention_mask", "position_ids", CACHE_NAME}
+        self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
+        self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
+        self.states = [] if self.full else appending(cache)
+        if self.states:
+            self.length = length = self.states[0].stored
+        self.replay: Any = None
+        self.before: Any = None  # addresses of a compressed cache before the last step
+        self.warm = False
+        self.position = (positions[:, -1:].to(device) + 1).clone()
+        self.place = torch.full((1,), length, device=device)
+        self.logits: Tensor | None = None
+        mask = model_kwargs.get("attention_mask")
+        rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        if self.grows:
+            self.visible = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
+            self.visible[:, 0, 0] = True if mask is None or self.states else mask.to(device).bool()
+            self.grow()
+
+    @property
+    def grows(self) -> bool:
+        """Whether every step stores a token in a slot of its own."""
+        return self.full or bool(self.states)
 
     @property
     def room(self) -> int:
         return self.visible.shape[3]
 
+    @property
+    def most(self) -> int | None:
+        """Slots of a state that drops tokens between two steps."""
+        return self.states[0].most if self.states else None
+
     def grow(self) -> None:
-        """Room for more tokens."""
+        """Room for more tokens, one layer after the other: other addresses, so the step is recorded anew."""
         room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
         visible = self.visible.new_zeros(*self.visible.shape[:3], room)
         visible[..., : self.length] = self.visible[..., : self.length]
-        self.visible = visible
+        self.visible, self.replay = visible, None
         for state in self.states:
             state.fix(self.place, visible, self.length)
+        for number, layer in enumerate(self.cache.layers if self.full else ()):
+            self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
+            layer.keys = layer.values = None
 
     def compress(self) -> None:
-        """Room in the same buffers: a recording stays as it is."""
+        """Room in the same buffers, where the states drop tokens between two steps: the recording stays as it is."""
         for state in self.states:
             self.length = state.make_room()
         self.visible[..., self.length :] = False
         self.place.fill_(self.length)
 
-
-class FixedStep:
-    """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
-
-    recorded: how often the step has been recorded so far.
-    slots: of layers to which every step adds a token, by how many they hold (PyramidKV's differ).
-    """
-
-    def __init__(self, model: Any, cache: Any, length: int, model_kwargs: dict[str, Any], recorder: Recorder):
-        self.model, self.cache, self.recorder = model, cache, recorder
-        device, positions = model.device, model_kwargs["position_ids"]
-        kept = {"attention_mask", "position_ids", CACHE_NAME}
-        self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
-        self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
-        self.replay: Any = None
-        self.before: Any = None  # addresses of a compressed cache before the last step
-        self.warm = False
-        self.position = (positions[:, -1:].to(device) + 1).clone()
-        self.logits: Tensor | None = None
-        mask = model_kwargs.get("attention_mask")
-        rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
-        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        held: dict[int, list[Any]] = {length: []} if self.full else {}
-        for state in [] if self.full else appending(cache):
-            held.setdefault(state.stored, []).append(state)
-        self.slots = []
-        for count, states in held.items():
-            visible = torch.ones(rows, 1, 1, count, dtype=torch.bool, device=device)
-            if self.full and mask is not None:
-                visible[:, 0, 0] = mask.to(device).bool()
-            self.slots.append(Slots(torch.full((1,), count, device=device), visible, count, states))
-        self.grow()
-
-    def grow(self) -> None:
-        """Room for more tokens in all layers, one after the other: other addresses, so the step is recorded anew."""
-        self.replay = None
-        for slots in self.slots:
-            slots.grow()
-        for number, layer in enumerate(self.cache.layers if self.full else ()):
-            slots = self.slots[0]
-            self.cache.layers[number] = FixedLayer(layer, slots.place, slots.length, slots.room)
-            layer.keys = layer.values = None
-
     def run(self) -> None:
         """The step itself: what is recorded."""
         inputs = self.inputs
-        for slots in self.slots:
-            slots.visible.index_fill_(3, slots.place, True)
+        if self.grows:
+            self.visible.index_fill_(3, self.place, True)
         if self.full:
-            inputs = {**inputs, "attention_mask": self.slots[0].visible}
+            inputs = {**inputs, "attention_mask": self.visible}
         with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
             output = self.model(
                 input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
@@ -193,19 +183,16 @@ class FixedStep:
             self.logits = torch.empty_like(output.logits[:, -1])
         self.logits.copy_(output.logits[:, -1])
         self.position.add_(1)
-        for slots in self.slots:
-            slots.place.add_(1)
+        self.place.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
-        for slots in self.slots:
-            if slots.length == slots.most:
-                slots.compress()
-        if any(slots.length == slots.room for slots in self.slots):
+        if self.grows and self.length == self.most:
+            self.compress()
+        elif self.grows and self.length == self.room:
             self.grow()
-            logger.info("a cache has grown to %d tokens: the step is recorded again", self.slots[0].room)
-        for slots in self.slots:
-            slots.length += 1
+            logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
         self.token.copy_(token)
+        self.length += 1
         if self.replay is None and self.may_record():
             self.replay = self.record()
         if self.replay is None:
@@ -222,7 +209,7 @@ class FixedStep:
         """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
         if self.given_up or not self.warm:
             return False
-        if self.slots:
+        if self.grows:
             return True
         before, self.before = self.before, self.cache.addresses()
         return self.before == before
@@ -245,14 +232,12 @@ class FixedStep:
 
     def finish(self) -> Any:
         """The cache as other calls know it, without the room behind the text."""
-        for slots in self.slots:
-            for state in slots.states:
-                state.release(slots.length)
+        for state in self.states:
+            state.release(self.length)
         if self.full:
-            length = self.slots[0].length
             for number, layer in enumerate(self.cache.layers):
                 grown = GrowingLayer()
                 grown.device, grown.is_initialized = layer.device, True
-                grown.keys, grown.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+                grown.keys, grown.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
                 self.cache.layers[number] = grown
         return self.cache
