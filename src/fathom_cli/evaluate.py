@@ -340,7 +340,7 @@ def _long(
         found = evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
     if "position" in given:
         edges = [0, *sorted(set(counts))]
-        rows = nats_by_position(model, encode(documents, tokenizer), edges)
+        rows = nats_by_position(model, encode(documents, tokenizer), edges)  # type: ignore[arg-type]
         found["position"] = {"edges": edges, "nats": [sum(column) / len(rows) for column in zip(*rows)], "rows": rows}
     settings = {
         "checkpoint": checkpoint,

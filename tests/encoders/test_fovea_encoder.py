@@ -252,6 +252,13 @@ def test_full_is_the_stock_model_and_saves_as_it(kind, tmp_path):
     assert again.config.model_type == "longt5" and torch.equal(again(**given).logits, stock(**given).logits)
 
 
+def test_a_new_model_may_begin_with_small_embeddings():
+    fields = {key: value for key, value in stock_longt5()[1].config.to_dict().items() if key != "model_type"}
+    for given, wanted in ((None, 1.0), (0.1, 0.1)):
+        new = FathomLongT5ForConditionalGeneration(FathomLongT5Config(**fields, encoder="fovea", embedding_std=given))
+        assert new.shared.weight.std().item() == pytest.approx(wanted, rel=0.1)
+
+
 def test_parameters_are_longt5s_without_the_global_ones():
     for kind, more in (("transient-global", 8 * 3 + 2 * 24), ("local", 0)):
         counts = [sum(p.numel() for p in m.parameters()) for m in (stock_longt5(kind)[1], model(kind))]
@@ -312,6 +319,7 @@ def test_recomputed_layers_have_the_same_gradients():
         ({"stop_level": 0}, "stop_level=0: must be an integer of at least 1"),
         ({"boundary": "mirror"}, "boundary='mirror'"),
         ({"pool": "max"}, "pool='max'"),
+        ({"steps": "three"}, "steps='three'"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):
@@ -319,5 +327,7 @@ def test_what_cannot_be_is_refused(options, said):
         FathomLongT5Config(encoder={"name": "fovea", **options})
     with pytest.raises(ValueError, match="encoder='fourier' runs on decoder or bart, and this is longt5"):
         FathomLongT5Config(encoder="fourier")
+    with pytest.raises(ValueError, match="relative_attention_max_distance=16: must exceed half of"):
+        FathomLongT5Config(relative_attention_max_distance=16)
     with pytest.raises(ValueError, match="output_attentions=True with encoder='fovea'"):
         model()(**batch(9), output_attentions=True)

@@ -79,6 +79,16 @@ class EncoderSection:
         return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
 
 
+def _check_buckets(config: Any) -> None:
+    """Refuse distances that T5's rule has no bucket for: its logarithm would divide by zero."""
+    buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    if 2 * farthest <= buckets:
+        raise ValueError(
+            f"relative_attention_max_distance={farthest}: must exceed half of "
+            f"relative_attention_num_buckets={buckets}, as near distances have a bucket each"
+        )
+
+
 def _decoder_layer(width: int, inner: int, weights: float, target: float, memory: float, keys: float) -> float:
     """FLOPs of one decoder layer: self-attention, cross-attention over `memory` positions, feed-forward network."""
     linear = 2 * target * (6 * width * inner + weights) + 2 * memory * 2 * width * inner
@@ -131,6 +141,10 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
     encoder: Any = None
     embedding_std: float | None = None
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        _check_buckets(self)
+
     @property
     def inner(self) -> int:
         """Width of all heads."""
@@ -182,6 +196,10 @@ class FathomT5Config(EncoderSection, T5Config):
     relations: Any = None
     source: Any = None
     embedding_std: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        _check_buckets(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

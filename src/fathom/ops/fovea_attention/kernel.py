@@ -40,7 +40,7 @@ def means(
     wide = torch.promote_types(x.dtype, torch.float32)
     for level in range(1, levels):
         first, second = halves(x, level, size)
-        count = sum(halves(count, level, size))
+        count = torch.add(*halves(count, level, size))
         x = first.to(wide) + second
         if pool == "pairwise":
             one = (first[..., 0, 0] == 0) != (second[..., 0, 0] == 0)
