@@ -186,7 +186,7 @@ def test_options_of_a_grown_model_may_change_where_its_tensors_do_not(name, tmp_
         FathomForCausalLM.from_pretrained(tmp_path, feed_forward={"name": "moe", "experts": 6})
 
 
-@pytest.mark.parametrize("name", ["small", "ways", "cpu"])
+@pytest.mark.parametrize("name", ["small", "ways", "cpu", "ways_cpu"])
 def test_shipped_recipes_fit(name):
     loaded = load_growths(Path(__file__).parents[2] / f"recipes/growth_{name}.yaml")
     base = Unit("base", "train", FathomConfig(**loaded.base["model"]))
