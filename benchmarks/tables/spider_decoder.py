@@ -5,9 +5,10 @@
 
 SMOLLM2: a folder of a causal model of transformers. text2sql: the folder that has spider/train_spider.jsonl.xz,
 spider/dev.jsonl.xz and spider/tables.json.xz. The model learns `database | query` after the question and the schema,
-then answers the dev set greedily, freely and under PICARD. Tables start from zero, so that both models begin as one;
-they learn from the same batches in turn. Scores are exact set match, and execution: the right query's rows on five
-databases filled with made-up rows, as the real ones are not at hand. --score puts them into OUT, question by question.
+then answers the dev set greedily: freely, with the database's name given, and so under PICARD. Tables start from zero,
+so that both models begin as one; they learn from the same batches in turn. Scores are exact set match, and execution:
+the right query's rows on five databases filled with made-up rows, as the real ones are not at hand. --score puts them
+into OUT, question by question.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import lzma
 import math
@@ -32,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 from fathom.tables.other_hosts import relate
 from fathom.tables.picard import Picard
 from fathom.tables.questions import Databases, Question, verdict
-from fathom.tables.source import Source, answer_text, query_of
+from fathom.tables.source import Source, answer_text, begun, query_of
 from fathom.tables.suites import FilledDatabase
 
 FILLED = 5  # databases that a query must be right on
@@ -65,17 +67,16 @@ def encoded(asked: list[Question], tokenizer: Any, databases: Databases, tokens:
     return found
 
 
-def batch(rows: list[Any], options: Any, pad: int, answers: bool, device: str) -> dict[str, torch.Tensor]:
-    """Prompts, padded on the left, and their answers where they are learned, padded on the right."""
-    prompts, said = max(len(made.input_ids) for made, _ in rows), max(len(answer) for _, answer in rows) * answers
+def batch(rows: list[Any], options: Any, pad: int, device: str) -> dict[str, torch.Tensor]:
+    """Prompts, padded on the left, and what of their answers is there, padded on the right."""
+    prompts, said = max(len(made.input_ids) for made, _ in rows), max(len(answer) for _, answer in rows)
     size = prompts + said
     ids, mask = torch.full((len(rows), size), pad), torch.zeros(len(rows), size, dtype=torch.long)
     labels, relations = torch.full((len(rows), size), -100), torch.zeros(len(rows), size, size, dtype=torch.uint8)
     for row, (made, answer) in enumerate(rows):
-        first, stop = prompts - len(made.input_ids), prompts + len(answer) * answers
+        first, stop = prompts - len(made.input_ids), prompts + len(answer)
         ids[row, first:prompts], mask[row, first:stop] = torch.tensor(made.input_ids), 1
-        if answers:
-            ids[row, prompts:stop] = labels[row, prompts:stop] = torch.tensor(answer)
+        ids[row, prompts:stop] = labels[row, prompts:stop] = torch.tensor(answer, dtype=torch.long)
         if options is not None:
             relations[row, first:prompts, first:prompts] = torch.from_numpy(made.relation_ids(options))
     found = {"ids": ids, "mask": mask, "labels": labels, "relations": relations}
@@ -110,7 +111,7 @@ class Learner:
         return found
 
     def step(self, rows: list[Any], pad: int, rate: float) -> torch.Tensor:
-        given = batch(rows, self.options, pad, True, self.device)
+        given = batch(rows, self.options, pad, self.device)
         with self.reading(given):
             hidden = self.model.model(input_ids=given["ids"], attention_mask=given["mask"]).last_hidden_state
             targets = given["labels"][:, 1:]
@@ -127,31 +128,33 @@ class Learner:
     @torch.no_grad()
     def answers(
         self, rows: list[Any], asked: list[Question], databases: Databases, tokenizer: Any, pad: int, width: int,
-        picard: bool,
+        named: bool, picard: bool,
     ) -> tuple[list[str], dict[str, float]]:  # fmt: skip
-        """Queries that the model writes, and what PICARD did."""
+        """Queries that the model writes, and what PICARD did. named: an answer begins with its database's name."""
         self.model.eval()
         said, counts, began = [""] * len(rows), collections.Counter(), time.time()
-        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number][0].input_ids))
-        for start in range(0, len(rows), width):
-            chosen = by_length[start : start + width]
-            given = batch([rows[number] for number in chosen], self.options, pad, False, self.device)
-            names = [databases.schema(asked[number].database).name for number in chosen]
-            prompt, processors = given["ids"].shape[1], []
-            if picard:
-                schemas = {databases.schema(name).name: databases.schema(name) for name in names}
-                processors = [AfterPrompt(Picard().processor(tokenizer, schemas, names), prompt)]
-            with self.reading(given):
-                out = self.model.generate(
-                    given["ids"], attention_mask=given["mask"], max_new_tokens=128, do_sample=False,
-                    logits_processor=processors, pad_token_id=pad,
-                )  # fmt: skip
-            texts = tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)
-            for number, text, name in zip(chosen, texts, names, strict=True):
-                said[number] = query_of(text, name)
-            for one in processors:
-                done = {name: getattr(one.processor, name) for name in ("checked", "rejected", "dead_ends", "cut_off")}
-                counts.update(done)
+        names = [databases.schema(question.database).name for question in asked]
+        first = [begun(tokenizer, name) if named else [] for name in names]
+        order = sorted(range(len(rows)), key=lambda number: (len(first[number]), len(rows[number][0].input_ids)))
+        for _, group in itertools.groupby(order, key=lambda number: len(first[number])):
+            some = list(group)
+            for chosen in (some[start : start + width] for start in range(0, len(some), width)):
+                given = batch([(rows[n][0], first[n]) for n in chosen], self.options, pad, self.device)
+                prompt, processors = given["ids"].shape[1] - len(first[chosen[0]]), []
+                if picard:
+                    schemas = {names[n]: databases.schema(asked[n].database) for n in chosen}
+                    one = Picard().processor(tokenizer, schemas, [names[n] for n in chosen])
+                    processors = [AfterPrompt(one, prompt)]
+                with self.reading(given):
+                    out = self.model.generate(
+                        given["ids"], attention_mask=given["mask"], max_new_tokens=128, do_sample=False,
+                        logits_processor=processors, pad_token_id=pad,
+                    )  # fmt: skip
+                texts = tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)
+                for number, text in zip(chosen, texts, strict=True):
+                    said[number] = query_of(text, names[number])
+                if picard:
+                    counts.update({k: getattr(one, k) for k in ("checked", "rejected", "dead_ends", "cut_off")})
         return said, {**counts, "seconds": round(time.time() - began, 1)}
 
 
@@ -199,7 +202,11 @@ def score(found: dict[str, Any], asked: list[Question], databases: Databases) ->
             }
 
 
-PAIRS = (("rasat", "none"), ("none picard", "none"), ("rasat picard", "rasat"), ("rasat picard", "none picard"))
+HOW = {"": (False, False), " named": (True, False), " picard": (True, True)}  # name given, PICARD
+PAIRS = (
+    ("rasat", "none"), ("rasat named", "none named"), ("rasat picard", "none picard"), ("none picard", "none named"),
+    ("rasat picard", "rasat named"),
+)  # fmt: skip
 
 
 def gaps(answers: dict[str, Any], draws: int = 2000) -> list[dict[str, Any]]:
@@ -274,19 +281,21 @@ def main() -> None:
                 each = (time.time() - timed) / (step - TIMED // 2)
                 steps = min(args.steps, step + max(1, int((args.fit_until - time.time()) / each)))
             if step % 25 == 0 or step == steps:
+                if device == "cuda":
+                    torch.cuda.empty_cache()  # batches of many lengths leave pieces that fit none: 69 GB in one run
                 found["losses"].append([step, *losses, round(time.time() - began, 1)])
                 found["steps"] = step
                 print(*found["losses"][-1], flush=True)
                 keep()
         rows = encoded(asked, tokenizer, databases, args.tokens)
-        for picard in (False, True):
+        for how, (named, picard) in HOW.items():
             for learner in learners:
                 if time.time() > args.until:
                     return
-                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, 4 * args.batch, picard)
-                found["answers"][learner.name + picard * " picard"] = {"said": said, **counts}
+                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, 4 * args.batch, named, picard)
+                found["answers"][learner.name + how] = {"said": said, **counts}
                 exact = [verdict(query, one, databases).exact for query, one in zip(said, asked, strict=True)]
-                print(learner.name, picard, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
+                print(learner.name + how, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
                 keep()
 
 
