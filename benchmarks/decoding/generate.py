@@ -351,8 +351,8 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
         budgeted = [kind(budget=budget) for kind in (StreamingLLM, SnapKV, WeightedKV)]
         for batch, length, cases in (
             (1, short, (Full(), tree)),
-            (1, long, (None, Full(), tree, budgeted[0], KIVI())),
-            (8, long, (tree, None, Full(), *budgeted, KIVI())),
+            (1, long, (None, Full(), tree, budgeted[0], KIVI(), FreqKV(budget=budget))),
+            (8, long, (tree, None, Full(), *budgeted, KIVI(), FreqKV(budget=budget))),
         ):
             for method in cases:
                 which = "stock" if method is None else "graphs"
