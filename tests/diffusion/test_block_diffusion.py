@@ -227,8 +227,9 @@ def test_saved_loaded_and_refused(tmp_path):
             tested.generate(ids(1, 3), **{**given, **options})
     with pytest.raises(ValueError, match="block_length=0: must be at least 1"):
         model(0)
-    with pytest.raises(ValueError, match="padding on the right alone"):
-        tested(ids(1, 6), clean_ids=ids(1, 6), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]))
+    for mask in ([0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]):
+        with pytest.raises(ValueError, match="padding on the right alone"):
+            tested(ids(1, 6), clean_ids=ids(1, 6), attention_mask=torch.tensor([mask]))
     with pytest.raises(ValueError, match="t_granularity='block' with diffusion='masked'"):
         MaskedDiffusion(t_granularity="block").completed({"vocab_size": 97}, None)
     with pytest.raises(ValueError, match="only a vanilla model is a stock llama"):
