@@ -128,6 +128,15 @@ def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, doubl
             assert_close(mine.value, theirs.value)
 
 
+@pytest.mark.parametrize("method", [Full(), FreqKV(budget=16, n_sink=2)], ids=lambda method: method.name)
+def test_dropout_of_a_model_in_training_is_that_of_steps_kernel_by_kernel(method: Any, double: Double) -> None:
+    model = tiny_model(attention_dropout=0.5).train()
+    with compress(model, method):
+        batch = {"input_ids": tokens(1, 12)}
+        same(*(generated(model, batch, fast, max_new_tokens=6) for fast in (True, False)))
+    assert not double.recordings
+
+
 def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:
     model = tiny_model()
     out = model(tokens(1, 6), use_cache=True)

@@ -165,16 +165,16 @@ def test_samples_are_those_of_the_blocks_one_after_the_other(prompt, policy, mon
 
 
 def test_rows_of_a_batch_are_rows_alone():
-    """Padding on the left of whole blocks; other lengths are refused."""
-    tested, prompts = model(family="qwen2"), ids(2, 7)
-    mask = torch.ones_like(prompts)
-    mask[1, :3] = 0
+    """Padding on the left of whole blocks, in whichever row; other lengths are refused."""
+    tested, prompts = model(family="qwen2"), ids(3, 7)
     options = {"max_new_tokens": 6, "block_length": 3, "steps": 4, "temperature": 1.0}
-    out = tested.generate(prompts, mask, seed=[5, 6], **options)
-    for row, start in ((0, 0), (1, 3)):
-        alone = tested.generate(prompts[row : row + 1, start:], seed=[5 + row], **options)
-        assert torch.equal(out[row, start:], alone[0])
-    mask[1, 3] = 0
+    for starts in ((0, 3, 6), (6, 0, 3)):
+        mask = (torch.arange(7) >= torch.tensor(starts)[:, None]).long()
+        out = tested.generate(prompts, mask, seed=[5, 6, 7], **options)
+        for row, start in enumerate(starts):
+            alone = tested.generate(prompts[row : row + 1, start:], seed=[5 + row], **options)
+            assert torch.equal(out[row, start:], alone[0])
+    mask[1, 0] = 0
     with pytest.raises(ValueError, match=r"inputs: rows end at \[0, 1\] tokens of a block of 3"):
         tested.generate(prompts, mask, **options)
 
@@ -227,8 +227,9 @@ def test_saved_loaded_and_refused(tmp_path):
             tested.generate(ids(1, 3), **{**given, **options})
     with pytest.raises(ValueError, match="block_length=0: must be at least 1"):
         model(0)
-    with pytest.raises(ValueError, match="padding on the right alone"):
-        tested(ids(1, 6), clean_ids=ids(1, 6), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]))
+    for mask in ([0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]):
+        with pytest.raises(ValueError, match="padding on the right alone"):
+            tested(ids(1, 6), clean_ids=ids(1, 6), attention_mask=torch.tensor([mask]))
     with pytest.raises(ValueError, match="t_granularity='block' with diffusion='masked'"):
         MaskedDiffusion(t_granularity="block").completed({"vocab_size": 97}, None)
     with pytest.raises(ValueError, match="only a vanilla model is a stock llama"):

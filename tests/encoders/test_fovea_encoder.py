@@ -10,8 +10,8 @@ from seq2seq_models import batch, stock_longt5
 from transformers import AutoModelForSeq2SeqLM, LongT5ForConditionalGeneration, T5Config, T5EncoderModel
 
 from fathom import FathomLongT5Config, FathomLongT5ForConditionalGeneration
-from fathom.ops.fovea_attention import fovea_attention, grow, levels_of, mean_nodes
-from fathom.ops.fovea_attention.nodes import chosen
+from fathom.ops.fovea_attention import fovea_attention, grow, levels_of, mean_nodes, reads
+from fathom.ops.fovea_attention.nodes import chosen, lie
 from tiny import assert_close
 
 KINDS = ["transient-global", "local"]
@@ -28,6 +28,17 @@ def numbers(*shape, seed=0):
 
 
 # ------------------------------------------------------------------ nodes
+
+
+def test_kept_lists_serve_training_after_inference():
+    """Lists of these options are made nowhere else: none is kept yet."""
+    with torch.inference_mode():
+        made = reads(
+            None, 44, torch.device("cpu"), block_len=4, wing_size=3, stop_level=7, boundary="fill", steps="two"
+        )
+        lain = lie(made, 11, 4, levels_of(11, 7))
+    assert lie(made, 11, 4, levels_of(11, 7)) is lain
+    assert not any(x.is_inference() for x in (made.level, made.start, made.own, *lain))
 
 
 def test_the_sheets_example():

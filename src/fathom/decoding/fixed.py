@@ -29,6 +29,7 @@ from fathom.ops.filled_attention import filled_attention
 logger = logging.getLogger("fathom.decoding")
 LOCK = threading.Lock()
 ALL = "full_attention"  # the type of a layer that sees the whole text
+DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention's weights, as configs name it
 FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
 
@@ -84,6 +85,7 @@ def appending(cache: Any) -> list[Any]:
 def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     """Why a step of this model cannot be recorded; "" where it can."""
     attention = model.config.get_text_config(decoder=True)._attn_implementation
+    dropout = any(getattr(model.config.get_text_config(decoder=True), name, 0) for name in DROPOUT)
     if type(cache) is DynamicCache:
         kinds = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "GrowingLayer"}
         if kinds:
@@ -99,6 +101,8 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return "layers beside the compressed ones have a cache that moves"
     elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
         return "rows or layers hold different numbers of tokens, so that a new one has no common place"
+    elif states and model.training and dropout:
+        return "attention drops weights in training, which a step over buffers with room does not"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
     if model_kwargs.get("position_ids") is None or model_kwargs["position_ids"].ndim != 2:

@@ -76,7 +76,7 @@ class ExactState(BlockState):
     def __init__(self, method: Any, passes: Passes):
         super().__init__(method, passes)
         self.size = passes.model.config.diffusion["block_length"]
-        self.pads = int((~passes.real[0]).sum())
+        self.pads = int((~passes.real).sum(1).min())  # of the longest row; the others have whole blocks more
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.visible = torch.zeros_like(passes.real)[:, None, None]
         self.kept: int | None = None  # columns before this one are final

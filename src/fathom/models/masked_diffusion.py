@@ -141,7 +141,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
             if position_ids is not None:
                 raise ValueError("position_ids with clean_ids: packed documents are not kept apart; use rows of one")
             attention_mask = torch.ones_like(clean)
-        elif attention_mask.shape != clean.shape or not bool(attention_mask[:, 0].all()):
+        elif attention_mask.shape != clean.shape or not right_padded(attention_mask):
             raise ValueError("attention_mask with clean_ids: must be [rows, tokens], with padding on the right alone")
         if position_ids is None:
             position_ids = torch.arange(length, device=clean.device).expand_as(clean)
@@ -161,3 +161,9 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
         return self.objective.generate(self, inputs, attention_mask, generation_config, **kwargs)
+
+
+def right_padded(attention_mask: Int[Tensor, "B T"]) -> bool:
+    """Whether every row begins with a token, and none follows padding."""
+    real = attention_mask.bool()
+    return bool((real[:, 0] & (real[:, 1:] <= real[:, :-1]).all(1)).all())

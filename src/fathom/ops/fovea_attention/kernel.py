@@ -11,7 +11,6 @@ the others one number a side. Scores and sums are in fp32. Gradients of the mean
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fathom.ops.fovea_attention.nodes import Reads, levels_of
+from fathom.ops.fovea_attention.nodes import Reads, levels_of, lie
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
@@ -72,20 +71,6 @@ def halves(x: Tensor, level: int, size: int) -> tuple[Tensor, Tensor]:
         return x[:, ::2], x[:, 1::2]
     shift = 2 ** (level - 1) // size
     return x[:, :-shift], x[:, shift:]
-
-
-@functools.lru_cache(maxsize=8)
-def lie(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
-    """The first row among `means` and the stride of every node, and of every list the own place and the length."""
-    steps, offset = [], 0
-    for level in range(levels):
-        span, unit = 2**level, min(2**level, size)
-        steps.append([offset, size // unit, span // unit])
-        offset += (blocks * size - span) // unit + 1
-    table = torch.tensor(steps, device=reads.level.device)[reads.level.clamp(min=0)]
-    places = torch.stack((table[..., 0] + reads.start * table[..., 1], table[..., 2]), dim=-1)
-    ends = torch.stack((reads.own, (reads.level >= 0).sum(-1)), dim=-1)
-    return places.int(), ends.int()
 
 
 def fovea_attention(

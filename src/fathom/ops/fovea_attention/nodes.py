@@ -141,6 +141,21 @@ def reads(
     return Reads(level, start, middle, real)
 
 
+@functools.lru_cache(maxsize=8)
+def lie(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
+    """The first row of a node among the kernels' means and its stride; of every list the own place and the length."""
+    steps, offset = [], 0
+    for level in range(levels):
+        span, unit = 2**level, min(2**level, size)
+        steps.append([offset, size // unit, span // unit])
+        offset += (blocks * size - span) // unit + 1
+    with torch.inference_mode(False):  # kept, and training may come after inference
+        table = torch.tensor(steps, device=reads.level.device)[reads.level.clamp(min=0)]
+        places = torch.stack((table[..., 0] + reads.start * table[..., 1], table[..., 2]), dim=-1)
+        ends = torch.stack((reads.own, (reads.level >= 0).sum(-1)), dim=-1)
+        return places.int(), ends.int()
+
+
 def mean_nodes(blocks: int, wing_size: int, stop_level: int, boundary: str, steps: str = "gradual") -> float:
     """Nodes that a block reads, the mean over blocks."""
     return sum(map(len, chosen(blocks, wing_size, stop_level, boundary, steps))) / blocks
