@@ -49,6 +49,13 @@ def rows() -> list[dict[str, Any]]:
     return [claims.written(claim) for claim in yaml.safe_load(claims.SOURCE.read_text(encoding="utf-8"))]
 
 
+def test_the_list_of_results_names_every_page_once():
+    listed = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", (ROOT / "docs/results/README.md").read_text(), re.M)
+    assert len(set(listed)) == len(listed)
+    pages = {path.name for path in (ROOT / "docs/results").glob("*.md")} - {"README.md"}
+    assert {page.partition("#")[0] for page in listed} == pages
+
+
 def test_page_readme_and_picture_are_what_the_raw_files_say(rows: list[dict[str, Any]]) -> None:
     readme = claims.README.read_text(encoding="utf-8")
     assert claims.PAGE.read_text(encoding="utf-8") == claims.page(rows), "run python docs/site/claims.py"

@@ -328,6 +328,8 @@ def _long(
         raise ValueError(f"--long={names!r}: names no task")
     if "position" in given and cache is not None:
         raise ValueError(f"--long position with --cache {cache}: it reads a text in one forward; leave out --cache")
+    if not tasks and (samples, seed, chunk, batch_size) != (40, 0, 512, 8):
+        raise ValueError("--long position: leave out --samples, --seed, --chunk and --batch-size")
     counts = [_tokens(part) for part in lengths.split(",")]
     method = None if cache is None else parse_method(cache, budget, option)
     documents = list(Source(EMBEDDED, argument="data.validation").documents() if text is None else read_documents(text))
@@ -336,12 +338,12 @@ def _long(
         logging.disable_progress_bar()
     model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
     found: dict = {}
-    if tasks:
-        found = evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
-    if "position" in given:
+    if "position" in given:  # first: it is the one to refuse a text, before the tasks have taken their time
         edges = [0, *sorted(set(counts))]
         rows = nats_by_position(model, encode(documents, tokenizer), edges)  # type: ignore[arg-type]
         found["position"] = {"edges": edges, "nats": [sum(column) / len(rows) for column in zip(*rows)], "rows": rows}
+    if tasks:
+        found |= evaluate_long(model, tokenizer, tasks, counts, filler, method, samples, seed, batch_size, chunk)
     settings = {
         "checkpoint": checkpoint,
         "text": EMBEDDED if text is None else str(text),

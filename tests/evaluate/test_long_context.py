@@ -238,6 +238,8 @@ def test_refusals_are_one_line(tokenizer):
     masked = SimpleNamespace(config=SimpleNamespace(diffusion={"name": "masked"}))
     with pytest.raises(ValueError, match="not implemented for diffusion models"):
         evaluate_long(masked, tokenizer, ["vt"], [1024], TEXT)
+    with pytest.raises(ValueError, match="nats by position are of causal models"):
+        nats_by_position(masked, [[3] * 9], [0, 4, 8])
 
 
 def test_command(tmp_path, monkeypatch, capsys):
@@ -253,6 +255,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert code == 0 and "over 1 documents" in out and "100 to      199" in out
     for wrong, message in (
         (["--long", "position", "--cache", "treekv", "--budget", "64"], "leave out --cache"),
+        (["--long", "position", "--samples", "2"], "leave out --samples, --seed, --chunk and --batch-size"),
         (["--long", "vt", "--lengths", "1x"], "--lengths: '1x' is no number of tokens"),
         (["--long", "vt", "--budget", "4"], "--budget and --option go with --cache NAME"),
         (["--long", "vt", "--tasks", "piqa"], "give either --tasks NAME,NAME or --long NAME,NAME"),

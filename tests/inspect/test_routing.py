@@ -49,7 +49,8 @@ def test_the_command_shows_it(tmp_path, monkeypatch, capsys):
     layers = [[0.5, 0.25, 0.25, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5, 0.0, 0.0]]  # expert by expert, as a run says them
     line = {"expert_load": layers, "load_max_over_mean": [3.0, 3.0], "domain_information": [0.1, 0.2]}
     lines = [{"step": 5, **line}, {"step": 5, "validation_loss": 1.0}, {"step": 10, **line}]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    half = '{"step": 15, "domain_load": {"sea": 1.0}'  # of a process that was killed
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + half)
     (tmp_path / "text.txt").write_text(TEXT[:400])
     given = ("inspect", folder, "--text", tmp_path / "text.txt")
     code, out, _ = run_cli(monkeypatch, capsys, *given, "-o", tmp_path / "out")

@@ -161,6 +161,10 @@ def test_a_folder_of_another_run_is_refused(recipe, data, folder) -> None:
         train_run(recipe(weight_decay=0.2), VANILLA, seed=1, folder=folder, data=data)
     # what does not change the weights may change
     train_run(recipe(save_every=5, keep=2, log_every=5), VANILLA, seed=1, folder=folder, data=data)
+    said = (folder / "run.json").read_text().replace('"name": "causal_lm"', '"name": "of_my_own"')
+    (folder / "run.json").write_text(said)  # a task that is not registered here
+    with pytest.raises(ValueError, match=r"holds another run: its task\.name is 'of_my_own', now 'causal_lm'"):
+        train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
 
 
 def test_a_run_that_failed_before_training_does_not_claim_its_folder(recipe, data, folder) -> None:

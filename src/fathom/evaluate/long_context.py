@@ -409,8 +409,11 @@ def nats_by_position(
     than the last edge, a mean over `windows` windows spread over it.
 
     Raises:
-        ValueError: no document is long enough, or the windows are beyond the model's learned positions.
+        ValueError: a diffusion model, whose outputs are of the tokens that it reads and not of the next ones; no
+            document is long enough, or the windows are beyond the model's learned positions.
     """
+    if is_diffusion(model):
+        raise ValueError(f"{type(model).__name__}: nats by position are of causal models; use --text")
     length, rows = edges[-1], []
     _check_positions(model, length, 0)
     for ids in documents:

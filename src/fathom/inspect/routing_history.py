@@ -106,5 +106,12 @@ def lines_of(config: Any) -> list[dict[str, Any]]:
     file = Path(folder).resolve().parent / "metrics.jsonl"
     if not folder or not file.is_file():
         return []
-    lines = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}"))
-    return [line for line in lines if "expert_load" in line]
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # a killed process wrote half of it
+            break
+        if "expert_load" in line:
+            lines.append(line)
+    return lines

@@ -541,8 +541,8 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
         stored.setdefault("task.name", DEFAULT)
         for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
             stored.setdefault(key, value)
-        task = tasks()[stored["task.name"]]
-        for option in dataclasses.fields(task):  # an option that came later was at its default
+        task = tasks().get(stored["task.name"])  # None: one of somebody's own, not registered here
+        for option in () if task is None else dataclasses.fields(task):  # one that came later was at its default
             if option.default is not dataclasses.MISSING:
                 stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
         stored["processes"] = wanted["processes"]
