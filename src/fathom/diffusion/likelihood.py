@@ -44,7 +44,7 @@ def bound(
     answer: tokens that are scored; the others are always seen.
     samples: K, forward passes a row. The error is that of K independent draws, which spreading them makes smaller; NaN
         for one draw of an answer of several tokens.
-    seed: with it and the row's tokens the draws are fixed, whatever the batch.
+    seed: with it and the row's tokens, its padding among them, the draws are fixed, whatever the other rows are.
     """
     if samples < 1:
         raise ValueError(f"samples={samples}: must be at least 1")
