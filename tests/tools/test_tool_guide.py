@@ -46,10 +46,10 @@ def test_the_tools_of_the_page(tmp_path):
     assert list(tools) == ["celsius", "calculator"] and tools["celsius"].call({"fahrenheit": 212}) == "100.0"
 
 
-def test_the_task_of_the_page():
-    (source,) = fences("yaml")
-    task = Task.from_yaml(yaml.safe_load(source)["task"], "task")
-    assert (task.template, task.balance, task.tight) == ("alpaca", 0.5, True)
+def test_the_tasks_of_the_page():
+    rows, mixed = (Task.from_yaml(yaml.safe_load(source)["task"], "task") for source in fences("yaml"))
+    assert (rows.template, rows.balance, rows.tight) == ("alpaca", 0.5, True)
+    assert list(mixed.text) == ["prose"]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class SlotLayout:
         stages: slots a token.
         valid: which keys belong to real tokens; None: all.
         key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
-        visibility: which slot sees which, by their indices among the keys.
+        visibility: which slot sees which, by their indices among the keys; None: causal.
         tokens: how many start in the new slots; a ragged cache counts them.
     """
 
@@ -71,7 +71,7 @@ class SlotLayout:
     stages: int
     valid: Bool[Tensor, "B keys"] | None = None
     key_bias: Float[Tensor, "B keys"] | None = None
-    visibility: Visibility = CAUSAL
+    visibility: Visibility | None = None
     tokens: int = 0
 
     @property
@@ -112,7 +112,8 @@ class SlotLayout:
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
         """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
         slot order; a dense tensor or a `KeyBias` where slots have a bias or another visibility."""
-        if self.key_bias is None and self.visibility.is_causal:
+        sees = CAUSAL if self.visibility is None else self.visibility
+        if self.key_bias is None and sees.is_causal:
             seen: Any = None if cache is None else SlotView(cache)
             return hf_versions.visible_mask(config, slots, self.valid, seen, self.slot_ids if packed else None)
         rows, queries, _ = slots.shape
@@ -127,7 +128,7 @@ class SlotLayout:
         flash = "flash" in backend
         hidden = bias if self.valid is None else torch.where(self.valid, bias, MASKED)
         large = slots.is_cuda and queries >= FLEX_FROM and backend != "eager" and not config.attention_dropout
-        plain = self.visibility.is_causal and documents is None
+        plain = sees.is_causal and documents is None
         # FlexAttention adds up the gradient of a bias by one atomic addition a score: slow, and in no fixed order.
         if plain and large and backend == "sdpa" and queries == keys:
             return RangeBias(hidden, causal_ranges(rows, queries, slots.device))
@@ -140,9 +141,9 @@ class SlotLayout:
                 stacklevel=2,
             )
         if flash or large or backend == "flex_attention":
-            return FlexBias(hidden, block_mask(self.visibility, queries, keys, slots.device), documents)
+            return FlexBias(hidden, block_mask(sees, queries, keys, slots.device), documents)
         index = torch.arange(keys, device=slots.device)
-        visible = self.visibility(index[keys - queries :, None], index)[None]
+        visible = sees(index[keys - queries :, None], index)[None]
         if self.valid is not None:
             visible = visible & self.valid[:, None]
         if documents is not None:
