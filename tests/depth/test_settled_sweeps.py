@@ -163,6 +163,7 @@ def test_training_draws_two_or_three(name):
     assert FathomConfig(depth=name).depth["sweeps"] is None
 
 
+@pytest.mark.slow  # half a minute in the compiler
 def test_compiled_scoring_settles_as_eager():
     model, ids = make("ponderlm2", num_hidden_layers=1), tokens(2, 8)
     expected, sweeps, _ = swept(model, ids, use_cache=False)
