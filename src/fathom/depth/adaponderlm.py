@@ -169,7 +169,7 @@ class AdaPonderLM(DepthMethod):
 
     @classmethod
     def refuse_checkpoint(cls, stored, given) -> str | None:
-        """Of a PonderLM checkpoint: with open gates it must stay the function it was."""
+        """Why a PonderLM checkpoint cannot be read with these options: with open gates it must stay the function it was."""
         before, now = stored.depth, given.depth
         if before["name"] != "pondering":
             return None
@@ -288,7 +288,7 @@ class AdaPonderLM(DepthMethod):
 
     @classmethod
     def sums(cls, config, options, ran: tuple[float, ...]) -> Counts:
-        """Of tokens of which the share ran[i] runs pass i."""
+        """The counts a token, the mean over tokens of which the share ran[i] runs pass i."""
         d, v = config.hidden_size, config.vocab_size
         passes, gated = sum(ran), sum(ran[:-1]) if options.gates else 0
         thoughts = passes - 1

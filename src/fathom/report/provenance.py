@@ -21,7 +21,7 @@ def provenance(runs: int = 1) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can move a number."""
+    """The version of everything that can move a number."""
     packages = {name: metadata.version(name) for name in ("transformers", "accelerate", "tokenizers")}
     return {"fathom": fathom.__version__, "torch": torch.__version__, **packages, "python": platform.python_version()}
 

@@ -19,12 +19,13 @@ FOREVER = 2**30  # the last step at which a slot of such a segment is visible
 
 
 def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """Of the rule `append`: a slot stays visible from its step on."""
+    """The steps at which slots are visible under the rule `append`: from their own on."""
     return tuple((step, FOREVER) for step in range(steps))
 
 
 def replaced_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """Of the rule `replace`: a token's last slot stays visible, every other one at its own step only."""
+    """The steps at which slots are visible under the rule `replace`: a token's last slot from its step on, every other one
+    at its own step only."""
     return appended_segments(steps) + tuple((step, step) for step in range(steps - 1))
 
 

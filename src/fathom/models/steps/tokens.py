@@ -83,7 +83,7 @@ def going_on(
     rows: int,
     length: int,
 ) -> tuple[Bool[Tensor, " N"], Bool[Tensor, " B*T"], Int[Tensor, " B"]]:
-    """Of the entries of a step, those of `index` laid end to end or all tokens, and of all tokens, which go on; and how
+    """Which entries of a step go on (those of `index` laid end to end, or all tokens), which of all tokens do, and how
     many of each row."""
     some = (goes_on if live is None else goes_on & live).flatten()
     runs = some if index is None else some.new_zeros(rows * length).index_copy(0, index, some)

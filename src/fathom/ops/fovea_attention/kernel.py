@@ -66,7 +66,8 @@ def means_of_all(key: Float[Tensor, "B N h d"], value: Float[Tensor, "B N h d"],
 
 
 def halves(x: Tensor, level: int, size: int) -> tuple[Tensor, Tensor]:
-    """Of every vector of a level the two of the level below: there are half as many, or one a block as before."""
+    """The two vectors of the level below that each vector of a level is made of. A level has half as many as the one
+    below, or one a block as before."""
     if 2**level <= size:
         return x[:, ::2], x[:, 1::2]
     shift = 2 ** (level - 1) // size

@@ -67,8 +67,8 @@ def addresses(banks: list[list[Tensor]]) -> Int[Tensor, "tensors banks 5"] | Non
 def gather_slots(
     addresses: Int[Tensor, "tensors banks 5"], like: Float[Tensor, "_ G _ D"], index: Int[Tensor, "B m"]
 ) -> Float[Tensor, "tensors B G m D"]:
-    """Of each tensor at these addresses, all like the one given, the slots at these places (int64, contiguous, for each
-    row), where those of the first bank come first, then those of the next. The tensors must be there still."""
+    """The slots at these places (int64, contiguous, for each row) of each tensor at these addresses, all like the one
+    given. Places count the slots of the first bank, then those of the next. The tensors must be there still."""
     (rows, slots), words = index.shape, like.shape[3] * like.element_size() // WORD
     found = like.new_empty(len(addresses), rows, like.shape[1], slots, like.shape[3])
     with torch.cuda.device_of(index):
