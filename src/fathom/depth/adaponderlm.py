@@ -169,7 +169,7 @@ class AdaPonderLM(DepthMethod):
 
     @classmethod
     def refuse_checkpoint(cls, stored, given) -> str | None:
-        """Why a PonderLM checkpoint cannot be read with these options: with open gates it must stay the function it was."""
+        """Why a PonderLM checkpoint cannot be read so: with open gates it must stay the function it was."""
         before, now = stored.depth, given.depth
         if before["name"] != "pondering":
             return None

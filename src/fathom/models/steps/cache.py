@@ -24,8 +24,8 @@ def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
 
 
 def replaced_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """The steps at which slots are visible under the rule `replace`: a token's last slot from its step on, every other one
-    at its own step only."""
+    """The steps at which slots are visible under the rule `replace`: a token's last slot from its step on, every other
+    one at its own step only."""
     return appended_segments(steps) + tuple((step, step) for step in range(steps - 1))
 
 

@@ -97,8 +97,8 @@ def _sweep(acc, top, total, q, k, v, bias, begin, end, low, high, scale, k_n, v_
 
 @triton.jit
 def _ends(start, stop, first, count, KEYS: tl.constexpr):
-    """The first key that `count` queries from `first` on see, where all see from, where all see to, and the last key; the
-    first three in whole blocks. Ends do not fall from one query to the next."""
+    """The first key that `count` queries from `first` on see, where all see from, where all see to, and the last key;
+    the first three in whole blocks. Ends do not fall from one query to the next."""
     last = first + tl.maximum(count, 1) - 1
     begin = tl.load(start + first) // KEYS * KEYS
     full = tl.cdiv(tl.load(start + last), KEYS) * KEYS
