@@ -37,10 +37,7 @@ from fathom.writing import whole
 PLOTS = {
     "loss_tokens": "Training loss against tokens",
     "loss_flops": "Training loss against training FLOPs",
-    "pareto": (
-        "Quality against inference cost; bars: 95 % of the difference from the baseline over seeds and texts, and of "
-        f"retraining, with one seed at least {UNCALLABLE_PERCENT:g} %; dashed: the front of what is told apart"
-    ),
+    "pareto": "Quality against inference cost",
 }
 
 
@@ -183,6 +180,7 @@ def write_report(results: Results, folder: Path) -> Path:
         overall=overall(found, results.reference),
         sections=sections,
         captions=PLOTS,
+        least=f"{UNCALLABLE_PERCENT:g} %",
         looks=looks,
         number={method: i for i, method in enumerate(looks, start=1)},  # CSS classes
         methods=_methods(results.runs),
