@@ -23,9 +23,20 @@ import torch
 from torch import Tensor
 
 from fathom import FathomForCausalLM, FathomForMaskedDiffusion
+from fathom.diffusion import POLICIES, Fourier
 from fathom.diffusion.base import Policy, View
 from fathom.diffusion.passes import sampling_attention
 from fathom.diffusion.sampling import DiffusionGenerationConfig, Sampler
+
+# Orders of unmasking that the benchmarks compare: policies of a fixed number a step, and FourierSampler's ablations.
+ORDERS: dict[str, Any] = {
+    **{name: POLICIES[name]() for name in ("low_confidence", "random", "left_to_right", "margin", "entropy")},
+    "fourier": Fourier(),
+    "fourier_0.2": Fourier(rho=0.2),
+    "fourier_noise": Fourier(phi="noise"),
+    "fourier_low": Fourier(phi="low"),
+    "fourier_rho1": Fourier(rho=1.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)

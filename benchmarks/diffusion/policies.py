@@ -25,22 +25,17 @@ import torch
 from transformers import AutoTokenizer
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "recipes")]
-from forced import compared, forced, load, rows_of, summary
+from forced import ORDERS, compared, forced, load, rows_of, summary
 from make_diffusion_text import documents, equation, equations
 
 import caches
-from fathom.diffusion import POLICIES, DiffusionGenerationConfig, Fourier
+from fathom.diffusion import POLICIES, DiffusionGenerationConfig
 from fathom.evaluate.text import evaluate_text
 from fathom.latents.writers import entropy
 from fathom.writing import write_json
 
 WAYS: dict[str, Any] = {
-    **{name: POLICIES[name]() for name in ("low_confidence", "random", "left_to_right", "margin", "entropy")},
-    "fourier": Fourier(),
-    "fourier_0.2": Fourier(rho=0.2),
-    "fourier_noise": Fourier(phi="noise"),
-    "fourier_low": Fourier(phi="low"),
-    "fourier_rho1": Fourier(rho=1.0),
+    **ORDERS,
     "threshold": POLICIES["threshold"](),
 }
 

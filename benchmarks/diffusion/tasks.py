@@ -19,21 +19,16 @@ import torch
 from transformers import AutoTokenizer
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "recipes")]
-from forced import compared, load, summary
+from forced import ORDERS, compared, load, summary
 from long_context import changed
 from make_diffusion_tasks import DIGITS, KEYS, chain, depths, passkey
 
-from fathom.diffusion import POLICIES, Fourier, LongLLaDA
+from fathom.diffusion import POLICIES, LongLLaDA
 from fathom.diffusion.base import is_diffusion, own_blocks
 from fathom.writing import write_json
 
 WAYS: dict[str, Any] = {
-    **{name: POLICIES[name]() for name in ("low_confidence", "random", "left_to_right", "margin", "entropy")},
-    "fourier": Fourier(),
-    "fourier_0.2": Fourier(rho=0.2),
-    "fourier_noise": Fourier(phi="noise"),
-    "fourier_low": Fourier(phi="low"),
-    "fourier_rho1": Fourier(rho=1.0),
+    **ORDERS,
     "threshold_0.9": POLICIES["threshold"](threshold=0.9),
     "entropy_bounded_0.1": POLICIES["entropy_bounded"](bound=0.1),
 }
