@@ -33,6 +33,7 @@ Ratio = Annotated[str | None, typer.Option(help="Kept share of each side, such a
 
 
 def chosen(method: str, tokens: int | None, ratio: str | None, rescale: str | None = None) -> Any:
+    """The compressor of a command line: the method with the options that were given."""
     from fathom.vision import from_dict
 
     options = {"tokens": tokens, "ratio": ratio, "rescale": rescale}

@@ -91,7 +91,7 @@ def test_diffusion_options_on_an_autoregressive_checkpoint(tmp_path, monkeypatch
 
 
 def test_evaluate_prints_a_bound(folder, tmp_path, monkeypatch, capsys):
-    """Of a model that knows nothing it is log of the vocabulary without the mask token, for every draw."""
+    """A model that knows nothing has log of the vocabulary without the mask token, for every draw."""
     model, tokenizer = load_checkpoint(str(folder), "cpu")
     torch.nn.init.zeros_(model.lm_head.weight)
     score = evaluate_text(model, tokenizer, TEXT[:150], window=16, stride=8)

@@ -238,7 +238,7 @@ def test_the_bound_of_a_uniform_model_is_exact():
 
 
 def test_the_bound_is_the_any_order_value(monkeypatch):
-    """Of three tokens: the mean over all orders of the chain rule, each conditional by its own forward pass."""
+    """For three tokens, the mean over all orders of the chain rule, each conditional by its own forward pass."""
     tested, inputs = model().double(), ids(1, 5)
     answer = torch.tensor([[False, True, True, False, True]])
     places, total = [1, 2, 4], 0.0

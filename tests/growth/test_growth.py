@@ -95,7 +95,7 @@ def wide(base, tmp_path_factory):
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def logits(wide):
-    """Of the base, by dtype."""
+    """The base's, by dtype."""
     dtypes, ids = (torch.float64, torch.float32), tokens(2, 9)
     return {dtype: FathomForCausalLM.from_pretrained(wide, dtype=dtype).eval()(ids).logits for dtype in dtypes}
 

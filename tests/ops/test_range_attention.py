@@ -134,7 +134,7 @@ def test_rows_of_one_token_and_of_none():
 
 
 def biased(keys, seed=0):
-    """Of every size, the hidden (ops/biased_attention.py) and the large among them."""
+    """Biases of every size, the hidden (ops/biased_attention.py) and the large among them."""
     bias = -10 * torch.rand(keys, generator=torch.Generator().manual_seed(seed)).square()
     bias[::5], bias[1::11], bias[3::7] = 0, MASKED, 4
     return bias

@@ -216,7 +216,7 @@ metric_list: [{{metric: acc}}]
 
 
 def test_finished_runs_are_asked_downstream_tasks_and_not_trained_again(finished, monkeypatch):
-    """Of two choices the shorter is always likelier: right in every document of one task, in half of the other's."""
+    """The shorter of two choices is always likelier: right in every document of one task, in half of the other's."""
     pytest.importorskip("lm_eval", reason="lm_eval is the optional extra [eval]")
     folder, path, before, _ = finished
     tasks = folder / "tasks"

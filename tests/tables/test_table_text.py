@@ -51,7 +51,7 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of every family a stock checkpoint with its tokenizer."""
+    """A stock checkpoint of every family, with its tokenizer."""
     found = {}
     for family in ("t5", "bart", "llama"):
         found[family] = str(tmp_path_factory.mktemp(family))

@@ -22,7 +22,7 @@ VANILLA = MethodConfig("vanilla")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, tuple[Recipe, PreparedData, TrainResult]]:
-    """Of every task that is asked for a finished run."""
+    """A finished run of every task that is asked for."""
 
     class Runs(dict):
         def __missing__(self, task):

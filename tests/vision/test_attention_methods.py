@@ -27,7 +27,7 @@ def eager_tower(family_model):
 
 
 def keys_and_queries(tower, layer, states):
-    """Of every token, neither split into heads."""
+    """Those of every token, neither split into heads."""
     block = tower.get_submodule(next(name for name, _ in tower.named_modules() if name.endswith(f"layers.{layer}")))
     normed = block.layer_norm1(states)
     return block.self_attn.k_proj(normed), block.self_attn.q_proj(normed)

@@ -9,6 +9,7 @@ from fathom.report.results import Row, Table
 
 
 def has_downstream(table: Table) -> bool:
+    """Whether any run of the table was asked downstream tasks."""
     return any(run.downstream for row in table.rows for run in row.runs)
 
 

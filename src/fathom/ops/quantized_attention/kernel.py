@@ -208,6 +208,7 @@ def quantized_attention(
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
+    """The output for the newest token of codes whose lengths the host knows, in one launch."""
     held = [x.contiguous() for x in (query, *key_codes, *(value_codes or key_codes), key, value)]
     coded_values = 0 if value_codes is None else value_codes[0].shape[2]
     counts = query, key_codes[0].shape[2] * group, coded_values, key.shape[2]  # the first is not read
@@ -225,6 +226,7 @@ def ring_quantized_attention(
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
+    """The output for the newest token, whose number the device alone knows: a launch that a CUDA graph can hold."""
     held = [query.contiguous(), *key_codes, *value_codes, key, value]
     return _launched(held, (newest, 0, 0, 0), value_codes[0].shape[2], bits, group, scaling, residual=key.shape[2])
 

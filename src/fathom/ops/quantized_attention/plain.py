@@ -26,6 +26,7 @@ def quantized_attention(
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H m Dv"]:
+    """The reference: codes are rebuilt a few tokens at a time, and softmax runs over the blocks."""
     blocks = partial(rebuilt_blocks, key_codes, value_codes, value, bits, group)
     newest = key, value[:, :, value.shape[2] - key.shape[2] :]
     return blockwise_attention(query, blocks, newest, scaling)
