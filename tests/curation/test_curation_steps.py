@@ -226,6 +226,14 @@ def test_language():
         ({"classes": ("good",)}, "classes=.*must be given with classifier_model"),
         ({"max_perplexity": 50.0}, "perplexity_model=None: must be given with a bound"),
         ({"benchmark_ngram": 5}, "benchmark_ngram=5: must be at least benchmark_shortest=8"),
+        ({"benchmark_ngram": 9}, "benchmark_ngram=9: must be left out with benchmarks=None, without which nothing"),
+        ({"near_duplicates": False, "similarity": 0.9}, "similarity=0.9: must be left out with near_duplicates=False"),
+        (
+            {"language": None, "language_confidence": 0.9},
+            "language_confidence=0.9: must be left out with language=None",
+        ),
+        ({"min_score": 4.0}, "min_score=4.0: must be left out with judge_model=None"),
+        ({"model_characters": 100}, "model_characters=100: must be left out where no model is asked"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(options, said):
