@@ -66,8 +66,8 @@ class Match:
 def matches(digests: Sequence[bytes] | np.ndarray, band: Band | None, config: Curation) -> list[Match]:
     """What to drop of a set of documents, in their order: all of a group of duplicates but its first.
 
-    digests: 16 bytes each.   band: gives the columns of the signatures that a band compares, [documents, permutations of
-    a band]; None: equal texts alone. Near duplicates are joined in chains: A ~ B ~ C is one group.
+    digests: 16 bytes each.   band: gives the columns of the signatures that a band compares, [documents, columns].
+    Without one: equal texts alone. Near duplicates are joined in chains: A ~ B ~ C is one group.
     """
     first = _firsts(np.asarray(digests, dtype="V16"))
     found = {int(n): Match(int(n), int(first[n]), None) for n in np.flatnonzero(first != np.arange(len(first)))}
