@@ -67,6 +67,7 @@ def command(
     \b
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
+      fathom cost recipes/specialist.yaml
       fathom cost MODEL --hours 24 --tdp 700
       fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
       fathom cost MODEL --prompt 1024 --new-tokens 256
