@@ -240,8 +240,5 @@ class FixedStep:
             state.release(self.length)
         if self.full:
             for number, layer in enumerate(self.cache.layers):
-                grown = GrowingLayer()
-                grown.device, grown.is_initialized = layer.device, True
-                grown.keys, grown.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-                self.cache.layers[number] = grown
+                self.cache.layers[number] = GrowingLayer.over(layer.keys, layer.values, self.length)
         return self.cache
