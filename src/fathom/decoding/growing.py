@@ -13,12 +13,12 @@ LEAST = 64  # tokens of room that a grown layer has at least
 
 
 def bucket(tokens: int) -> int:
-    """Tokens that a cache of `tokens` tokens is given room for: an eighth more, in multiples of `LEAST`."""
+    """The number of tokens that a cache of `tokens` tokens gets room for: an eighth more, in multiples of `LEAST`."""
     return -(-(tokens + max(LEAST, tokens // 8)) // LEAST) * LEAST
 
 
 def with_room(held: Any, length: int, room: int) -> Tensor:
-    """The first `length` of the held tokens [B,G,n,D] in a buffer [B,G,room,D], and zeros behind them."""
+    """A buffer [B,G,room,D] with the first `length` of the held tokens [B,G,n,D], and zeros behind them."""
     new = held.new_zeros(*held.shape[:2], room, held.shape[3])  # a mask hides what is not filled, but not NaN
     new[:, :, :length] = held[:, :, :length]
     return new
@@ -27,8 +27,8 @@ def with_room(held: Any, length: int, room: int) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of storage for more than n tokens.
 
-    expected: tokens for which there is room at once.
-    most: tokens that will ever come, so that no room is made beyond them.
+    expected: tokens for which room is made at first.
+    most: the most tokens that will come; no room is made beyond them.
     """
 
     def __init__(self, expected: int = 0, most: int | None = None):
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def extended(self, held: Any, new: Tensor, length: int) -> Tensor:
-        """The held tokens and the new ones behind them, in place where there is room."""
+        """The held tokens followed by the new ones, written in place if there is room."""
         total = length + new.shape[2]
         if length and self.has_room(held, total) and held.dtype == new.dtype:
             whole = held.as_strided((*held.shape[:2], total, held.shape[3]), held.stride())
@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
 
     @staticmethod
     def has_room(held: Tensor, total: int) -> bool:
-        """Whether the storage behind this view goes on for so many tokens; that of chosen or repeated rows does not."""
+        """Whether this view's storage has room for `total` tokens; after rows were chosen or repeated it has none."""
         heads, width = held.shape[1], held.shape[3]
         room = held.stride(1) // width
         laid_out = held.stride() == (heads * room * width, room * width, width, 1) and held.storage_offset() == 0
@@ -69,7 +69,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def give_room(cache: Any, expected: int, most: int | None) -> None:
-    """Make the layers of an empty dynamic cache growing ones; any other cache stays as it is."""
+    """Replace the layers of an empty dynamic cache by growing ones; any other cache stays as it is."""
     if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length():
         return
     if all(type(layer) is DynamicLayer for layer in cache.layers):
