@@ -77,9 +77,7 @@ MEASURED = (  # tests/cost/test_plan.py computes each again from its file
 
 
 def nearest(method: str, width: int, compiled: str) -> Measured:
-    """The measured step with this method, else with vanilla: compiled in that way if there is one, of the nearest
-    width.
-    """
+    """The measured step nearest in width with this method (else vanilla), and compiled the same way if there is one."""
     of_method = [row for row in MEASURED if row.method == method] or [
         row for row in MEASURED if row.method == "vanilla"
     ]
