@@ -1,9 +1,9 @@
 """One decode step at fixed addresses, recorded once and replayed for every token.
 
-Token, position, place and mask lie in buffers of their own; the step advances position and place itself. A full cache
-lies in buffers with room (`growing.bucket`), of which the mask shows what is filled; when they are full they grow by a
-bucket, and the step is recorded again; FreqKV's are compressed where they lie. A compressed cache whose budget is full
-is overwritten in place, and needs none.
+Token, position, place and mask are in buffers of their own; the step advances position and place itself. A full cache
+is in buffers with spare room (`growing.bucket`), and the mask shows which slots are filled. When they are full they
+grow by a bucket, and the step is recorded again; FreqKV compresses its buffers in place instead. A compressed cache
+whose budget is full is overwritten in place and needs no spare room.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FixedLayer(DynamicLayer):
 def attend_filled(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """`filled_attention` as transformers' `AttentionInterface` wants it; what it does not compute goes to sdpa."""
+    """`filled_attention` as a function of transformers' `AttentionInterface`; cases it does not support go to sdpa."""
     plain = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
     others = ("position_bias", "softcap", "s_aux", "sinks")
     if not plain or query.shape[2] != 1 or kwargs.get("dropout") or any(kwargs.get(x) is not None for x in others):
@@ -67,7 +67,7 @@ AttentionMaskInterface.register(FILLED, sdpa_mask)
 
 @contextlib.contextmanager
 def filled(config: Any) -> Iterator[None]:
-    """The model of this config attends by `attend_filled` within, for one thread after the other."""
+    """A context in which models of this config attend by `attend_filled`; one thread at a time is in it."""
     with LOCK:
         before, config._attn_implementation = config._attn_implementation, FILLED
         try:
@@ -77,7 +77,7 @@ def filled(config: Any) -> Iterator[None]:
 
 
 def appending(cache: Any) -> list[Any]:
-    """The states of a compressed cache, layer by layer, where every step appends a token to each; else none."""
+    """The states of a compressed cache, layer by layer, if every step appends a token to each; else an empty list."""
     states = [state for layer in cache.compressed_layers() for state in layer.states]
     return states if all(getattr(state, "appends", False) for state in states) else []
 
@@ -111,7 +111,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
 
 
 class FixedStep:
-    """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
+    """A `loop.Step` at fixed addresses: token [B,1] → logits [B,V], which the next step overwrites.
 
     recorded: how often the step has been recorded so far.
     """
@@ -150,11 +150,11 @@ class FixedStep:
 
     @property
     def most(self) -> int | None:
-        """Slots of a state that drops tokens between two steps."""
+        """The number of slots at which a state drops tokens, between two steps."""
         return self.states[0].most if self.states else None
 
     def grow(self) -> None:
-        """Room for more tokens, one layer after the other: other addresses, so the step is recorded anew."""
+        """Make room for more tokens, layer by layer. Addresses change, so the step must be recorded again."""
         room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
         visible = self.visible.new_zeros(*self.visible.shape[:3], room)
         visible[..., : self.length] = self.visible[..., : self.length]
@@ -166,14 +166,14 @@ class FixedStep:
             layer.keys = layer.values = None
 
     def compress(self) -> None:
-        """Room in the same buffers, where the states drop tokens between two steps: the recording stays as it is."""
+        """Make room in the same buffers by dropping tokens of the states; the recording stays valid."""
         for state in self.states:
             self.length = state.make_room()
         self.visible[..., self.length :] = False
         self.place.fill_(self.length)
 
     def run(self) -> None:
-        """The step itself: what is recorded."""
+        """Run one step. This is the function that is recorded."""
         inputs = self.inputs
         if self.grows:
             self.visible.index_fill_(3, self.place, True)
@@ -210,7 +210,7 @@ class FixedStep:
         return self.logits
 
     def may_record(self) -> bool:
-        """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
+        """Whether a step may be recorded: one has run, so that libraries are loaded, and the cache did not move."""
         if self.given_up or not self.warm:
             return False
         if self.grows:
@@ -219,7 +219,7 @@ class FixedStep:
         return self.before == before
 
     def record(self) -> Any:
-        """The recorded step; None where it cannot be recorded: then it runs as it is, and no other try is made."""
+        """The recorded step; None where recording fails. Steps then run unrecorded, and it is not tried again."""
         undo = None if self.full else self.cache.undo()
         try:
             replay = self.recorder.record(self.run)
@@ -235,7 +235,7 @@ class FixedStep:
         return replay
 
     def finish(self) -> Any:
-        """The cache as other calls know it, without the room behind the text."""
+        """The cache in its ordinary form, without spare room."""
         for state in self.states:
             state.release(self.length)
         if self.full:

@@ -13,12 +13,12 @@ LEAST = 64  # tokens of room that a grown layer has at least
 
 
 def bucket(tokens: int) -> int:
-    """Tokens that a cache of `tokens` tokens is given room for: an eighth more, in multiples of `LEAST`."""
+    """The number of tokens that a cache of `tokens` tokens gets room for: an eighth more, in multiples of `LEAST`."""
     return -(-(tokens + max(LEAST, tokens // 8)) // LEAST) * LEAST
 
 
 def with_room(held: Any, length: int, room: int) -> Tensor:
-    """The first `length` of the held tokens [B,G,n,D] in a buffer [B,G,room,D], and zeros behind them."""
+    """A buffer [B,G,room,D] with the first `length` of the held tokens [B,G,n,D], and zeros behind them."""
     new = held.new_zeros(*held.shape[:2], room, held.shape[3])  # a mask hides what is not filled, but not NaN
     new[:, :, :length] = held[:, :, :length]
     return new
@@ -27,8 +27,8 @@ def with_room(held: Any, length: int, room: int) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of buffers for more than n tokens.
 
-    expected: tokens for which there is room at once.
-    most: tokens that will ever come, so that no room is made beyond them.
+    expected: tokens for which room is made at first.
+    most: the most tokens that will come; no room is made beyond them.
     """
 
     def __init__(self, expected: int = 0, most: int | None = None):
@@ -54,7 +54,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def extended(self, name: str, held: Any, new: Tensor, length: int) -> Tensor:
-        """The held tokens and the new ones behind them, in place where there is room.
+        """The held tokens followed by the new ones, written in place if there is room.
 
         Tokens that somebody put there since, as rows that were chosen or repeated, are not the buffer's: they are
         copied into a new one.
@@ -85,7 +85,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def give_room(cache: Any, expected: int, most: int | None) -> None:
-    """Make the layers of an empty dynamic cache growing ones; any other cache stays as it is."""
+    """Replace the layers of an empty dynamic cache by growing ones; any other cache stays as it is."""
     if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length():
         return
     if all(type(layer) is DynamicLayer for layer in cache.layers):

@@ -1,7 +1,8 @@
 """One kind of pass at fixed addresses: it runs kernel by kernel once, is recorded, and replayed from then on.
 
-Canvas and columns lie in buffers of their own. The first pass makes libraries ready; what the pass reads beside them
-must stay in place (`Passes.run`). A replay gives the bits of the pass that was recorded: the same kernels run.
+Canvas and columns are in buffers of their own; everything else that the pass reads must keep its address
+(`Passes.run`). The first pass runs unrecorded, so that libraries are loaded. A replay gives the same bits: the same
+kernels run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Recorded:
         return self.states
 
     def run(self) -> None:
-        """The pass itself: what is recorded."""
+        """Run one pass. This is the function that is recorded."""
         self.states = self.forward(self.canvas, self.index)
 
     def record(self) -> None:

@@ -1,7 +1,7 @@
 """T5 whose encoder knows relations between tokens: subclasses of transformers' own classes.
 
-The self-attention of the encoder's layers reads relation ids where it gets them. The decoder, its caches and `generate`
-are transformers'. Parameters have the names of a stock checkpoint, and the tables of relations are added to them.
+The self-attention of the encoder's layers reads relation ids if it gets them. The decoder, its caches and `generate`
+are transformers'. Parameters have the names of a stock checkpoint, plus the tables of relations.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class FathomT5Encoder(T5Stack):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers. `relation_ids` [B, T, T] says the relation of each token (row) to each other; a model
-        without relations does not read them, and without them there are none."""
+        """As in transformers. `relation_ids` [B, T, T] are the relations of each token (row) to every other. A model
+        without relations ignores them; without ids attention is T5's."""
         tables = None if relation_ids is None else self.relations.tables()
         if relation_ids is not None and tables is not None:
             given: Any = input_ids if inputs_embeds is None else inputs_embeds
@@ -117,7 +117,7 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
 
     @classmethod
     def absent(cls, path: Any, config: Any) -> tuple[str, ...]:
-        """The tables, where the files are of a model without them or with tables of other relations."""
+        """Patterns of the relation tables, if the files are of a model without them or with other relations."""
         if path is None:
             return ()
         stored = getattr(AutoConfig.from_pretrained(path), RELATIONS, None)
@@ -147,7 +147,7 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
 
 
 def check_ids(relations: Tensor, shape: tuple[int, int], rows: int) -> None:
-    """Raises ValueError for relation ids of another length than the tokens', or without a row in the tables."""
+    """Raise ValueError for relation ids whose shape does not fit the tokens, or that have no row in the tables."""
     expected = (shape[0], shape[1], shape[1])
     if tuple(relations.shape) != expected:
         raise ValueError(
@@ -168,7 +168,7 @@ def check_ids(relations: Tensor, shape: tuple[int, int], rows: int) -> None:
 
 @torch.no_grad()
 def _initialize(others: Any, module: Any) -> None:
-    """What has a rule of its own by that, all else by transformers'."""
+    """Initialise a module by its own rule if it has one, else by transformers'."""
     if hasattr(module, "initialize_parameters") and not isinstance(module, Method):
         module.initialize_parameters()
     else:
