@@ -1,4 +1,4 @@
-"""A recorded step on a CPU, with the double of CUDA graphs in recording.py."""
+"""A recorded step on a CPU, with the pretended CUDA graphs of recording.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fathom.decoding import switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
 from fathom.ops import kernels
-from recording import Double
+from recording import Pretended
 from tiny import assert_close, perturb, tiny_model, tokens
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
+def double(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    double = Pretended()
     monkeypatch.setattr(loop, "recorder_for", lambda device: double)
-    monkeypatch.setattr(kernels, "TRITON", False)  # the double sees PyTorch's operations alone
+    monkeypatch.setattr(kernels, "TRITON", False)  # it sees PyTorch's operations alone
     return double
 
 
@@ -57,7 +57,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
-def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Double) -> None:
+def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Pretended) -> None:
     model = tiny_model(**fields)
     for batch, options in ((padded(), {}), ({"input_ids": tokens(1, 6)}, {"do_sample": True, "temperature": 0.8})):
         double.recordings = 0
@@ -65,7 +65,7 @@ def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Doub
         assert double.recordings == 1 and double.operations
 
 
-def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Double) -> None:
+def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Pretended) -> None:
     model, batch = tiny_model(max_position_embeddings=256), padded()
     ours, stock = (generated(model, batch, fast, max_new_tokens=130) for fast in (True, False))
     same(ours, stock)
@@ -80,7 +80,7 @@ def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Do
     "method",
     [TreeKV, StreamingLLM, H2O, TOVA, WeightedKV],
 )
-def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> None:
+def test_a_full_budget_replays(method: Any, positions: str, double: Pretended) -> None:
     model = tiny_model(max_position_embeddings=128)
     sizes: dict[str, Any] = {"budget": 16, "positions": positions, "n_sink": 2}
     if method is TreeKV:
@@ -98,7 +98,7 @@ def test_a_full_budget_replays(method: Any, positions: str, double: Double) -> N
 @pytest.mark.parametrize(
     "method", [Full(), SnapKV(budget=16, n_recent=4), KIVI(group=8, residual=16)], ids=lambda method: method.name
 )
-def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double) -> None:
+def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Pretended) -> None:
     model = tiny_model(max_position_embeddings=256)
     with compress(model, method):
         batch = {"input_ids": tokens(2, 40)}
@@ -115,7 +115,7 @@ def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Double
 
 
 @pytest.mark.parametrize("start", [5, 16, 40])
-def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, double: Double) -> None:
+def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, double: Pretended) -> None:
     model = tiny_model(max_position_embeddings=128)
     with compress(model, FreqKV(budget=16, n_sink=2, n_recent=1)):
         ours, stock = (generated(model, {"input_ids": tokens(2, start)}, fast, max_new_tokens=30) for fast in (1, 0))
@@ -129,7 +129,7 @@ def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, doubl
 
 
 @pytest.mark.parametrize("method", [Full(), FreqKV(budget=16, n_sink=2)], ids=lambda method: method.name)
-def test_dropout_of_a_model_in_training_is_that_of_steps_kernel_by_kernel(method: Any, double: Double) -> None:
+def test_dropout_of_a_model_in_training_is_that_of_steps_kernel_by_kernel(method: Any, double: Pretended) -> None:
     model = tiny_model(attention_dropout=0.5).train()
     with compress(model, method):
         batch = {"input_ids": tokens(1, 12)}
@@ -137,7 +137,7 @@ def test_dropout_of_a_model_in_training_is_that_of_steps_kernel_by_kernel(method
     assert not double.recordings
 
 
-def test_replays_make_no_new_tensor_of_the_caches_size(double: Double) -> None:
+def test_replays_make_no_new_tensor_of_the_caches_size(double: Pretended) -> None:
     model = tiny_model()
     out = model(tokens(1, 6), use_cache=True)
     kwargs = {"position_ids": torch.arange(6)[None], "use_cache": True, "logits_to_keep": 1}
@@ -192,7 +192,7 @@ class Waits(torch.nn.Module):
     ids=str,
 )
 def test_a_recording_that_fails_midway_leaves_the_cache_as_it_was(
-    method: Any, double: Double, caplog: pytest.LogCaptureFixture
+    method: Any, double: Pretended, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model(max_position_embeddings=128)
     model.model.layers[1].mlp = Waits(model.model.layers[1].mlp)
@@ -205,7 +205,7 @@ def test_a_recording_that_fails_midway_leaves_the_cache_as_it_was(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_whose_cache_moves_beside_compressed_ones_are_not_replayed(double: Double) -> None:
+def test_layers_whose_cache_moves_beside_compressed_ones_are_not_replayed(double: Pretended) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -221,7 +221,7 @@ def test_layers_whose_cache_moves_beside_compressed_ones_are_not_replayed(double
     assert not double.recordings
 
 
-def test_models_that_a_replay_would_miss_are_not_recorded(double: Double) -> None:
+def test_models_that_a_replay_would_miss_are_not_recorded(double: Pretended) -> None:
     model = tiny_model()
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     generated(model, padded(), True)
