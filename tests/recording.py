@@ -150,7 +150,7 @@ class Capture(TorchDispatchMode):
             else:
                 now = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self.before[key] = now, now.clone()
-        where = self.own.get(key) or StorageWeakRef(storage)
+        where = self.own[key] if key in self.own else StorageWeakRef(storage)
         return Place(where, x.dtype, (x.storage_offset(), x.size(), x.stride()), x.is_conj())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
