@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -76,7 +76,7 @@ class OnTheHost(TorchFunctionMode):
 class PretendedGraph:
     """Stands for torch.cuda.CUDAGraph. alive: all that have not been freed.   replayed: operations, of all graphs."""
 
-    alive: weakref.WeakSet[PretendedGraph] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[PretendedGraph]] = weakref.WeakSet()
     replayed = 0
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Capture(TorchDispatchMode):
 
     under_way: Capture | None = None
     generator_captured = False  # by a capture that failed, until the generator gets another state
-    freed: set[int] = set()  # noqa: RUF012  pools of captures that failed
+    freed: ClassVar[set[int]] = set()  # pools of captures that failed
 
     def __init__(self, graph: PretendedGraph, pool: int, capture_error_mode: str):
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fathom.decoding.graphs import CudaGraphs
-from recording import PretendedGraph, Pretended
+from recording import Pretended, PretendedGraph
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 DEVICES = [pytest.param(Pretended, "cpu", id="cpu"), pytest.param(CudaGraphs, "cuda", id="cuda", marks=on_gpu)]

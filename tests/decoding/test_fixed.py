@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
-from fathom.decoding import switch
+from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.decoding import growing, switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
 from fathom.ops import kernels
-from recording import Pretended
+from recording import Pretended, PretendedGraph
 from tiny import assert_close, perturb, tiny_model, tokens
 
 
@@ -27,13 +28,19 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return double
 
 
+@pytest.fixture
+def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 16 tokens more, so that a few steps fill it."""
+    monkeypatch.setattr(growing, "LEAST", 16)
+
+
 def generated(model: Any, batch: dict[str, Any], fast: bool, **options: Any) -> Any:
     switch.FAST = fast
     try:
         torch.manual_seed(1)
         return model.generate(
             **batch, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-            **{"max_new_tokens": 24, "do_sample": False, **options},
+            **{"max_new_tokens": 14, "do_sample": False, **options},
         )  # fmt: skip
     finally:
         switch.FAST = True
@@ -65,9 +72,9 @@ def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Pret
         assert double.recordings == 1 and double.operations
 
 
-def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Pretended) -> None:
-    model, batch = tiny_model(max_position_embeddings=256), padded()
-    ours, stock = (generated(model, batch, fast, max_new_tokens=130) for fast in (True, False))
+def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Pretended, small_room: None) -> None:
+    model, batch = tiny_model(), padded()
+    ours, stock = (generated(model, batch, fast, max_new_tokens=40) for fast in (True, False))
     same(ours, stock)
     assert double.recordings == 2
     for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
@@ -95,23 +102,37 @@ def test_a_full_budget_replays(method: Any, positions: str, double: Pretended) -
     assert double.recordings
 
 
-@pytest.mark.parametrize(
-    "method", [Full(), SnapKV(budget=16, n_recent=4), KIVI(group=8, residual=16)], ids=lambda method: method.name
-)
-def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Pretended) -> None:
-    model = tiny_model(max_position_embeddings=256)
-    with compress(model, method):
-        batch = {"input_ids": tokens(2, 40)}
-        ours, stock = (generated(model, batch, fast, max_new_tokens=130) for fast in (True, False))
-        same(ours, stock)
-        assert double.recordings == 2
-        for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
-            assert mine.states[0].seen == theirs.states[0].seen
-            for (name, held), (_, expected) in zip(mine.states[0].tensors(), theirs.states[0].tensors(), strict=True):
+def equal_caches(ours: Any, stock: Any) -> None:
+    """All states of two compressed caches hold the same."""
+    for mine, theirs in zip(ours.layers, stock.layers, strict=True):
+        assert mine.seen == theirs.seen
+        for one, other in zip(mine.states, theirs.states, strict=True):
+            assert one.seen == other.seen and one.stored == other.stored
+            for (name, held), (_, expected) in zip(one.tensors(), other.tensors(), strict=True):
                 assert held.shape == expected.shape, name
-                assert_close(held.double(), expected.double())
-        same(generated(model, padded(), True), generated(model, padded(), False))
-        assert double.recordings == 2  # rows of two lengths lie in two caches, of two places
+                torch.testing.assert_close(held.double(), expected.double(), rtol=1e-5, atol=1e-5, msg=name)
+    assert ours.nbytes() == stock.nbytes()
+
+
+APPENDING = [
+    Full(),
+    SnapKV(budget=16, n_recent=4),
+    PyramidKV(budget=16, n_recent=4, beta=4),
+    KIVI(group=8, residual=16),
+]
+
+
+@pytest.mark.parametrize("method", APPENDING, ids=lambda method: method.name)
+def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Pretended, small_room: None) -> None:
+    """Also where rows, or layers, hold different numbers of tokens: each kind has places of its own."""
+    model = tiny_model(max_position_embeddings=128)
+    with compress(model, method):
+        for batch, new in (({"input_ids": tokens(2, 40)}, 30), (padded(2, 40), 8), (padded(2, 9), 8)):
+            double.recordings = 0
+            ours, stock = (generated(model, batch, fast, max_new_tokens=new) for fast in (True, False))
+            same(ours, stock)
+            equal_caches(ours[CACHE_NAME], stock[CACHE_NAME])
+            assert double.recordings == 1 + (new > 16)
 
 
 @pytest.mark.parametrize("start", [5, 16, 40])
@@ -121,11 +142,10 @@ def test_freqkv_is_compressed_between_replays_of_one_recording(start: int, doubl
         ours, stock = (generated(model, {"input_ids": tokens(2, start)}, fast, max_new_tokens=30) for fast in (1, 0))
         same(ours, stock)
         assert double.recordings == 1
-        for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
-            (mine,), (theirs,) = mine.states, theirs.states
-            assert mine.seen == theirs.seen == start + 29 and mine.stored == theirs.stored <= 16
-            assert_close(mine.key, theirs.key)
-            assert_close(mine.value, theirs.value)
+        equal_caches(ours[CACHE_NAME], stock[CACHE_NAME])
+        assert ours[CACHE_NAME].layers[0].states[0].seen == start + 29
+        same(*(generated(model, padded(2, start + 4), fast, max_new_tokens=20) for fast in (True, False)))
+        assert double.recordings == 2  # rows of two lengths are compressed at other times
 
 
 @pytest.mark.parametrize("method", [Full(), FreqKV(budget=16, n_sink=2)], ids=lambda method: method.name)
@@ -141,17 +161,32 @@ def test_replays_make_no_new_tensor_of_the_caches_size(double: Pretended) -> Non
     model = tiny_model()
     out = model(tokens(1, 6), use_cache=True)
     kwargs = {"position_ids": torch.arange(6)[None], "use_cache": True, "logits_to_keep": 1}
-    step = FixedStep(model, out[CACHE_NAME], 6, kwargs, double)
+    step = FixedStep(model, out[CACHE_NAME], kwargs, double)
+    (slots,) = step.slots
     step(tokens(1, 1))
     step(tokens(1, 1, seed=2))
     held = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
-    held += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
+    held += [step.token.data_ptr(), step.position.data_ptr(), slots.place.data_ptr(), slots.visible.data_ptr()]
     logits = step(tokens(1, 1, seed=3)).data_ptr()
     for seed in range(4, 9):
         assert step(tokens(1, 1, seed=seed)).data_ptr() == logits
     again = [*(x.data_ptr() for layer in step.cache.layers for x in (layer.keys, layer.values))]
-    again += [step.token.data_ptr(), step.position.data_ptr(), step.place.data_ptr(), step.visible.data_ptr()]
-    assert held == again and step.recorded == 1 and int(step.place) == 14
+    again += [step.token.data_ptr(), step.position.data_ptr(), slots.place.data_ptr(), slots.visible.data_ptr()]
+    assert held == again and step.recorded == 1 and int(slots.place) == 14
+
+
+@pytest.mark.parametrize("method", [None, SnapKV(budget=16, n_recent=4)], ids=str)
+def test_recordings_are_free_when_the_call_ends(method: Any, double: Pretended) -> None:
+    """By reference counts alone: no graph waits for Python's collector, and dies while another one is recorded."""
+    model = tiny_model()
+    with compress(model, method) if method else contextlib.nullcontext():
+        gc.collect()
+        gc.disable()
+        try:
+            out = generated(model, {"input_ids": tokens(1, 20)}, True)
+            assert double.recordings == 1 and not PretendedGraph.alive and out[CACHE_NAME].get_seq_length() == 33
+        finally:
+            gc.enable()
 
 
 def test_what_cannot_be_recorded_runs_kernel_by_kernel(

@@ -308,9 +308,10 @@ class Appending(State):
         self.fixed = place, visible
 
     def release(self, length: int) -> None:
-        """Hold the first `length` slots alone, as before `fix`."""
+        """Hold the first `length` slots alone, as before `fix`: copies, as views would keep the room."""
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.fixed = self.key[:, :, :length], self.value[:, :, :length], None
+        self.key, self.value = (held[:, :, :length].clone() for held in (self.key, self.value))
+        self.fixed = None
 
     def make_room(self) -> int:
         """Hold fewer than `most` slots in the same buffers. Returns how many."""

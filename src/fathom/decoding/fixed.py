@@ -33,13 +33,48 @@ DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention's weights, as conf
 FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
 
-class FixedLayer(DynamicLayer):
-    """Keys and values [B,G,room,D] at one address; a new token goes to `place` [1], which all layers share."""
+class Slots:
+    """What layers share that hold `length` tokens of the same rows: where the next token goes, `place` [1], and which
+    slots count, `visible` [B,1,1,room].
 
-    def __init__(self, layer: DynamicLayer, place: Tensor, length: int, room: int):
+    states: of a compressed cache; none: all layers of a full one.
+    most: tokens that the states hold before they drop some, between two steps.
+    """
+
+    def __init__(self, visible: Tensor, states: list[Any]):
+        self.visible, self.states, self.length = visible, states, visible.shape[3]
+        self.place = torch.full((1,), self.length, device=visible.device)
+        self.most: int | None = states[0].most if states else None
+
+    @property
+    def room(self) -> int:
+        return self.visible.shape[3]
+
+    def grow(self) -> None:
+        """Room for more tokens."""
+        room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
+        visible = self.visible.new_zeros(*self.visible.shape[:3], room)
+        visible[..., : self.length] = self.visible[..., : self.length]
+        self.visible = visible
+        for state in self.states:
+            state.fix(self.place, visible, self.length)
+
+    def compress(self) -> None:
+        """Room in the same buffers, where the states drop tokens: the recording stays as it is."""
+        for state in self.states:
+            self.length = state.make_room()
+        self.visible[..., self.length :] = False
+        self.place.fill_(self.length)
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values [B,G,room,D] at one address; a new token goes to the place that all layers share."""
+
+    def __init__(self, layer: DynamicLayer, slots: Slots):
         super().__init__()
-        self.place, self.device, self.is_initialized = place, layer.device, True
-        self.keys, self.values = with_room(layer.keys, length, room), with_room(layer.values, length, room)
+        self.place, self.device, self.is_initialized = slots.place, layer.device, True
+        self.keys = with_room(layer.keys, slots.length, slots.room)
+        self.values = with_room(layer.values, slots.length, slots.room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = self.keys, self.values
@@ -47,6 +82,14 @@ class FixedLayer(DynamicLayer):
         keys.index_copy_(2, self.place, key_states.to(keys.dtype))
         values.index_copy_(2, self.place, value_states.to(values.dtype))
         return keys, values
+
+    def growing(self, length: int) -> GrowingLayer:
+        """The first `length` tokens as other calls know them."""
+        grown = GrowingLayer()
+        grown.device, grown.is_initialized = self.device, True
+        assert self.keys is not None and self.values is not None
+        grown.keys, grown.values = self.keys[:, :, :length], self.values[:, :, :length]
+        return grown
 
 
 def attend_filled(
@@ -76,10 +119,16 @@ def filled(config: Any) -> Iterator[None]:
             config._attn_implementation = before
 
 
-def appending(cache: Any) -> list[Any]:
-    """The states of a compressed cache, layer by layer, where every step appends a token to each; else none."""
-    states = [state for layer in cache.compressed_layers() for state in layer.states]
-    return states if all(getattr(state, "appends", False) for state in states) else []
+def appending(cache: Any) -> dict[tuple[int, int], list[Any]]:
+    """The states of a compressed cache where every step appends a token to each; else none. By group of rows and number
+    of tokens held, which may differ between layers (PyramidKV)."""
+    alike: dict[tuple[int, int], list[Any]] = {}
+    for layer in cache.compressed_layers():
+        for group, state in enumerate(layer.states):
+            if not getattr(state, "appends", False):
+                return {}
+            alike.setdefault((group, state.stored), []).append(state)
+    return alike
 
 
 def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
@@ -99,9 +148,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return f"a {type(cache).__name__} may move"
     elif len(cache.compressed_layers()) < len(cache.layers):
         return "layers beside the compressed ones have a cache that moves"
-    elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
-        return "rows or layers hold different numbers of tokens, so that a new one has no common place"
-    elif states and model.training and dropout:
+    elif model.training and dropout and appending(cache):
         return "attention drops weights in training, which a step over buffers with room does not"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
@@ -114,71 +161,50 @@ class FixedStep:
     """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
 
     recorded: how often the step has been recorded so far.
+    slots: where every step stores a token in a slot of its own; none: a full budget is overwritten.
     """
 
-    def __init__(self, model: Any, cache: Any, length: int, model_kwargs: dict[str, Any], recorder: Recorder):
-        self.model, self.cache, self.recorder, self.length = model, cache, recorder, length
+    def __init__(self, model: Any, cache: Any, model_kwargs: dict[str, Any], recorder: Recorder):
+        self.model, self.cache, self.recorder = model, cache, recorder
         device, positions = model.device, model_kwargs["position_ids"]
         kept = {"attention_mask", "position_ids", CACHE_NAME}
         self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
         self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
-        self.states = [] if self.full else appending(cache)
-        if self.states:
-            self.length = length = self.states[0].stored
         self.replay: Any = None
         self.before: Any = None  # addresses of a compressed cache before the last step
         self.warm = False
         self.position = (positions[:, -1:].to(device) + 1).clone()
-        self.place = torch.full((1,), length, device=device)
         self.logits: Tensor | None = None
-        mask = model_kwargs.get("attention_mask")
         rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        if self.grows:
-            self.visible = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
-            self.visible[:, 0, 0] = True if mask is None or self.states else mask.to(device).bool()
-            self.grow()
-
-    @property
-    def grows(self) -> bool:
-        """Whether every step stores a token in a slot of its own."""
-        return self.full or bool(self.states)
-
-    @property
-    def room(self) -> int:
-        return self.visible.shape[3]
-
-    @property
-    def most(self) -> int | None:
-        """Slots of a state that drops tokens between two steps."""
-        return self.states[0].most if self.states else None
+        if self.full:
+            mask = model_kwargs.get("attention_mask")
+            visible = torch.ones(rows, cache.get_seq_length()) if mask is None else mask
+            self.slots = [Slots(visible.to(device).bool()[:, None, None], [])]
+        else:
+            counts = cache.compressed_layers()[0].row_counts()
+            self.slots = [
+                Slots(torch.ones(counts[group], 1, 1, stored, dtype=torch.bool, device=device), states)
+                for (group, stored), states in appending(cache).items()
+            ]
+        self.grow()
 
     def grow(self) -> None:
-        """Room for more tokens, one layer after the other: other addresses, so the step is recorded anew."""
-        room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
-        visible = self.visible.new_zeros(*self.visible.shape[:3], room)
-        visible[..., : self.length] = self.visible[..., : self.length]
-        self.visible, self.replay = visible, None
-        for state in self.states:
-            state.fix(self.place, visible, self.length)
+        """Room for more tokens in all layers, one after the other: other addresses, so the step is recorded anew."""
+        self.replay = None
+        for slots in self.slots:
+            slots.grow()
         for number, layer in enumerate(self.cache.layers if self.full else ()):
-            self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
+            self.cache.layers[number] = FixedLayer(layer, self.slots[0])
             layer.keys = layer.values = None
-
-    def compress(self) -> None:
-        """Room in the same buffers, where the states drop tokens between two steps: the recording stays as it is."""
-        for state in self.states:
-            self.length = state.make_room()
-        self.visible[..., self.length :] = False
-        self.place.fill_(self.length)
 
     def run(self) -> None:
         """The step itself: what is recorded."""
         inputs = self.inputs
-        if self.grows:
-            self.visible.index_fill_(3, self.place, True)
+        for slots in self.slots:
+            slots.visible.index_fill_(3, slots.place, True)
         if self.full:
-            inputs = {**inputs, "attention_mask": self.visible}
+            inputs = {**inputs, "attention_mask": self.slots[0].visible}
         with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
             output = self.model(
                 input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
@@ -187,16 +213,19 @@ class FixedStep:
             self.logits = torch.empty_like(output.logits[:, -1])
         self.logits.copy_(output.logits[:, -1])
         self.position.add_(1)
-        self.place.add_(1)
+        for slots in self.slots:
+            slots.place.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
-        if self.grows and self.length == self.most:
-            self.compress()
-        elif self.grows and self.length == self.room:
+        for slots in self.slots:
+            if slots.length == slots.most:
+                slots.compress()
+        if any(slots.length == slots.room for slots in self.slots):
             self.grow()
-            logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
+            logger.info("a cache has grown to %d tokens: the step is recorded again", self.slots[0].room)
+        for slots in self.slots:
+            slots.length += 1
         self.token.copy_(token)
-        self.length += 1
         if self.replay is None and self.may_record():
             self.replay = self.record()
         if self.replay is None:
@@ -213,7 +242,7 @@ class FixedStep:
         """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
         if self.given_up or not self.warm:
             return False
-        if self.grows:
+        if self.slots:
             return True
         before, self.before = self.before, self.cache.addresses()
         return self.before == before
@@ -236,12 +265,9 @@ class FixedStep:
 
     def finish(self) -> Any:
         """The cache as other calls know it, without the room behind the text."""
-        for state in self.states:
-            state.release(self.length)
-        if self.full:
-            for number, layer in enumerate(self.cache.layers):
-                grown = GrowingLayer()
-                grown.device, grown.is_initialized = layer.device, True
-                grown.keys, grown.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-                self.cache.layers[number] = grown
+        for slots in self.slots:
+            for state in slots.states:
+                state.release(slots.length)
+        for number, layer in enumerate(self.cache.layers if self.full else ()):
+            self.cache.layers[number] = layer.growing(self.slots[0].length)
         return self.cache
