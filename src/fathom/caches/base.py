@@ -236,9 +236,11 @@ class State(ABC):
     """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first.
 
     touched: whether the call under way has changed what is stored. True unless a state knows better.
+    drops_weights: whether attention over what is held has each token's weight, which dropout in training wants.
     """
 
     touched = True
+    drops_weights = True
 
     def __init__(self) -> None:
         self.seen = 0
@@ -522,6 +524,11 @@ class CompressedLayer(CacheLayerMixin):
         """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        if dropout and not all(state.drops_weights for state in self.states):
+            raise ValueError(
+                f"attention_dropout={dropout}: {type(self.method).__name__} attends to compressed tokens without "
+                "weights that could be dropped; set attention_dropout=0 in the model's config, or call model.eval()"
+            )
         self.unfinished = True
         with without_autocast(query.device.type):
             output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)

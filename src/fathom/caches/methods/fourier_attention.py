@@ -184,6 +184,10 @@ class FourierState(State):
     def compressed(self) -> bool:
         return self.window > 0
 
+    @property
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return not self.compressed
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         length = key.shape[2]
         self.check_room(length)
@@ -198,7 +202,7 @@ class FourierState(State):
         if length == 1:  # slide first, then attend
             self.slide()
             if self.method.attention == "dense":
-                return causal_attention(query, *self.dense(), scaling, dropout)
+                return causal_attention(query, *self.dense(), scaling)
             attend = self.attend_triton if self.method.attention == "triton" else self.attend_fft
             return attend(query, scaling)
         output = blockwise_attention(query, self.blocks, self.full(), scaling)

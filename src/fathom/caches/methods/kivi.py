@@ -117,6 +117,10 @@ class KIVIState(Appending):
     def stored(self) -> int:
         return self.seen
 
+    @property
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return self.key_codes is None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         if self.fixed is not None:
             return self.attend_fixed(query, key, value, scaling)

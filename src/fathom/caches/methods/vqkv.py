@@ -170,6 +170,10 @@ class VQState(State):
     def coded(self) -> int:
         return 0 if self.key_codes is None else self.key_codes.shape[2]
 
+    @property
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return not self.coded
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         sinks = 0 if self.sink_key is None else self.sink_key.shape[2]
         missing = min(self.method.n_sink - sinks, key.shape[2])
