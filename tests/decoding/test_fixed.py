@@ -11,7 +11,20 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fathom.decoding.loop as loop
-from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, PyramidKV, SnapKV, StreamingLLM, TreeKV, WeightedKV, compress
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    VQKV,
+    FreqKV,
+    Full,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    compress,
+)
 from fathom.decoding import growing, switch
 from fathom.decoding.fixed import FixedStep, unsuited
 from fathom.models.hf_versions import CACHE_NAME
@@ -114,18 +127,34 @@ def equal_caches(ours: Any, stock: Any) -> None:
     assert ours.nbytes() == stock.nbytes()
 
 
-APPENDING = [
-    Full(),
-    SnapKV(budget=16, n_recent=4),
-    PyramidKV(budget=16, n_recent=4, beta=4),
-    KIVI(group=8, residual=16),
-]
+APPENDING: dict[str, Any] = {
+    "full": Full(),
+    "snapkv": SnapKV(budget=16, n_recent=4),
+    "pyramidkv": PyramidKV(budget=16, n_recent=4, beta=4),
+    "kivi": KIVI(group=8, residual=16),
+    "vqkv": None,
+    "vqkv, bits": None,
+}
 
 
-@pytest.mark.parametrize("method", APPENDING, ids=lambda method: method.name)
-def test_a_cache_that_only_appends_replays_and_grows(method: Any, double: Pretended, small_room: None) -> None:
-    """Also where rows, or layers, hold different numbers of tokens: each kind has places of its own."""
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the model that the test below reads with."""
+    path = str(tmp_path_factory.mktemp("vqkv") / "codebooks.safetensors")
     model = tiny_model(max_position_embeddings=128)
+    VQKV.calibrate(model, tokens(4, 100), **VQKV.calibration.variant).save(path)  # type: ignore[union-attr]
+    return path
+
+
+@pytest.mark.parametrize("name", APPENDING)
+def test_a_cache_that_only_appends_replays_and_grows(
+    name: str, codebooks: str, double: Pretended, small_room: None
+) -> None:
+    """Also where rows, or layers, hold different numbers of tokens: each kind has places of its own."""
+    model, method = tiny_model(max_position_embeddings=128), APPENDING[name]
+    if method is None:
+        kind = {"pack": "bits", "n_sink": 0} if "bits" in name else {}
+        method = VQKV(**{"codebooks": codebooks, "n_sink": 2, "n_local": 8, "flush_every": 3, **kind})
     with compress(model, method):
         for batch, new in (({"input_ids": tokens(2, 40)}, 30), (padded(2, 40), 8), (padded(2, 9), 8)):
             double.recordings = 0

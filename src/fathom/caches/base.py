@@ -291,7 +291,7 @@ class Appending(State):
 
     fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
     count, of which the new one is one already.
-    most: slots that are held before `make_room` is called, between two recorded steps; None: a step drops nothing.
+    most: slots that are ever held; None: as many as there are tokens.
     """
 
     key: Tensor | None
@@ -303,6 +303,11 @@ class Appending(State):
     def appends(self) -> bool:
         """Whether this state, with its options, is such a one."""
         return True
+
+    @property
+    def due(self) -> int | None:
+        """Slots held at which `make_room` is called before the next recorded step; None: a step changes no others."""
+        return self.most
 
     def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
         """Lie in buffers with the room of `visible`, of which the first `length` slots are filled."""
@@ -316,8 +321,8 @@ class Appending(State):
         self.fixed = None
 
     def make_room(self) -> int:
-        """Hold fewer than `most` slots in the same buffers. Returns how many."""
-        raise NotImplementedError  # of states that have a `most`
+        """Compress what is `due` in the same buffers. Returns how many slots are held then."""
+        raise NotImplementedError  # of states in which something is due
 
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`attend` of one token while steps are recorded."""

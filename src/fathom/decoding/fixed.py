@@ -38,13 +38,11 @@ class Slots:
     slots count, `visible` [B,1,1,room].
 
     states: of a compressed cache; none: all layers of a full one.
-    most: tokens that the states hold before they drop some, between two steps.
     """
 
     def __init__(self, visible: Tensor, states: list[Any]):
         self.visible, self.states, self.length = visible, states, visible.shape[3]
         self.place = torch.full((1,), self.length, device=visible.device)
-        self.most: int | None = states[0].most if states else None
 
     @property
     def room(self) -> int:
@@ -52,7 +50,8 @@ class Slots:
 
     def grow(self) -> None:
         """Room for more tokens."""
-        room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
+        most = self.states[0].most if self.states else None
+        room = bucket(self.length) if most is None else min(most, bucket(self.length))
         visible = self.visible.new_zeros(*self.visible.shape[:3], room)
         visible[..., : self.length] = self.visible[..., : self.length]
         self.visible = visible
@@ -60,7 +59,9 @@ class Slots:
             state.fix(self.place, visible, self.length)
 
     def compress(self) -> None:
-        """Room in the same buffers, where the states drop tokens: the recording stays as it is."""
+        """What is due between two steps, in the same buffers: the recording stays as it is."""
+        if not self.states or self.length != self.states[0].due:
+            return
         for state in self.states:
             self.length = state.make_room()
         self.visible[..., self.length :] = False
@@ -218,8 +219,7 @@ class FixedStep:
 
     def __call__(self, token: Tensor) -> Tensor:
         for slots in self.slots:
-            if slots.length == slots.most:
-                slots.compress()
+            slots.compress()
         if any(slots.length == slots.room for slots in self.slots):
             self.grow()
             logger.info("a cache has grown to %d tokens: the step is recorded again", self.slots[0].room)
