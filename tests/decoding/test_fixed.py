@@ -16,6 +16,7 @@ from fathom.caches import (
     KIVI,
     TOVA,
     VQKV,
+    FourierAttention,
     FreqKV,
     Full,
     PyramidKV,
@@ -132,6 +133,10 @@ APPENDING: dict[str, Any] = {
     "snapkv": SnapKV(budget=16, n_recent=4),
     "pyramidkv": PyramidKV(budget=16, n_recent=4, beta=4),
     "kivi": KIVI(group=8, residual=16),
+    "fourier_attention": FourierAttention(n_sink=2, n_local=4, frequencies=4, headroom=64),
+    "fourier_attention, projection": FourierAttention(
+        n_sink=0, n_local=4, frequencies=4, headroom=64, reconstruction="projection"
+    ),
     "vqkv": None,
     "vqkv, bits": None,
 }
@@ -156,12 +161,22 @@ def test_a_cache_that_only_appends_replays_and_grows(
         kind = {"pack": "bits", "n_sink": 0} if "bits" in name else {}
         method = VQKV(**{"codebooks": codebooks, "n_sink": 2, "n_local": 8, "flush_every": 3, **kind})
     with compress(model, method):
-        for batch, new in (({"input_ids": tokens(2, 40)}, 30), (padded(2, 40), 8), (padded(2, 9), 8)):
+        for batch, new in (({"input_ids": tokens(2, 40)}, 30), (padded(2, 40), 8), (padded(2, 9), 16)):
             double.recordings = 0
             ours, stock = (generated(model, batch, fast, max_new_tokens=new) for fast in (True, False))
             same(ours, stock)
             equal_caches(ours[CACHE_NAME], stock[CACHE_NAME])
             assert double.recordings == 1 + (new > 16)
+
+
+def test_a_window_that_replays_have_filled_is_refused_as_by_steps(double: Pretended) -> None:
+    model, method = tiny_model(), FourierAttention(n_sink=2, n_local=4, frequencies=4, window=40)
+    with compress(model, method):
+        for fast in (True, False):
+            with pytest.raises(ValueError, match="41 middle tokens do not fit the window of 40"):
+                generated(model, {"input_ids": tokens(1, 30)}, fast, max_new_tokens=20)
+        assert double.recordings == 1
+        same(*(generated(model, {"input_ids": tokens(1, 30)}, fast, max_new_tokens=17) for fast in (True, False)))
 
 
 @pytest.mark.parametrize("start", [5, 16, 40])

@@ -149,7 +149,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return f"a {type(cache).__name__} may move"
     elif len(cache.compressed_layers()) < len(cache.layers):
         return "layers beside the compressed ones have a cache that moves"
-    elif model.training and dropout and appending(cache):
+    elif model.training and dropout and any(hasattr(state, "appends") for state in cache.compressed_layers()[0].states):
         return "attention drops weights in training, which a step over buffers with room does not"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
@@ -178,17 +178,22 @@ class FixedStep:
         self.logits: Tensor | None = None
         rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.slots: list[Slots] = []
         if self.full:
             mask = model_kwargs.get("attention_mask")
             visible = torch.ones(rows, cache.get_seq_length()) if mask is None else mask
-            self.slots = [Slots(visible.to(device).bool()[:, None, None], [])]
-        else:
-            counts = cache.compressed_layers()[0].row_counts()
-            self.slots = [
-                Slots(torch.ones(counts[group], 1, 1, stored, dtype=torch.bool, device=device), states)
-                for (group, stored), states in appending(cache).items()
-            ]
-        self.grow()
+            self.slots.append(Slots(visible.to(device).bool()[:, None, None], []))
+            self.grow()
+
+    def take_slots(self) -> None:
+        """Give a compressed cache room as soon as every step appends to it: before, its states may not be such."""
+        counts = self.cache.compressed_layers()[0].row_counts()
+        for (group, stored), states in appending(self.cache).items():
+            visible = torch.ones(counts[group], 1, 1, stored, dtype=torch.bool, device=self.token.device)
+            self.slots.append(Slots(visible, states))
+        if self.slots:
+            self.warm = False  # other operations run from now on
+            self.grow()
 
     def grow(self) -> None:
         """Room for more tokens in all layers, one after the other: other addresses, so the step is recorded anew."""
@@ -218,6 +223,8 @@ class FixedStep:
             slots.place.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
+        if not self.slots and self.replay is None:
+            self.take_slots()
         for slots in self.slots:
             slots.compress()
         if any(slots.length == slots.room for slots in self.slots):
