@@ -73,6 +73,7 @@ def same(ours: Any, stock: Any) -> None:
 
 FIELDS: list[dict[str, Any]] = [
     {}, {"family": "gpt2"}, {"depth": {"name": "loop", "passes": 2}}, {"depth": {"name": "pondering", "steps": 1}},
+    {"depth": {"name": "pause", "pauses": 2}}, {"depth": {"name": "ponderlm2", "interpolation": True}},
     {"mixer": {"name": "depth_attention"}}, {"residual": {"name": "attnres"}},
 ]  # fmt: skip
 
@@ -86,9 +87,12 @@ def test_a_full_cache_replays_one_recording(fields: dict[str, Any], double: Pret
         assert double.recordings == 1 and double.operations
 
 
-def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(double: Pretended, small_room: None) -> None:
-    model, batch = tiny_model(), padded()
-    ours, stock = (generated(model, batch, fast, max_new_tokens=40) for fast in (True, False))
+@pytest.mark.parametrize(("depth", "new"), [("vanilla", 40), ("pause", 20)])
+def test_a_cache_that_is_full_grows_by_a_bucket_and_is_recorded_again(
+    depth: str, new: int, double: Pretended, small_room: None
+) -> None:
+    model, batch = tiny_model(depth={"name": depth}), padded()
+    ours, stock = (generated(model, batch, fast, max_new_tokens=new) for fast in (True, False))
     same(ours, stock)
     assert double.recordings == 2
     for mine, theirs in zip(ours[CACHE_NAME].layers, stock[CACHE_NAME].layers, strict=True):
@@ -262,6 +266,7 @@ class Waits(torch.nn.Module):
     "method",
     [
         None,
+        "ponderlm2",
         TreeKV(budget=16, n_recent=6, n_sink=2, block=3),
         H2O(budget=16, n_sink=2),
         SnapKV(budget=16, n_recent=4),
@@ -273,7 +278,8 @@ class Waits(torch.nn.Module):
 def test_a_recording_that_fails_midway_leaves_the_cache_as_it_was(
     method: Any, double: Pretended, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny_model(max_position_embeddings=128)
+    depth, method = (method, None) if method == "ponderlm2" else ("vanilla", method)
+    model = tiny_model(max_position_embeddings=128, depth={"name": depth})
     model.model.layers[1].mlp = Waits(model.model.layers[1].mlp)
     batch = {"input_ids": tokens(2, 20)}
     with compress(model, method) if method else contextlib.nullcontext():

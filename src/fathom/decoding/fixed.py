@@ -30,19 +30,22 @@ logger = logging.getLogger("fathom.decoding")
 LOCK = threading.Lock()
 ALL = "full_attention"  # the type of a layer that sees the whole text
 DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention's weights, as configs name it
+APPENDED = (DynamicLayer, GrowingLayer)  # layers that a step adds its token to, and others may say so of themselves
 FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
 
 class Slots:
-    """What layers share that hold `length` tokens of the same rows: where the next token goes, `place` [1], and which
-    slots count, `visible` [B,1,1,room].
+    """What layers share that hold `length` slots of the same rows: where the next one goes, `place` [1], and which
+    count, `visible` [B,1,1,room].
 
     states: of a compressed cache; none: all layers of a full one.
+    stages: slots that a step adds.
     """
 
-    def __init__(self, visible: Tensor, states: list[Any]):
-        self.visible, self.states, self.length = visible, states, visible.shape[3]
+    def __init__(self, visible: Tensor, states: list[Any], stages: int = 1):
+        self.visible, self.states, self.stages, self.length = visible, states, stages, visible.shape[3]
         self.place = torch.full((1,), self.length, device=visible.device)
+        self.new = torch.arange(stages, device=visible.device)
 
     @property
     def room(self) -> int:
@@ -57,6 +60,10 @@ class Slots:
         self.visible = visible
         for state in self.states:
             state.fix(self.place, visible, self.length)
+
+    def begin(self) -> None:
+        """Of a step: its slots count."""
+        self.visible.index_fill_(3, self.place if self.stages == 1 else self.place + self.new, True)
 
     def compress(self) -> None:
         """What is due between two steps, in the same buffers: the recording stays as it is."""
@@ -137,9 +144,9 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     dropout = any(getattr(model.config.get_text_config(decoder=True), name, 0) for name in DROPOUT)
     if type(cache) is DynamicCache:
-        kinds = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "GrowingLayer"}
-        if kinds:
-            return f"cache layers {', '.join(sorted(kinds))} have no fixed shape"
+        moving = [layer for layer in cache.layers if not getattr(layer, "at_fixed_place", type(layer) in APPENDED)]
+        if moving:
+            return f"cache layers {type(moving[0]).__name__} have no fixed shape"
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {ALL}:
             return "some layers do not see the whole text"
@@ -181,8 +188,10 @@ class FixedStep:
         self.slots: list[Slots] = []
         if self.full:
             mask = model_kwargs.get("attention_mask")
-            visible = torch.ones(rows, cache.get_seq_length()) if mask is None else mask
-            self.slots.append(Slots(visible.to(device).bool()[:, None, None], []))
+            real = torch.ones(rows, cache.get_seq_length()) if mask is None else mask
+            stages = getattr(cache.layers[0], "stages", 1)
+            visible = real.to(device).bool().repeat_interleave(stages, dim=1)[:, None, None]
+            self.slots.append(Slots(visible, [], stages))
             self.grow()
 
     def take_slots(self) -> None:
@@ -201,16 +210,19 @@ class FixedStep:
         for slots in self.slots:
             slots.grow()
         for number, layer in enumerate(self.cache.layers if self.full else ()):
-            self.cache.layers[number] = FixedLayer(layer, self.slots[0])
+            slots, of_its_own = self.slots[0], getattr(layer, "at_fixed_place", None)
+            self.cache.layers[number] = FixedLayer(layer, slots) if of_its_own is None else of_its_own(slots)
             layer.keys = layer.values = None
 
     def run(self) -> None:
         """The step itself: what is recorded."""
         inputs = self.inputs
         for slots in self.slots:
-            slots.visible.index_fill_(3, slots.place, True)
-        if self.full:
+            slots.begin()
+        if self.full and self.slots[0].stages == 1:  # layers of several slots make masks of their own
             inputs = {**inputs, "attention_mask": self.slots[0].visible}
+        for layer in self.cache.layers if self.full else ():
+            layer.came = 0  # a recording that failed may have ended between two slots
         with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
             output = self.model(
                 input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
@@ -220,18 +232,18 @@ class FixedStep:
         self.logits.copy_(output.logits[:, -1])
         self.position.add_(1)
         for slots in self.slots:
-            slots.place.add_(1)
+            slots.place.add_(slots.stages)
 
     def __call__(self, token: Tensor) -> Tensor:
         if not self.slots and self.replay is None:
             self.take_slots()
         for slots in self.slots:
             slots.compress()
-        if any(slots.length == slots.room for slots in self.slots):
+        if any(slots.length + slots.stages > slots.room for slots in self.slots):
             self.grow()
-            logger.info("a cache has grown to %d tokens: the step is recorded again", self.slots[0].room)
+            logger.info("a cache has grown to %d slots: the step is recorded again", self.slots[0].room)
         for slots in self.slots:
-            slots.length += 1
+            slots.length += slots.stages
         self.token.copy_(token)
         if self.replay is None and self.may_record():
             self.replay = self.record()
