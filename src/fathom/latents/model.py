@@ -194,7 +194,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         learned = own
         if self.options.padding == "targets" and mask is not None:
             learned = own | ~mask  # that a text has ended is learned, too
-        loss = (each * learned).sum() / learned.sum()
+        loss = (each * learned).sum() / learned.sum().clamp(min=1)
         if num_items_in_batch is not None:  # weighted by its labels among the batches of a step
             loss = loss * own.sum() / num_items_in_batch
         return FathomOutput(loss=loss)
