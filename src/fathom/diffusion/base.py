@@ -175,6 +175,19 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
 
 
+def check_tokens(ids: Tensor, real: Bool[Tensor, "B L"], size: int) -> None:
+    """Raise ValueError for inputs that are no tokens of a model of `size` tokens; padding may have any id."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"inputs of {ids.dtype}: give token ids, which are whole numbers")
+    wrong = (real & ((ids < 0) | (ids >= size))).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        raise ValueError(
+            f"inputs: row {row} holds the id {int(ids[row, column])}, which must be at least 0 and below "
+            f"vocab_size={size}; use the model's own tokenizer"
+        )
+
+
 def own_blocks(model: Any) -> int | None:
     """The block length that a model was trained on (`diffusion: block`); None: it sees all of a row."""
     section = getattr(model.config, "diffusion", None) or {}

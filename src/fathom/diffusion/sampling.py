@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fathom.decoding.graphs import recorder_for, unrecordable
 from fathom.decoding.switch import say
-from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
+from fathom.diffusion.base import Block, BlockCache, Policy, View, check_tokens, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
@@ -240,6 +240,7 @@ class Sampler:
                 f"attention_mask of shape {list(attention_mask.shape)}: must be that of inputs, {list(inputs.shape)}"
             )
         real = attention_mask.bool()
+        check_tokens(inputs, real, model.config.vocab_size)
         ended = (real[:, :-1] & ~real[:, 1:]).any(1)
         if ended.any():
             raise ValueError(
@@ -540,6 +541,16 @@ def mask_token(model: Any, config: DiffusionGenerationConfig) -> tuple[int, bool
         token = found if token is None else token
     shift = config.shift if config.shift is not None else own.get("shift", getattr(model.config, "shift", False))
     size = model.config.vocab_size
+    used = config.eos_token_id is not None or config.suppress_eos == "logit"  # a model's own may lie outside, unused
+    asked = {
+        "eos_token_id": end_tokens(model, config) if used else [],
+        "pad_token_id": [] if config.pad_token_id is None else [config.pad_token_id],
+        "cfg_keep_tokens": config.cfg_keep_tokens,
+    }
+    for name, some in asked.items():
+        for one in some:
+            if not 0 <= one < size:
+                raise ValueError(f"{name}={one}: must be at least 0 and below vocab_size={size}")
     if token is None:
         raise ValueError(f"mask_token_id=None: {type(model).__name__} names no mask token; give its id, below {size}")
     if not 0 <= token < size:
