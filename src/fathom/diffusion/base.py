@@ -63,7 +63,8 @@ class View:
 
     Attributes:
         candidates: tokens that are hidden, and predicted by this step's pass.
-        log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
+        log_probs: of the candidates, in the order of `candidates.nonzero()`, or of all tokens of the block (`whole`),
+            without noise; the mask token has none.
         tokens: what would be revealed where; 0 elsewhere.
         probability: of these tokens in `log_probs`; 0 elsewhere.
         hidden: the states that predict the block's tokens, what the head reads; for policies that say `whole_block`.
@@ -71,6 +72,7 @@ class View:
             policies that say `beyond_block`.
         step, steps: of this block.
         generators: of the rows.
+        whole: in a step of fixed shape, which policies that say `fixed_shape` have on a GPU.
     """
 
     candidates: Bool[Tensor, "B n"]
@@ -82,9 +84,12 @@ class View:
     step: int
     steps: int
     generators: Sequence[torch.Generator]
+    whole: bool = False
 
     def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B n"]:
         """Values of the candidates at their places; 0 elsewhere."""
+        if self.whole:
+            return values.view(self.candidates.shape).masked_fill(~self.candidates, 0)
         out = values.new_zeros(self.candidates.shape)
         out[self.candidates] = values
         return out
@@ -101,11 +106,14 @@ class Policy:
     """Which candidates a step reveals: those of highest rank, as many as `count` says. Equal ranks: the earlier one.
 
     Attributes:
+        fixed_shape: `rank` and `count` are of the view alone, of which they read no value and no step but whether it is
+            the last; so a step may be recorded.
         beyond_block: it reads `View.others`.
         whole_block: it reads `View.hidden` of all tokens of the block.
     """
 
     registry: ClassVar[str] = "policy"
+    fixed_shape: ClassVar[bool] = False
     beyond_block: ClassVar[bool] = False
     whole_block: ClassVar[bool] = False
 
