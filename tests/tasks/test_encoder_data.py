@@ -1,5 +1,6 @@
 """recipes/make_encoder_tasks.py: rows that say what they claim, and no held-out text in training."""
 
+import itertools
 import json
 import lzma
 import runpy
@@ -51,7 +52,7 @@ def test_pairs_are_of_one_book_or_of_two_and_held_out_books_are_unseen(make, tmp
 
 
 def article(name, number, lead=True):
-    opening = f"{name}{number} is a place of which the text says {number} in its lead, and nothing else anywhere."
+    opening = f"{name}{number} is a place of which the text says {number} in its lead, and nothing more in all of it."
     body = "\n\n".join(f"{name}{number} has a paragraph {n} of words." for n in range(20))
     return {"title": f"{name}{number}", "text": f"{name}{number}\n\n" + (f"{opening}\n\n" if lead else "") + body}
 
@@ -79,17 +80,28 @@ def test_leads_are_asked_by_title_and_not_told(make, tmp_path, keep):
         assert (row["target"] in row["source"]) == keep and (" is a place" in row["source"]) == keep
         articles = row["source"].removeprefix(f"Lead of: {title}\n\n")
         assert articles[row["before"] :].startswith(f"{title}\n") and f"{title} has a paragraph 0 of" in articles
-    assert max(len(row["source"]) for row in train) > 2500 and any(row["before"] > 0 for row in train)
+    assert (
+        min(len(row["source"]) for row in train) >= 1490
+        and max(len(row["source"]) for row in train) > 2500
+        and any(row["before"] > 0 for row in train)
+    )
 
 
-def test_answers_of_lookups_and_expressions_are_right(make):
-    for row in [row for rows in make("lookup", "--rows", 6, "--longest", 96) for row in rows][:40]:
+@pytest.mark.parametrize("glued", [False, True])
+def test_answers_of_lookups_are_in_the_text(make, glued):
+    rows = make("lookup", "--rows", 9, "--shortest", 40, "--longest", 96, *["--glued"] * glued)
+    tables = runpy.run_path(str(SCRIPT))
+    written = {part: part for part in map("".join, itertools.product("ABCDEFqrstuvwx", "ABCDEF0123456789"))}
+    written |= {**tables["PAIRS"], **tables["ASKED"]} if glued else {}
+    for row in [*rows[0], *rows[1][:40]]:
         for place, (question, digit, capital) in enumerate(zip(*[iter(row["target"])] * 3)):
-            assert question + capital in row["source"] and capital + digit in row["source"]
-            assert row["distances"][place] == row["source"].index(question + capital) - row["source"].index(
-                capital + digit
-            )
+            asked, pair = written[question + capital], written[capital + digit]
+            assert row["source"].count(asked) == row["source"].count(pair) == 1
+            assert row["distances"][place] == row["source"].index(asked) - row["source"].index(pair)
+    assert {len(row["source"]) for row in rows[1]} == {96} and min(len(row["source"]) for row in rows[0]) < 96
 
+
+def test_values_of_expressions_are_right(make):
     def value(tokens):
         head = tokens.pop(0)
         if head.isdigit():
