@@ -1,9 +1,9 @@
-"""A recipe of growths (growths.py) to `growths.json`: every unit in a folder of its own, side by side, resumable.
+"""Runs a comparison of growth methods (growths.py): every unit in a folder of its own, several at a time.
 
     <output>/<name>/base, <stage>-<digest>      a folder a stage; methods that begin alike share it and each pays
     <output>/<name>/growths.json
 
-A stage is a run that resumes; the same command skips what is finished.
+A stage is a run that resumes; a rerun of the command skips finished ones.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def run_growths(
     say: Callable[[str], object] = print,
     minutes: float | None = None,
 ) -> dict[str, Any]:
-    """Train the base, then every stage of every method; returns what `growths.json` says.
+    """Train the base, then every stage of every method. Returns the content of `growths.json`.
 
     Args:
-        jobs: stages side by side, branches too, each in a process of its own.
-        minutes: after which no stage begins any more; the same command goes on with those that are left.
+        jobs: number of stages and branches at a time, each in its own process.
+        minutes: time after which no stage is started; rerun to resume with the remaining ones.
 
-    Raises ValueError for what does not fit together, before anything trains.
+    Raises ValueError, before anything trains, for a recipe whose parts do not fit together.
     """
     folder = output / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def run_growths(
 def carry_out(
     unit: Unit, recipe: Growths, folder: Path, data: PreparedData | None, held: dict[str, dict[str, PreparedData]]
 ) -> dict[str, Any]:
-    """Do what a unit says, or find it done."""
+    """Do the work of a unit, unless it is done already."""
     home = folder / unit.name
     if unit.kind == "given":
         return {"checkpoint": recipe.base["checkpoint"]}
@@ -170,7 +170,7 @@ def carry_out(
 
 
 def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
-    """Where the model of a finished unit lies."""
+    """The folder of a finished unit's model."""
     if unit == BASE and "checkpoint" in recipe.base:
         return Path(recipe.base["checkpoint"])
     home = folder / unit
@@ -178,7 +178,7 @@ def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
 
 
 def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str) -> dict[str, Any]:
-    """Bits per byte of every held-out text, in blocks as training reads them; of a group their mean."""
+    """Bits per byte of every held-out text, in blocks as in training, and the mean of each group."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = FathomForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()  # type: ignore[arg-type]
     texts: dict[str, dict[str, float]] = {}
@@ -211,7 +211,9 @@ def answered(model: Path, asked: Asked) -> dict[str, Any]:
 
 
 def _base(recipe: Growths, cache: Path, folder: Path) -> tuple[Unit, PreparedData | None]:
-    """The base as a unit, and its text if it is to be trained. Its tokenizer, everybody's, goes to `folder`."""
+    """The base as a unit, and its text if it must be trained. Its tokenizer, which all models share, goes
+    to `folder`.
+    """
     if "checkpoint" in recipe.base:
         unit = base_unit(recipe)
         load_tokenizer(recipe.base["checkpoint"]).save_pretrained(folder / TOKENIZER)

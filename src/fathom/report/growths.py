@@ -1,4 +1,4 @@
-"""A recipe of growths: what every method makes of one base, stage by stage, at equal training FLOPs; its price.
+"""The recipe of a comparison of growth methods: every method starts from one base and has equal training FLOPs.
 
 name: growth-small
 base: {model: {…}, data: {…}, training: {…}}       an ordinary recipe's sections; or {checkpoint: FOLDER}
@@ -19,7 +19,7 @@ methods:
       - {task: {name: sft, template: react}, data: {train: rows.jsonl}, share: 0.8}
 asked: {tools: tools.py, questions: {sums: sums.jsonl}}     what a stage that learns answers is asked in the end
 
-FLOPs of a stage are counted as if everything trained, those of all branches together.
+The FLOPs of a stage are counted as if all parameters trained, and those of its branches are added up.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stage:
         share: of the method's FLOPs; of all branches together. 0 only with `grow`.
         branches: sources, each of which trains a model of its own from what the stage starts from.
         grow: surgery: the growth method's `name` and its options.
-        texts: sources that surgery looks at the base with, where an option needs some.
+        texts: sources that surgery runs through the base, if an option needs them.
         trains, lr, sequences: as in a recipe's training; None: the recipe's own.
         weights: of the sources; None: theirs.
         feed_forward: options of the model's network that change from here on.
@@ -86,7 +86,7 @@ class Way:
 
     Attributes:
         seeds: instead of the recipe's.
-        spends_base: it may spend the FLOPs of the base's training too: what starts from nothing has not paid for it.
+        spends_base: whether it may also spend the FLOPs of the base's training, for methods that start from scratch.
     """
 
     name: str
@@ -123,7 +123,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Growths:
-    """The recipe. `held_out`: texts by name, in groups by name; a group's score is the mean over its texts."""
+    """The recipe of a comparison of growths.
+
+    held_out: groups by name, each with texts by name; a group's score is the mean over its texts.
+    """
 
     name: str
     base: dict[str, Any]
@@ -224,14 +227,14 @@ class Growths:
 
 @dataclass(frozen=True)
 class Unit:
-    """Something to do in a folder of its own, after what it needs.
+    """One piece of work in a folder of its own, done after the units that it needs.
 
     Attributes:
-        kind: "train", "grow", "score"; "given" is a checkpoint that lies there.
+        kind: "train", "grow", "score"; "given" is a checkpoint that exists already.
         start: unit whose model it starts from.
         branches: units whose models are the branches of surgery.
-        texts: that surgery looks at the base with.
-        config: of the model that it makes.
+        texts: those that surgery runs through the base.
+        config: of the model that the unit makes.
         task, data: of its stage.
         asked: whether a score also asks the recipe's questions.
     """
@@ -417,7 +420,7 @@ def price(recipe: Growths) -> dict[str, Any]:
 
 
 def _flops(recipe: Growths, config: FathomConfig) -> float:
-    """FLOPs of training on a token."""
+    """FLOPs of training for one token."""
     return TEXT.training_flops(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
 
 
