@@ -385,13 +385,14 @@ def speed(
     model, long, short = llama(size, half), 64 if tiny else 32768, 32 if tiny else 2048
     budget = 16 if tiny else 1024
     tree = TreeKV(budget=budget, n_sink=4, n_recent=budget // 4)
+    kivi = KIVI(group=16, residual=32) if tiny else KIVI()
     fourier = FourierAttention(n_local=budget // 4, frequencies=budget // 4, headroom=1024)
     with torch.no_grad():
         budgeted = [kind(budget=budget) for kind in (StreamingLLM, SnapKV, WeightedKV)]
         for batch, length, cases in (
             (1, short, (Full(), tree)),
-            (1, long, (None, Full(), tree, budgeted[0], KIVI(), FreqKV(budget=budget), fourier)),
-            (8, long, (tree, None, Full(), *budgeted, KIVI(), FreqKV(budget=budget))),
+            (1, long, (None, Full(), tree, budgeted[0], kivi, FreqKV(budget=budget), fourier)),
+            (8, long, (tree, None, Full(), *budgeted, kivi, FreqKV(budget=budget))),
         ):
             for method in cases:
                 which = "stock" if method is None else "graphs"
