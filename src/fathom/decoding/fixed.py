@@ -1,9 +1,9 @@
 """One decode step at fixed addresses, recorded once and replayed for every token.
 
-Token, position, place and mask lie in buffers of their own; the step advances position and place itself. A full cache
-lies in buffers with room (`growing.bucket`), of which the mask shows what is filled; when they are full they grow by a
-bucket, and the step is recorded again; FreqKV's are compressed where they lie. A compressed cache whose budget is full
-is overwritten in place, and needs none.
+Token, position, place and mask are in buffers of their own; the step advances position and place itself. A full cache
+is in buffers with spare room (`growing.bucket`), and the mask shows which slots are filled. When they are full they
+grow by a bucket, and the step is recorded again; FreqKV compresses its buffers in place instead. A compressed cache
+whose budget is full is overwritten in place and needs no spare room.
 """
 
 from __future__ import annotations
@@ -97,17 +97,14 @@ class FixedLayer(DynamicLayer):
 
     def growing(self, length: int) -> GrowingLayer:
         """The first `length` tokens as other calls know them."""
-        grown = GrowingLayer()
-        grown.device, grown.is_initialized = self.device, True
         assert self.keys is not None and self.values is not None
-        grown.keys, grown.values = self.keys[:, :, :length], self.values[:, :, :length]
-        return grown
+        return GrowingLayer.over(self.keys, self.values, length)
 
 
 def attend_filled(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """`filled_attention` as transformers' `AttentionInterface` wants it; what it does not compute goes to sdpa."""
+    """`filled_attention` as a function of transformers' `AttentionInterface`; cases it does not support go to sdpa."""
     plain = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
     others = ("position_bias", "softcap", "s_aux", "sinks")
     if not plain or query.shape[2] != 1 or kwargs.get("dropout") or any(kwargs.get(x) is not None for x in others):
@@ -122,7 +119,7 @@ AttentionMaskInterface.register(FILLED, sdpa_mask)
 
 @contextlib.contextmanager
 def filled(config: Any) -> Iterator[None]:
-    """The model of this config attends by `attend_filled` within, for one thread after the other."""
+    """A context in which models of this config attend by `attend_filled`; one thread at a time is in it."""
     with LOCK:
         before, config._attn_implementation = config._attn_implementation, FILLED
         try:
@@ -170,7 +167,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
 
 
 class FixedStep:
-    """As `loop.Step`: token [B,1] → logits [B,V], which the next step overwrites.
+    """A `loop.Step` at fixed addresses: token [B,1] → logits [B,V], which the next step overwrites.
 
     recorded: how often the step has been recorded so far.
     slots: where every step stores a token in a slot of its own; none: a full budget is overwritten.
@@ -219,7 +216,7 @@ class FixedStep:
             layer.keys = layer.values = None
 
     def run(self) -> None:
-        """The step itself: what is recorded."""
+        """Run one step. This is the function that is recorded."""
         inputs = self.inputs
         for slots in self.slots:
             slots.begin()
@@ -262,7 +259,7 @@ class FixedStep:
         return self.logits
 
     def may_record(self) -> bool:
-        """Whether a step has run, so that libraries are ready, and the cache stayed where it was."""
+        """Whether a step may be recorded: one has run, so that libraries are loaded, and the cache did not move."""
         if self.given_up or not self.warm:
             return False
         if self.slots:
@@ -271,7 +268,7 @@ class FixedStep:
         return self.before == before
 
     def record(self) -> Any:
-        """The recorded step; None where it cannot be recorded: then it runs as it is, and no other try is made."""
+        """The recorded step; None where recording fails. Steps then run unrecorded, and it is not tried again."""
         undo = None if self.full else self.cache.undo()
         try:
             replay = self.recorder.record(self.run)

@@ -35,7 +35,7 @@ OUTGROWN = 2  # a middle this many times as long as at compression has outgrown 
 
 @dataclasses.dataclass(frozen=True)
 class FourierAttention(CacheMethod):
-    """Sinks, the newest n_local tokens and the sensitive channels stay; of the rest, 2N coefficients a channel.
+    """Keep sinks, the newest n_local tokens and the sensitive channels; of every other channel, 2N coefficients.
 
     A prompt of more than n_sink + n_local + 2N tokens is compressed after its (exact) attention; a shorter one as soon
     as decoding reaches that length. Then every step slides the oldest local token into the coefficients, and attends.
@@ -47,15 +47,15 @@ class FourierAttention(CacheMethod):
     window: Tw, the longest middle that the coefficients can hold; "auto" is the middle at compression + `headroom`,
         rounded up to an FFT-friendly length. A full window raises.
     headroom: tokens that window="auto" leaves for what is generated.
-    flush_every: tokens that slide together, when n_local + flush_every are held: 1 is the paper's; more copies the raw
-        channels less often.
+    flush_every: tokens that slide together once n_local + flush_every are held. The paper has 1; a larger number
+        copies the raw channels less often.
     reconstruction: "affine" (the paper's: statistics frozen at compression, so read the prompt in one call) or
         "projection" (orthogonal, no statistics, right however the text is read).
     attention: "fft" (scores and outputs in coefficient space, nothing is rebuilt), "triton" (the same in one kernel
         that reads the raw channels once and writes no scores; on a GPU, not for float64 models) or "dense" (rebuild,
         then attend: the reference).
 
-    Keys post-RoPE at their true positions.
+    Keys are stored rotated, at their true positions.
     Bytes per layer (e a number, f = 4 or 8 for coefficients): B·[2e(n − n_mid)M + e·n_mid(|D_ku| + |D_vu|)
     + 2N·f·(|D_kc| + |D_vc|) + 2f·(|D_kc| + |D_vc|) for "affine"], M = G·D.
     """
@@ -146,7 +146,7 @@ class FourierAttention(CacheMethod):
 
 
 class Side:
-    """Where the channels of keys or values of one layer go: ids of the coefficients' channels and of the raw ones.
+    """Ids of one layer's channels, for keys or for values: those kept as coefficients, and those kept raw.
 
     Flat ids are sorted, so head g's raw channels lie side by side, from starts[g] to starts[g + 1].
     """
@@ -411,9 +411,9 @@ class FourierState(Appending):
         return output.to(raw_value.dtype) + self.exact_output(p_exact)
 
     def attend_triton(self, query: Tensor, scaling: float) -> Tensor:
-        """As `attend_fft`, in one pass of a kernel over the raw channels; a coarse grid stands between it and the FFT.
+        """The result of `attend_fft` by one kernel that reads the raw channels once; a coarse grid replaces the FFT.
 
-        The kernel's softmax is over the middle: sinks and local tokens join it here.
+        The kernel's softmax covers the middle; sinks and local tokens are added to it here.
         """
         own = self.own_channels(query)
         key, value = self.sides["key"], self.sides["value"]
@@ -461,13 +461,13 @@ class FourierState(Appending):
         return self.own_outputs(flat)
 
     def own_channels(self, query: Tensor) -> Tensor:
-        """Every query head over the flat channels of its own key head, zero elsewhere [B,H,G·D]."""
+        """Queries over the flat channels of all key heads [B,H,G·D]: each head's own channels, zero elsewhere."""
         groups = self.local_key.shape[1]  # type: ignore[union-attr]
         own = torch.eye(groups, dtype=query.dtype, device=query.device)[:, None, :, None]
         return (query.unflatten(1, (groups, -1)) * own).flatten(3).flatten(1, 2)
 
     def own_outputs(self, flat: Tensor) -> Tensor:
-        """Of [B,H,G·D] the channels of every query head's own key head [B,H,1,D]."""
+        """The channels [B,H,1,D] of every query head's own key head, out of [B,H,G·D]."""
         groups = self.local_key.shape[1]  # type: ignore[union-attr]
         parts = flat.unflatten(2, (groups, -1)).unflatten(1, (groups, -1))  # [B,G,h,G,D]
         return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(1, 2).unsqueeze(2)

@@ -23,13 +23,13 @@ CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", 
 
 @dataclasses.dataclass(frozen=True)
 class KIVI(CacheMethod):
-    """Asymmetric min/max codes of `bits` bits in groups of `group` numbers; keys post-RoPE at their true positions.
+    """Asymmetric min/max codes of `bits` bits in groups of `group` numbers. Keys are rotated, at their true positions.
 
-    Keys: the largest multiple of `residual` tokens is quantised, per channel along tokens. Values: all but the newest
-    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time; on a GPU with Triton that is
-    one launch for keys and one for values, and for a single query one kernel reads the codes as they are.
-    A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
-    bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
+    Keys are quantised per channel along tokens, the oldest r·⌊n/r⌋ of n tokens with r = `residual`. Values are
+    quantised per token along channels, all but the newest r. Attention rebuilds 4096 tokens at a time; on a GPU with
+    Triton that is one launch for keys and one for values, and for a single query one kernel reads the codes without
+    rebuilding. A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's
+    dtype): bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
 
     bits: width of a code, 2, 4 or 8.
     group: numbers that share a scale and a minimum; divides `residual` and the head dim.
@@ -95,7 +95,7 @@ class KIVI(CacheMethod):
 
 
 class KIVIState(Appending):
-    """Keys as groups [B,G,n_k/group,D,·] and values as [B,G,n_v,D/group,·]; the rest in full.
+    """Codes of keys in groups [B,G,n_k/group,D,·] and of values [B,G,n_v,D/group,·]; the newest tokens in full.
 
     While steps are recorded the stores of codes have room, full keys lie in a ring of r = `residual` slots and full
     values in one of r + 1. Every step codes the value that is r tokens old; keys are coded between two steps, when all
@@ -145,7 +145,7 @@ class KIVIState(Appending):
         return dense
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of the quantised keys' tokens, rebuilt a few at a time."""
+        """Keys and values of the tokens whose keys are quantised, rebuilt a few tokens at a time."""
         assert self.value is not None
         method = self.method
         return rebuilt_blocks(self.coded_keys(), self.coded_values(), self.value, method.bits, method.group)
@@ -155,13 +155,13 @@ class KIVIState(Appending):
         return self.key_codes, self.key_scale, self.key_minimum
 
     def coded_values(self) -> Quantized | None:
-        """None as long as none is quantised."""
+        """The codes of values; None as long as no value is quantised."""
         if self.value_codes is None or self.value_scale is None or self.value_minimum is None:
             return None
         return self.value_codes, self.value_scale, self.value_minimum
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Quantise what is due of the full-precision part, keep the rest."""
+        """Quantise the tokens that are old enough, and keep the others in full precision."""
         method, held = self.method, self.seen
         self.seen += length
         due_keys = method.quantized(self.seen)[0] - method.quantized(held)[0]

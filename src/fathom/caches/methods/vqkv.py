@@ -36,9 +36,9 @@ class VQKV(CacheMethod):
     n_local: newest tokens that stay in full.
     flush_every: tokens that are encoded together; None means n_local.
     pack: "int16" (2 bytes a code) or "bits" (⌈log₂ S⌉ bits, rounded up to whole bytes for each token, head and side).
-    attention: "lut" (tables and histogram, calls of up to 16 tokens; longer ones and pre-RoPE keys in blocks), "triton"
-        (the same in one kernel each, on a GPU), "blocks" (rebuild 8192 tokens at a time), "dense" (rebuild all: the
-        reference).
+    attention: "lut" (look-up tables for scores and a histogram for outputs, in calls of up to 16 tokens; longer calls
+        and unrotated keys go block by block), "triton" (the same with one kernel each, on a GPU), "blocks" (rebuild
+        8192 tokens at a time), "dense" (rebuild all: the reference).
 
     Bytes per layer with M coded tokens: B·G·[(n − M)(D_k + D_v)·bytes + M·(code bytes of keys + of values)]; the tables
     are held once per model (`Codebooks.nbytes`).
@@ -120,7 +120,7 @@ class VQKV(CacheMethod):
     def at_fraction(
         cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
     ) -> CacheMethod | NotReachable:
-        """The codebooks fix the bytes of a code; the number of newest tokens in full is chosen."""
+        """The method with as many newest tokens in full as fit; the codebooks already fix the bytes of a code."""
         sizes = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)
         candidates = [cls(n_local=n, flush_every=min(n, 64), pack="bits", **options) for n in sizes]
         return fullest(candidates, fraction, shape, tokens, chunk)
@@ -131,7 +131,9 @@ class VQKV(CacheMethod):
 
     @classmethod
     def calibration_sizes(cls, fraction: float, shape: CacheShape, tokens: int) -> dict[str, Any]:
-        """8-bit codes by residual k-means: 0.7 of the fraction for the middle, of which keys get 70 % of the stages."""
+        """Sizes for 8-bit codes by residual k-means: 0.7 of the fraction for the middle, 70 % of its stages
+        for keys.
+        """
         stages = max(2, int(0.7 * fraction * 4 * shape.key_dim))  # bytes of a token and head at 2 bytes a number
         keys = max(1, round(0.7 * stages))
         entries = {"key_entries": 256, "value_entries": 256}
@@ -267,7 +269,7 @@ class VQState(Appending):
         return rebuild(self.codes(held, table), table)
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Encode what is due of the tail."""
+        """Encode the tokens of the tail that are old enough."""
         prompt = self.seen == 0
         self.warn_beyond(self.seen, self.seen + length)
         self.seen += length
@@ -356,7 +358,7 @@ class VQState(Appending):
         return (codes - 32768).to(torch.int16)
 
     def codes(self, held: Tensor, table: Tensor) -> Tensor:
-        """[B,G,t,N] as ops take them: int16 less 32768 is one of their forms."""
+        """Codes [B,G,t,N] in a form that ops take, such as int16 shifted by −32768."""
         return unpack(held, bits_of(table), table.shape[1]) if self.method.pack == "bits" else held
 
 
