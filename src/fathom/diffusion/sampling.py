@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -92,8 +93,14 @@ class DiffusionGenerationConfig:
     def __post_init__(self) -> None:
         from fathom.diffusion import BLOCK_CACHES, POLICIES
 
-        for axis, known in (("policy", POLICIES), ("block_cache", BLOCK_CACHES)):
+        whole = ("max_new_tokens", "block_length", "steps", "top_k", "mask_token_id", "pad_token_id")
+        check_kinds(self, whole, ("temperature", "top_p", "cfg_scale"))
+        for axis, known, kind in (("policy", POLICIES, Policy), ("block_cache", BLOCK_CACHES, BlockCache)):
             value = getattr(self, axis)
+            if not isinstance(value, str | kind) and not (value is None and kind is BlockCache):
+                self._refuse(
+                    axis, f"give a method of these, such as {next(iter(known.values())).__name__}(), or a name"
+                )
             if isinstance(value, str):
                 if value not in known:
                     self._refuse(axis, f"no such method{nearest(value, list(known))}; there are {', '.join(known)}")
@@ -170,6 +177,15 @@ class DiffusionOutput:
     cache_bytes: int
 
 
+def check_kinds(config: Any, whole: Sequence[str], real: Sequence[str]) -> None:
+    """Raise ValueError unless these fields of a config, where they are given, are whole or real numbers."""
+    for names, kind, said in ((whole, numbers.Integral, "a whole number"), (real, numbers.Real, "a number")):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise ValueError(f"{name}={value!r}: must be {said}")
+
+
 def configured(
     config: Any,
     options: dict[str, Any],
@@ -228,7 +244,7 @@ class Sampler:
     def __init__(self, model: Any, inputs: Any, attention_mask: Any, config: DiffusionGenerationConfig):
         self.model, self.config = model, config
         check_model(model)
-        if inputs is None or inputs.ndim != 2 or not len(inputs):
+        if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not len(inputs):
             raise ValueError("inputs: give token ids [rows, tokens]; a prompt may have no tokens ([rows, 0])")
         self.mask_id, self.shift = mask_token(model, config)
         self.size = own_blocks(model)
@@ -587,7 +603,9 @@ def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | Non
 
 
 def seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """One seed a row. Raises ValueError for a list of another length."""
+    """One seed a row. Raises ValueError for a list of another length, and for what is no whole number."""
+    if isinstance(seed, str) or not all(isinstance(one, int) for one in ([seed] if isinstance(seed, int) else seed)):
+        raise ValueError(f"seed={seed!r}: give a whole number, or one a row")
     if isinstance(seed, int):
         return [seed + 1_000_003 * row for row in range(rows)]
     if len(seed) != rows:

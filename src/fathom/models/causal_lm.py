@@ -337,6 +337,11 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         `draft_passes` drafts `draft_tokens` tokens at a time with so few passes, and verifies them in one full forward:
         the outputs are distributed as without it, and `model.speculation` then says how many were accepted.
         """
+        config = kwargs.get("generation_config")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise ValueError(
+                f"generation_config of type {type(config).__name__}: an autoregressive model takes a GenerationConfig"
+            )
         if draft_passes is not None:
             kwargs = entry.named(args, kwargs)
             return speculate(self, super().generate, draft_passes, draft_tokens, kwargs)
