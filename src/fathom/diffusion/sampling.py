@@ -98,9 +98,7 @@ class DiffusionGenerationConfig:
         for axis, known, kind in (("policy", POLICIES, Policy), ("block_cache", BLOCK_CACHES, BlockCache)):
             value = getattr(self, axis)
             if not isinstance(value, str | kind) and not (value is None and kind is BlockCache):
-                self._refuse(
-                    axis, f"give a method of these, such as {next(iter(known.values())).__name__}(), or a name"
-                )
+                self._refuse(axis, f"give a name, or a method such as {next(iter(known.values())).__name__}()")
             if isinstance(value, str):
                 if value not in known:
                     self._refuse(axis, f"no such method{nearest(value, list(known))}; there are {', '.join(known)}")
