@@ -108,9 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     sizes = {"chains": 400_000, "walks": 200_000, "passkeys": 60_000, "length": 512, "variables": VARIABLES}
-    sizes |= {"digits": WALK, "keys": KEYS, "asked": KEYS, "key-digits": DIGITS, "held-out": 512}
+    sizes |= {"digits": WALK, "keys": KEYS, "key-digits": DIGITS, "held-out": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--asked", type=int, help="keys that a text asks for; default: all")
     given = parser.parse_args()
 
     from fathom.data.tokenizer import train_bpe
@@ -125,7 +126,7 @@ def main() -> None:
         "walks": (given.walks, lambda draw: walk(draw, given.digits)),
         "passkey": (
             given.passkeys,
-            lambda draw: passkey(draw, given.length, given.keys, given.asked, digits=given.key_digits),
+            lambda draw: passkey(draw, given.length, given.keys, given.asked or given.keys, digits=given.key_digits),
         ),
     }
     for task, (count, make) in makers.items():
