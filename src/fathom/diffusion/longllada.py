@@ -111,8 +111,8 @@ def rescale(model: Any, factor: float) -> None:
     config, module = model.config, model.get_decoder().rotary_emb
     if config._attn_implementation == SAMPLING:
         raise ValueError(
-            f"{type(model).__name__}: its generate() runs, whose block cache may hold keys of the present base; rescale "
-            "before it, or when it has ended"
+            f"{type(model).__name__}: its generate() runs, whose block cache may hold keys of the present base; "
+            "rescale before it, or when it has ended"
         )
     rope = dict(config.rope_parameters)
     rope.setdefault("unscaled_rope_theta", base)

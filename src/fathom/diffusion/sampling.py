@@ -16,6 +16,7 @@ the tokens that it gets alone (up to rounding).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -414,11 +415,15 @@ class Sampler:
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
         first_alone = config.block_cache.first_reveal(block, step)  # type: ignore[union-attr]
+        of_step = policy.of_step(block, step, canvas.device)
         place = None if first_alone else self.fixed_place(block, columns)
         if place is not None:
             size = block.stop - block.start
-            inputs = states[:, place : place + size], hidden[:, block.start : block.stop], quota
-            return self.fixed_step(*inputs, passes=cache.passes, last=step == block.steps - 1)
+            inputs = [states[:, place : place + size], hidden[:, block.start : block.stop], quota]
+            inputs += [] if of_step is None else [of_step]
+            if step == block.steps - 1:
+                return self.reveal(memory, *inputs, last=True)
+            return cache.passes.replayed("reveal", functools.partial(self.reveal, memory), *inputs)
         # guidance computes the same columns of both halves
         at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
         candidates = hidden[:, block.start : block.stop] & (at >= 0)
@@ -448,6 +453,7 @@ class Sampler:
             step=step,
             steps=block.steps,
             generators=self.generators,
+            of_step=of_step,
         )
         view.tokens[row, column] = found
         view.probability[row, column] = log_probs.gather(1, found[:, None])[:, 0].exp()
@@ -474,19 +480,10 @@ class Sampler:
         place = start - columns.start
         return place if 0 <= place <= columns.index.shape[1] - (block.stop - block.start) else None
 
-    def fixed_step(
-        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], *, passes: Passes,
-        last: bool,
-    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
-        """`step` after its pass, of fixed shape: recorded, but for a block's last step."""
-        inputs = states, hidden, quota
-        if last:
-            return self.reveal(*inputs, last=True)
-        return passes.replayed("reveal", self.reveal, *inputs)
-
     def reveal(
-        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], last: bool = False
-    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        self, memory: Any, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"],
+        of_step: Tensor | None = None, *, last: bool = False,
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
         """The tokens that a step reveals, −1 elsewhere, and their probabilities, given the states that predict every
         token of the block. It reads no value, and all shapes are those of its arguments."""
         rows = len(hidden)
@@ -503,14 +500,15 @@ class Sampler:
             log_probs=log_probs,
             tokens=found.view_as(hidden).masked_fill(~hidden, 0),
             probability=probability.view_as(hidden).masked_fill(~hidden, 0),
-            hidden=None,
+            hidden=states[:rows],
             others=None,
             step=int(last),
             steps=2,
             generators=self.generators,
+            of_step=of_step,
             whole=True,
         )
-        return self.decide(view, quota, None)
+        return self.decide(view, quota, memory)
 
     def decide(
         self, view: View, quota: Int[Tensor, " B"], memory: Any
