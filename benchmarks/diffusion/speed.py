@@ -28,7 +28,7 @@ from torch import Tensor
 from fathom import FathomConfig, FathomForMaskedDiffusion
 from fathom.decoding import switch
 from fathom.decoding.graphs import recorder_for
-from fathom.diffusion import Dual, Prefix, SparseDLLM
+from fathom.diffusion import Dual, Fourier, Prefix, SparseDLLM
 from fathom.diffusion.base import Block
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.report.provenance import provenance
@@ -150,6 +150,23 @@ def run(
     }  # fmt: skip
 
 
+def policies(model: Any, rows: int, given: Any, device: torch.device, turns: int = 3) -> dict[str, Any]:
+    """Seconds of a step of FourierSampler and of low_confidence, in turns: one block of 64 in 16 steps, no cache."""
+    ways: dict[str, Any] = {"low_confidence": "low_confidence"}
+    ways |= {f"fourier_{scope}": Fourier(variance_scope=scope) for scope in ("block", "sequence")}
+    ids = torch.randint(0, 400, (rows, given.prompts[0]), device=device)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, policy in ways.items():
+            options = {"max_new_tokens": 64, "block_length": 64, "steps": 16, "policy": policy}
+            took[name].append(seconds(lambda options=options: model.generate(ids, **options), device, 0.0) / 16)
+    step = {name: statistics.median(times) for name, times in took.items()}
+    return {
+        "rows": rows, "prompt": given.prompts[0], "step": step, "turns": took,
+        "over_low_confidence": {name: value / step["low_confidence"] for name, value in step.items()},
+    }  # fmt: skip
+
+
 def exact(model: Any, given: Any, device: torch.device) -> dict[str, Any]:
     """Whether ids, steps and probabilities are those of passes that are not recorded."""
     ids = torch.randint(0, 400, (2, given.prompts[0] // 4), device=device)
@@ -172,6 +189,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--caches", nargs="+", choices=list(CACHES), default=list(CACHES))
+    parser.add_argument("--policies", action="store_true", help="time FourierSampler's step, and nothing else")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument(
@@ -200,6 +218,13 @@ def main() -> None:
         "made_after": time.perf_counter() - begun,
     }  # fmt: skip
     late = lambda: time.perf_counter() - begun > given.deadline  # noqa: E731
+    if given.policies:
+        report["policies"] = []
+        for rows in given.rows:
+            if not late():
+                report["policies"].append(policies(model, rows, given, device))
+                write_json(given.output, report)
+        return
     report["recorded_equals_plain"] = exact(model, given, device)
     write_json(given.output, report)
     for rows in given.rows:
