@@ -112,6 +112,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--asked", type=int, help="keys that a text asks for; default: all")
+    parser.add_argument("--shortest", type=int, help="texts with keys have this to --length tokens; default: --length")
     given = parser.parse_args()
 
     from fathom.data.tokenizer import train_bpe
@@ -121,12 +122,16 @@ def main() -> None:
     tokenizer = train_bpe(["".join(words) * 2 + " =" + "".join(f" {digit}" for digit in range(10)) * 2 + " ="], 512)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(given.output / "tokenizer")
+
+    def length(draw: random.Random) -> int:
+        return draw.randint(given.shortest, given.length) if given.shortest else given.length
+
     makers: dict[str, tuple[int, Callable[[random.Random], Sequence[str]]]] = {
         "chains": (given.chains, lambda draw: chain(draw, given.variables)),
         "walks": (given.walks, lambda draw: walk(draw, given.digits)),
         "passkey": (
             given.passkeys,
-            lambda draw: passkey(draw, given.length, given.keys, given.asked or given.keys, digits=given.key_digits),
+            lambda draw: passkey(draw, length(draw), given.keys, given.asked or given.keys, digits=given.key_digits),
         ),
     }
     for task, (count, make) in makers.items():
