@@ -114,6 +114,9 @@ def main() -> None:
     parser.add_argument("--asked", type=int, help="keys that a text asks for; default: all")
     parser.add_argument("--shortest", type=int, help="texts with keys have this to --length tokens; default: --length")
     given = parser.parse_args()
+    least = (given.keys + (given.asked or given.keys)) * (given.key_digits + 1)
+    if given.passkeys and (given.shortest or given.length) < least:
+        parser.error(f"texts of {given.shortest or given.length} tokens: keys and questions alone take {least}")
 
     from fathom.data.tokenizer import train_bpe
 
