@@ -1,4 +1,4 @@
-"""Passes of the sampler that are recorded and replayed, on a CPU with the double of CUDA graphs in recording.py."""
+"""Passes of the sampler that are recorded and replayed, on a CPU with the pretended CUDA graphs of recording.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fathom.diffusion.low_confidence import LowConfidence
 from fathom.diffusion.recorded import Recorded
 from fathom.diffusion.sparse_dllm import SparseState
 from fathom.ops import kernels
-from recording import Double
+from recording import Pretended
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
+def double(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    double = Pretended()
     monkeypatch.setattr(sampling, "recorder_for", lambda device: double if switch.GRAPHS else None)
-    monkeypatch.setattr(kernels, "TRITON", False)  # the double sees PyTorch's operations alone
+    monkeypatch.setattr(kernels, "TRITON", False)  # it sees PyTorch's operations alone
     return double
 
 

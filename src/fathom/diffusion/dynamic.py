@@ -14,7 +14,7 @@ from fathom.diffusion.base import Policy, check_option
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Policy):
-    """Reveals the schedule's quota, or all tokens above some probability if these are more.
+    """Reveals the schedule's quota, or all tokens above a probability if these are more.
 
     threshold: θ, in [0, 1]; the paper uses 0.85 to 0.9.
     """

@@ -9,7 +9,7 @@ from fathom.diffusion.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Entropy(Policy):
-    """Reveals where the distribution has the least entropy; no options."""
+    """Reveals the tokens whose distribution has the least entropy; no options."""
 
     name = "entropy"
     paper = "2508.15487"

@@ -8,9 +8,9 @@ h: the states that the head reads for the block's n tokens, [n, d]; step i of s,
     β = β_min + (1 − Φ(3 (pct − 50)/50)) (β_max − β_min)
     rank_j = p_j(x_j) + β φ_j
 
-Only the order of revealing changes, not what is predicted. Revealed tokens take part in the spectrum and in the
-maximum. The history holds the last `history_size` variances, the current one included; a single hidden token has none.
-The authors' code keeps one history for all rows and lets NaN into it.
+Only the order of revealing changes, not the predictions. Revealed tokens count in the spectrum and in the maximum. The
+history holds the last `history_size` variances, the current one included; a single hidden token has no variance. The
+authors' code keeps one history for all rows and lets NaN into it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def band(length: int, rho: float, step: int, steps: int) -> tuple[int, int, int]
 
 
 def band_score(hidden: Float[Tensor, "B n d"], inside: Bool[Tensor, " K"]) -> Float[Tensor, "B n"]:
-    """φ: the energy of the bins inside the band by token, over its maximum in the row."""
+    """φ: each token's energy in the bins inside the band / the row's largest such energy."""
     length = hidden.shape[1]
     spectrum = torch.fft.rfft(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=1)
     energy = torch.fft.irfft(spectrum.masked_fill(~inside[:, None], 0), n=length, dim=1).square().sum(-1)
@@ -47,8 +47,8 @@ def band_score(hidden: Float[Tensor, "B n d"], inside: Bool[Tensor, " K"]) -> Fl
 def calibrate(
     history: Float[Tensor, "H size"], values: Float[Tensor, " H"], low: float, high: float
 ) -> Float[Tensor, " H"]:
-    """β of every row's variance, which joins its history: what is not yet there is NaN. An undefined one leaves it, and
-    gives the largest β."""
+    """β of every row's variance, which is added to its history: what is not yet there is NaN. An undefined variance is
+    not added, and gives the largest β."""
     undefined = values.isnan()
     history.copy_(torch.where(undefined[:, None], history, torch.cat([history[:, 1:], values[:, None]], dim=1)))
     percent = 100 * (history < values[:, None]).sum(1) / (~history.isnan()).sum(1)
@@ -62,7 +62,7 @@ class Fourier(Policy):
 
     rho: ρ, the share of the bins that the band covers, in (0, 1]; the paper has 0.4 for LLaDA, 0.2 for LLaDA-1.5.
     beta_min, beta_max: range of the weight β of the energy.
-    history_size: variances that β compares with.
+    history_size: number of variances that β compares with.
     history: "per_row", or "global": one variance and history of the whole batch, as in the authors' code.
     variance_scope: "sequence": over all hidden tokens that a pass predicts; "block": those of the block.
     gate: g, reveal only among the share g + (1 − g)(i + 1)/s of the block with most energy first; None: no gate.
@@ -137,7 +137,9 @@ class Fourier(Policy):
         return band_score(view.hidden, view.of_step)
 
     def variances(self, view: View) -> Float[Tensor, " H"]:
-        """Variance of the highest probabilities over hidden tokens, unbiased; NaN of fewer than two. One a history."""
+        """Unbiased variance of the highest probabilities over hidden tokens, for each history; NaN for
+        fewer than two.
+        """
         values = view.log_probs.amax(-1).exp()
         if view.whole:  # of all tokens of the block, hidden or not
             shape = (1, -1) if self.history == "global" else view.candidates.shape

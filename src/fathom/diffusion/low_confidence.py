@@ -1,8 +1,8 @@
-"""Low-confidence remasking (LLaDA, arXiv 2502.09992): what the model is surest of is revealed first.
+"""Low-confidence remasking (LLaDA, arXiv 2502.09992): the tokens of highest probability are revealed first.
 
     rank_j = p(chosen token of j)
 
-The probability is that of the model, without noise of the sampling; all predictions that are not revealed are dropped.
+The probability is the model's, without sampling noise. Predictions that are not revealed are dropped.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from fathom.diffusion.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Margin(Policy):
-    """Reveals where the likeliest token leads by most; no options."""
+    """Reveals the tokens with the largest lead of the likeliest token over the second; no options."""
 
     name = "margin"
     paper = "2508.15487"

@@ -40,7 +40,7 @@ class Recorded:
         return self.output
 
     def run(self) -> None:
-        """The call itself: what is recorded."""
+        """Call the function once. This is what is recorded."""
         self.output = self.function(*self.inputs)
 
     def record(self) -> None:
