@@ -5,7 +5,7 @@
     python recipes/make_mova_codecs.py runs/mova_codecs --only audio --minutes 3 --audio-dim 32 --batch 32 --lr 1e-3 \
         --steps 100000 --workers 6 & wait
 
-That video codec stays below 30 dB (docs/results/mova.md). What should reach them in eight minutes, and has not been run:
+That video codec stays below 30 dB (docs/results/mova.md). What should reach them in eight minutes and has not been run:
 crops long enough that most latents see a whole past, more latents, and a step that is one launch:
 
     python recipes/make_mova_codecs.py runs/mova_codecs --only video --minutes 8 --video-dim 32 --video-latents 32 \
