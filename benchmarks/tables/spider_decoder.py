@@ -223,8 +223,8 @@ def score(found: dict[str, Any], asked: list[Question], databases: Databases) ->
 
 HOW = {"free": (False, False), "named": (True, False), "picard": (True, True)}  # name given, PICARD
 PAIRS = (
-    ("rasat free", "none free"), ("rasat named", "none named"), ("rasat picard", "none picard"), ("none picard", "none named"),
-    ("rasat picard", "rasat named"),
+    ("rasat free", "none free"), ("rasat named", "none named"), ("rasat picard", "none picard"),
+    ("none picard", "none named"), ("rasat picard", "rasat named"),
 )  # fmt: skip
 
 
