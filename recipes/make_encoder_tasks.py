@@ -19,8 +19,7 @@ digit of C is the answer to q. The target is "q7C…": after q one layer of a de
 the pair, so the encoder must bring the two together, over whatever distance. (C comes last, and teaches the decoder to
 find questions.) Half of the training rows are shorter, from `--shortest` characters on (64); held-out rows all have
 `--longest`. With `--glued` a pair is one character and a question is one, of four capitals, four digits and six
-questions: no layer is spent on putting two characters together, and a small model learns in minutes what else it has
-not learnt in hours.
+questions: no layer is spent on putting two characters together, and a small model learns it in minutes.
 leads: articles (a title, its lead, the other paragraphs) joined to a source of `--shortest` to `--longest` characters,
 16,000 to 64,000 if nothing is said, which is 4k to 16k tokens of a usual tokenizer. The source begins with a title; the
 target is that article's lead. No article has its lead in the source: what the lead says must be made of the rest
