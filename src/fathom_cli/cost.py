@@ -36,13 +36,16 @@ def command(
         typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(help="Accelerator-hours of a training: adds energy and CO2, with what is assumed.")
+        float | None, typer.Option(help="Accelerator-hours of a training: adds energy and CO2, with the assumptions.")
     ] = None,
     tdp: Annotated[float, typer.Option(help="With --hours: watts that an accelerator draws.")] = 700.0,
     kg_per_kwh: Annotated[float, typer.Option(help="With --hours: CO2 equivalent of a kWh.")] = 0.475,
-    pue: Annotated[float, typer.Option(help="With --hours: the site's energy over the accelerators'.")] = 1.0,
+    pue: Annotated[float, typer.Option(help="With --hours: the site's energy / the accelerators' energy.")] = 1.0,
     gpus: Annotated[
-        int | None, typer.Option(help="Plan the recipe's training on so many: memory, communication, step.", min=1)
+        int | None,
+        typer.Option(
+            help="Plan the recipe's training on this many GPUs: memory, communication, time of a step.", min=1
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="With --gpus: the kind of GPU to plan for, by default the one measured, h200.")
@@ -55,14 +58,19 @@ def command(
         float | None, typer.Option(help="With --gpus: GB/s between hosts, of each GPU; default: 50, an assumption.")
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(help="Of diffusion models: an answer to so many tokens, by block cache.", min=0)
+        int | None,
+        typer.Option(
+            help="For diffusion models: cost of an answer to a prompt of this many tokens, by block cache.", min=0
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="With --prompt: tokens of the answer.", min=1)] = 256,
-    steps: Annotated[int | None, typer.Option(help="With --prompt: steps in all; default: one a token.", min=1)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="With --prompt: total number of steps; default: one for each token.", min=1)
+    ] = None,
     block_length: Annotated[int, typer.Option(help="With --prompt: tokens of a block.", min=1)] = 32,
     json_output: Json = False,
 ) -> None:
-    """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
+    """Parameters, FLOPs and KV-cache bytes per token, in closed form: no weights are loaded.
 
     \b
     Example:

@@ -13,14 +13,16 @@ from fathom_cli.options import Json
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's; or a recipe of growths.")
+        str, typer.Argument(help="Folder of a dense Llama, Qwen2, Qwen3 or Fathom model; or a recipe (YAML file).")
     ],
     method: Annotated[
-        str | None, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")
+        str | None, typer.Option(help="A method of the wing growth; `fathom methods` lists them.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="New folder for the grown checkpoint; of a recipe, for its runs."),
+        typer.Option(
+            "--output", "-o", help="New folder for the grown checkpoint; for a recipe, the folder of its runs."
+        ),
     ] = None,
     branch: Annotated[
         list[str] | None, typer.Option(help="Folder of a model trained from it on one text; give one for each.")
@@ -28,16 +30,18 @@ def command(
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, as name=value.")] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="For router=prompt and split=clustered: what to look at the base with, one a discipline."),
+        typer.Option(
+            help="Text that router=prompt and split=clustered read with the base model; one for each discipline."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
-    jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of random numbers.", min=0, max=2**31 - 1)] = 0,
+    jobs: Annotated[int, typer.Option(help="For a recipe: stages at the same time, shared out among the GPUs.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Of a recipe: no stage begins after so many; the same command goes on.", min=0)
+        float | None, typer.Option(help="For a recipe: start no stage after this many minutes; rerun to resume.", min=0)
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Make a mixture of experts of a dense checkpoint, layer by layer; or train all stages of a recipe and compare.
+    """Turn a dense checkpoint into a mixture of experts, layer by layer; or train all stages of a recipe and compare.
 
     \b
     Example:

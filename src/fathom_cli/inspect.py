@@ -25,15 +25,15 @@ def command(
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Draw what a checkpoint does with a text. Which pictures it has follows from its methods.
+    """Draw what a checkpoint does with a text. Its methods decide which pictures there are.
 
-    depth_attention: from which earlier layers every layer takes its values, and for which tokens.
-    act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: which tokens run how many steps, against their loss and
+    depth_attention: the earlier layers that every layer takes its values from, and for which tokens.
+    act, adaponderlm, adaptive_latent_cot, exit_gate, ponderlm3: how many steps each token runs, against its loss and
     kind.
-    moe: which experts and groups tokens run, layer by layer, and the text shaded by group; of a run's model also the
-    load of its experts over training.
-    masked: at which step of a block every token is revealed.
-    rope_pp: attention by distance of real and imaginary heads, and what noise on either costs.
+    moe: the experts and groups that tokens run, layer by layer, and the text shaded by group; for the model of a run
+    also the load of its experts over training.
+    masked: the step of its block in which every token is revealed.
+    rope_pp: attention by distance in real and imaginary heads, and the loss that noise on either adds.
     fovea: what every block of tokens reads at which resolution, and what stays unseen (of --window tokens).
     Encoders (our classifiers, BART, T5, LongT5, BERT): energy by frequency along the sequence, layer by layer.
 

@@ -113,10 +113,10 @@ def load_encoder(checkpoint: str, device: str | None = None) -> tuple[Any, PreTr
 
 
 def refuse_other_families(checkpoint: str, families: Container[str], wanted: str) -> None:
-    """Raise ValueError, with what is `wanted`, for a checkpoint of another family than `families`; FileNotFoundError or
-    ValueError for what is no checkpoint.
+    """Raise ValueError, naming what is `wanted`, for a checkpoint of a family outside `families`, and FileNotFoundError
+    or ValueError for what is no checkpoint.
 
-    transformers reads a config as any class that it is asked for, and fails somewhere within.
+    transformers would read the config as whatever class it is asked for, and fail later with an unclear message.
     """
     _refuse_no_checkpoint(checkpoint)
     try:

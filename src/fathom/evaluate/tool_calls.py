@@ -1,4 +1,4 @@
-"""How well a model calls its tools: on questions of which the calls and the answer are known."""
+"""Scores of a model's tool calls, on questions with known calls and answers."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ def evaluate_tool_calls(
     rounds: int = 5,
     max_new_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Shares of questions, each with its standard error: whose calls are the right ones, in order and with no other
-    ("calls"); whose answer is right with the tools ("answer"), and without any ("answer_without_tools"); of which a
-    call failed ("failed_calls"). Greedy decoding. With them the first traces, for a reader.
+    """Shares of questions with their standard errors, and the first traces for a reader. Decoding is greedy.
 
-    An answer is right whose text is the right one, without case, spaces at its ends and a full stop; or whose number
-    is: the same of two whole ones, else within a millionth of it.
+    "calls": exactly the right calls, in order.   "answer": the answer is right with the tools.
+    "answer_without_tools": it is right without any.   "failed_calls": a call failed.
+
+    An answer is right if its text is the expected one, apart from case, spaces at its ends and a full stop; or if both
+    are numbers that are equal, or that differ by at most a millionth if one of them is not whole.
 
     Raises ValueError for no questions, and as `answer_with_tools` does.
     """

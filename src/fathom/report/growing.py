@@ -1,4 +1,4 @@
-"""A recipe of growths to `growths.json`: every method makes of one dense base what it can, at equal training FLOPs.
+"""A comparison of growth methods: every method starts from one dense base and has equal training FLOPs.
 
 name: growth-small
 base: {model: {…}, data: {…}, training: {…}}       an ordinary recipe's sections; or {checkpoint: FOLDER}
@@ -17,8 +17,8 @@ methods:
     <output>/<name>/base, <stage>-<digest>      a folder a stage; methods that begin alike share it and each pays
     <output>/<name>/growths.json
 
-A stage is a run that resumes; the same command skips what is finished. FLOPs of a stage are counted as if everything
-trained, those of all branches together.
+A stage is a run that resumes; a rerun of the command skips finished ones. The FLOPs of a stage are counted as if all
+parameters trained, and those of its branches are added up.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Stage:
         share: of the method's FLOPs; of all branches together. 0 only with `grow`.
         branches: sources, each of which trains a model of its own from what the stage starts from.
         grow: surgery: the growth method's `name` and its options.
-        texts: sources that surgery looks at the base with, where an option needs some.
+        texts: sources that surgery runs through the base, if an option needs them.
         trains, lr, sequences: as in a recipe's training; None: the recipe's own.
         weights: of the sources; None: theirs.
         feed_forward: options of the model's network that change from here on.
@@ -97,7 +97,7 @@ class Way:
 
     Attributes:
         seeds: instead of the recipe's.
-        spends_base: it may spend the FLOPs of the base's training too: what starts from nothing has not paid for it.
+        spends_base: whether it may also spend the FLOPs of the base's training, for methods that start from scratch.
     """
 
     name: str
@@ -108,7 +108,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Growths:
-    """The recipe. `held_out`: texts by name, in groups by name; a group's score is the mean over its texts."""
+    """The recipe of a comparison of growths.
+
+    held_out: groups by name, each with texts by name; a group's score is the mean over its texts.
+    """
 
     name: str
     base: dict[str, Any]
@@ -154,14 +157,14 @@ class Growths:
 
 @dataclass(frozen=True)
 class Unit:
-    """Something to do in a folder of its own, after what it needs.
+    """One piece of work in a folder of its own, done after the units that it needs.
 
     Attributes:
-        kind: "train", "grow", "score"; "given" is a checkpoint that lies there.
+        kind: "train", "grow", "score"; "given" is a checkpoint that exists already.
         start: unit whose model it starts from.
         branches: units whose models are the branches of surgery.
-        texts: that surgery looks at the base with.
-        config: of the model that it makes.
+        texts: those that surgery runs through the base.
+        config: of the model that the unit makes.
     """
 
     name: str
@@ -200,13 +203,13 @@ def run_growths(
     say: Callable[[str], object] = print,
     minutes: float | None = None,
 ) -> dict[str, Any]:
-    """Train the base, then every stage of every method; returns what `growths.json` says.
+    """Train the base, then every stage of every method. Returns the content of `growths.json`.
 
     Args:
-        jobs: stages side by side, branches too, each in a process of its own.
-        minutes: after which no stage begins any more; the same command goes on with those that are left.
+        jobs: number of stages and branches at a time, each in its own process.
+        minutes: time after which no stage is started; rerun to resume with the remaining ones.
 
-    Raises ValueError for what does not fit together, before anything trains.
+    Raises ValueError, before anything trains, for a recipe whose parts do not fit together.
     """
     folder = output / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,7 +327,7 @@ def plan(recipe: Growths, way: Way, seed: int, base: Unit) -> list[Unit]:
 def carry_out(
     unit: Unit, recipe: Growths, folder: Path, data: PreparedData, held: dict[str, dict[str, PreparedData]]
 ) -> dict[str, Any]:
-    """Do what a unit says, or find it done."""
+    """Do the work of a unit, unless it is done already."""
     home = folder / unit.name
     if unit.kind == "given":
         return {"checkpoint": recipe.base["checkpoint"]}
@@ -349,7 +352,7 @@ def carry_out(
 
 
 def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
-    """Where the model of a finished unit lies."""
+    """The folder of a finished unit's model."""
     if unit == BASE and "checkpoint" in recipe.base:
         return Path(recipe.base["checkpoint"])
     home = folder / unit
@@ -357,7 +360,7 @@ def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
 
 
 def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str) -> dict[str, Any]:
-    """Bits per byte of every held-out text, in blocks as training reads them; of a group their mean."""
+    """Bits per byte of every held-out text, in blocks as in training, and the mean of each group."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = FathomForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()  # type: ignore[arg-type]
     texts: dict[str, dict[str, float]] = {}
@@ -378,7 +381,9 @@ def _base_recipe(recipe: Growths) -> Recipe:
 
 
 def _base(recipe: Growths, cache: Path, folder: Path) -> tuple[Unit, PreparedData | None]:
-    """The base as a unit, and its text if it is to be trained. Its tokenizer, everybody's, goes to `folder`."""
+    """The base as a unit, and its text if it must be trained. Its tokenizer, which all models share, goes
+    to `folder`.
+    """
     if "checkpoint" in recipe.base:
         check_keys(recipe.base, ["checkpoint"], BASE)
         source = Source(recipe.base["checkpoint"])
@@ -411,7 +416,7 @@ def _stage_recipe(recipe: Growths, folder: Path, unit: Unit, start: Path) -> Rec
 
 
 def _flops(recipe: Growths, config: FathomConfig) -> float:
-    """FLOPs of training on a token."""
+    """FLOPs of training for one token."""
     return TASK.training_flops(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
 
 
@@ -426,7 +431,7 @@ def _growth(raw: dict[str, Any], where: str) -> GrowthMethod:
 
 
 def _turn(recipe: Growths, way: tuple[str, int], method: Way) -> int:
-    """Which seed of its method this is."""
+    """The index of this seed among its method's seeds."""
     return (method.seeds or recipe.seeds).index(way[1])
 
 

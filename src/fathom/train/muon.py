@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model's blocks and AdamW for all else: one optimizer, one state, one schedule."""
+"""One optimizer with Muon for the matrices of a model's blocks and AdamW for all else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def matrices_of_blocks(model: nn.Module) -> set[str]:
-    """Names of the weights that Muon serves: of linear layers inside a model's repeated blocks (`nn.ModuleList`).
+    """Names of the weights that Muon takes: those of linear layers inside a model's repeated blocks (`nn.ModuleList`).
 
     A layer with one input or one output, such as a gate, holds a vector and is left out. Raises ValueError where blocks
     have trained weights of more than two dimensions (stacked experts, convolutions), and where nothing is left.
@@ -47,7 +47,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     AdamW's (arXiv 2502.16982), so that one learning rate and one weight decay serve both.
 
     Args:
-        groups: as of any optimizer, each with `muon`: whether Muon takes its parameters.
+        groups: parameter groups, as for any optimizer, each with `muon`: whether Muon takes its parameters.
         fused: AdamW as one kernel.
     """
 

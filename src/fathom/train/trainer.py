@@ -1,4 +1,4 @@
-"""A recipe, one method and one seed to a trained model, through transformers' `Trainer`.
+"""Training one model: from a recipe, a method and a seed to a checkpoint, through transformers' `Trainer`.
 
 A run has one folder:
 
@@ -45,6 +45,7 @@ from fathom.models.model_card import describe
 from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
+from fathom.ops.cudnn_attention import sound_attention
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import DEFAULT, Task, tasks
 from fathom.tasks.base import scores_read, with_scores
@@ -85,7 +86,7 @@ _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _fi
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a finished run reports. Losses are means over the task's targets; None where not finite or without held-out
+    """The result of a finished run. Losses are means over the task's targets; None where not finite or without held-out
     examples.
 
     Attributes:
@@ -94,14 +95,14 @@ class TrainResult:
         train_loss: of the last logged steps.
         validation_loss: on the held-out examples after the last step.
         scores: the task's, by name, on the held-out examples after the last step.
-        tokens_per_second: of all processes, without evaluation and saving: the median over the stretches between
-            logged losses. The first stretch after a start, which warms up, counts only where there is no other.
+        tokens_per_second: of all processes, without evaluation and saving: the median over the intervals between
+            logged losses. The first interval after a start, which warms up, counts only if there is no other.
         seconds: of training, without evaluation and saving.
         peak_memory_bytes: allocated on rank 0's GPU; None on a CPU, where only the whole process's is known.
-        tokens_per_second_interval: from the slowest tenth of these stretches to the fastest; None for fewer than 5.
-        interruptions: how often the run went on from a checkpoint.
+        tokens_per_second_interval: 10th and 90th percentile over these intervals; None for fewer than 5.
+        interruptions: how often the run was resumed from a checkpoint.
         busy: on a CPU, the mean share of the time that the process was on a core (metrics.py).
-        notes: what was done to the data that a reader should know.
+        notes: sentences about changes to the data that a reader should know.
         history: the lines of metrics.jsonl.
     """
 
@@ -168,7 +169,7 @@ class FathomTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The task's loss; what methods say beside it goes to the metrics."""
+        """The task's loss. Auxiliary losses and statistics of methods go to the metrics."""
         forward = functools.partial(self.task.forward, model)
         inputs = {**inputs, "output_auxiliary": True}
         if not model.training:  # else 5.24 divides by the targets of all ranks, which prediction_step would weigh twice
@@ -180,7 +181,8 @@ class FathomTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counted = [{"labels": self.task.counted(batch)} for batch in batch_samples]
-        return super()._get_num_items_in_batch(counted, device)
+        found = super()._get_num_items_in_batch(counted, device)
+        return found if found is None else max(found, 1) if isinstance(found, int) else found.clamp(min=1)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
@@ -215,7 +217,7 @@ class FathomTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Weighted so that the mean over sequences, which the Trainer reports, is the mean over targets."""
+        """The loss of a batch, weighted so that the Trainer's mean over sequences is the mean over targets."""
         share = self.task.targets(inputs) / len(inputs["labels"]) / self.targets_per_sequence
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert loss is not None  # there are labels
@@ -241,7 +243,9 @@ class FathomTrainer(Trainer):
         return layout_of(Path(checkpoint)) == layout_of_run(plugin)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each process's random numbers where as many go on as there were; else others, of the seed, step and rank."""
+        """Restore each process's random state if the number of processes is unchanged; else seed it by seed, step,
+        rank.
+        """
         if checkpoint is not None:
             stored = len(list(Path(checkpoint).glob("rng_state*.pth")))
             if stored != self.args.world_size:
@@ -261,13 +265,13 @@ def train_run(
     tokens: int | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainResult:
-    """Train one model, or take up where an earlier call was stopped; a finished run is returned as it is.
+    """Train one model, or resume a run that was stopped. A finished run is returned as it is.
 
     Args:
         folder: of this run alone.
         data: `recipe.task.prepare(recipe.data, …)`.
         lr: peak learning rate; None: the method's or the recipe's, which must then be one number (sweep.py).
-        tokens: training tokens instead of the recipe's, with a full schedule of their own.
+        tokens: number of training tokens, instead of the recipe's, with a full schedule.
         callbacks: further Trainer callbacks.
 
     Raises:
@@ -394,8 +398,10 @@ def train_run(
 
 
 def _leave_shared_tables_together(model: nn.Module) -> None:
-    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and
-    decoder of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
+    """Keep accelerate from sharding a shared input table by itself. torch refuses that where other modules hold the
+    table, too, as encoder and decoder of BART and T5 do; without its address it is sharded with parameters outside
+    layers.
+    """
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     holders = sum(getattr(module, "weight", None) is table for module in model.modules())
     if table is not None and holders > 2:  # itself and a tied head
@@ -404,7 +410,7 @@ def _leave_shared_tables_together(model: nn.Module) -> None:
 
 
 def processes() -> int:
-    """How many processes train this model together, as torchrun and accelerate launch say it."""
+    """The number of processes that train this model together, as torchrun or accelerate launch sets it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -512,7 +518,7 @@ def _identity(
     steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """What decides the trained weights; and the number of processes that began, which decides their last digits."""
+    """Everything that decides the trained weights, and the number of processes, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     if method.weights is not None:
@@ -537,8 +543,8 @@ def _identity(
 def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
     """Write run.json, or raise ValueError if the folder holds another run that has trained.
 
-    The number of processes decides nothing but rounding and which random numbers are drawn: a run may go on with
-    another.
+    The number of processes only affects rounding and which random numbers are drawn, so a run may be resumed with
+    another number.
     """
     path = folder / "run.json"
     if path.exists() and has_trained(folder):
@@ -563,8 +569,8 @@ def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
 
 
 def freeze(model: FathomForCausalLM, trains: str) -> None:
-    """Leave gradients to the feed-forward networks, or to their routers, alone. Raises ValueError for networks without
-    a router."""
+    """Freeze all parameters but those of feed-forward networks, or of their routers. Raises ValueError for networks
+    without a router."""
     if trains in ("all", "lora"):
         return
     modules = [layer.mlp for layer in model.model.layers]
@@ -581,8 +587,8 @@ def freeze(model: FathomForCausalLM, trains: str) -> None:
 
 
 def add_low_rank(model: nn.Module, options: LowRank) -> None:
-    """Put matrices of low rank beside layers, which alone train. Raises ImportError without peft, ValueError for
-    targets that the model has not."""
+    """Add LoRA matrices to layers; only these train. Raises ImportError without peft, ValueError for targets that the
+    model lacks."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError("training.trains='lora' needs peft: pip install 'fathom-lm[peft]'")
     from peft import LoraConfig, inject_adapter_in_model
@@ -611,7 +617,7 @@ def add_low_rank(model: nn.Module, options: LowRank) -> None:
 
 
 def merge_low_rank(model: nn.Module) -> nn.Module:
-    """A copy of the model whose layers have taken in what stands beside them; the model itself if nothing does."""
+    """A copy of the model with LoRA merged into its layers; the model itself if it has none."""
     if importlib.util.find_spec("peft") is None:
         return model
     from peft.tuners.lora import LoraLayer
@@ -627,16 +633,16 @@ def merge_low_rank(model: nn.Module) -> nn.Module:
 
 
 def has_trained(folder: Path) -> bool:
-    """Whether a run's folder holds anything that a run of other settings must not mix with: a step's metrics, a
-    checkpoint or a model. A run that failed before its first step leaves none."""
+    """Whether a run's folder holds metrics of a step, a checkpoint or a model, which a run with other settings must not
+    mix with. A run that failed before its first step leaves none."""
     return bool(read_metrics(folder) or checkpoints.checkpoints(folder)) or (folder / MODEL).is_dir()
 
 
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
-    """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
+    """Compile the layers, which share one set of graphs, and each product with the vocabulary by itself.
 
-    `graphs`: of methods that run step by step, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
-    with a mixer, whose layers read each other's states.
+    graphs: for methods that run step by step, replay layers as CUDA graphs (`StepGraphs`) of forecast sizes; not with a
+        mixer, whose layers read each other's states.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
     if graphs and model.depth.segments and model.model.mixer is None:
@@ -660,8 +666,9 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _make_model(
     recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData, begun: TrainResult | None
 ) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or the run that came before; or as
-    the task says."""
+    """The model with fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or of the run
+    before it, or as the task makes it.
+    """
     came_before = {} if begun is None else {"checkpoint": str(begun.model)}
     own = recipe.task.new_model(config, {**recipe.model, **method.fields, **came_before}, data)
     if own is not None:
@@ -704,11 +711,12 @@ def _ordered(
 
 
 def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display: ProgressDisplay) -> None:
-    """`Trainer.train`; a failure while a checkpoint was written becomes an OSError that says what stays."""
+    """Run `Trainer.train`. A failure to write a checkpoint becomes an OSError that says which one is still complete."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of saving: it would tear our own display
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with sound_attention():
+            trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         partial = folder / f"{checkpoints.PREFIX}{trainer.state.global_step}"
         if not partial.exists() or checkpoints.is_complete(partial):
@@ -725,7 +733,9 @@ def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display
 
 
 def _save_model(trainer: FathomTrainer, folder: Path, config: Any, data: PreparedData) -> None:
-    """The model and tokenizer as an ordinary checkpoint; the folder appears when it is whole. All ranks call it."""
+    """Write model and tokenizer as an ordinary checkpoint, whose folder appears once it is complete. All ranks call
+    this.
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     if trainer.is_fsdp_enabled:  # gather the shards
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -785,7 +795,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Training lines but the first one after each start."""
+    """The training lines except the first one after each start."""
     found, warm = [], False
     for line in history:
         if "resumed" in line:
