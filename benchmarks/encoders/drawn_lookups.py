@@ -4,9 +4,9 @@
     python benchmarks/encoders/drawn_lookups.py -o OUT.json --length 512 --block 16 --layers 2 --growing --steps 8000
 
 A row has four capitals twice, each with a digit of four (a pair is one token), once before all questions and once
-behind them with another digit. Six questions (q, capital), one token each; the target is "q digit capital" for each. The
-digit before the question is right. A decoder of one layer that has all pairs knows both digits and is right half of the
-time: the rest is what the encoder brings to the question's place. LongT5's form from scratch, all encoders with one
+behind them with another digit. Six questions (q, capital), one token each; the target is "q digit capital" for each.
+The digit before the question is right. A decoder of one layer that has all pairs knows both digits and is right half of
+the time: the rest is what the encoder brings to the question's place. LongT5's form from scratch, all encoders with one
 rate; the file is written after each. A batch has the same number of tokens at every length; with `--growing` lengths
 double from 32 on, each for an equal share of the steps.
 """
@@ -82,7 +82,8 @@ def learn(name: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
         num_decoder_layers=1, num_heads=4, dropout_rate=0.0, relative_attention_max_distance=32,
         decoder_start_token_id=1, pad_token_id=0, eos_token_id=1, embedding_std=1.0, **encoder(name, args.block),
     )  # fmt: skip
-    model = FathomLongT5ForConditionalGeneration(config).to(DEVICE)
+    model: Any = FathomLongT5ForConditionalGeneration(config)
+    model.to(DEVICE)
     optimiser = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, betas=(0.9, 0.98))
     lengths = [SHORTEST]
     while args.growing and lengths[-1] < args.length:
