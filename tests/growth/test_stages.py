@@ -149,6 +149,48 @@ def test_recipes_that_say_nonsense_are_refused(methods, said, tmp_path):
         load_growths(recipe(tmp_path, methods=methods))
 
 
+TRAINING = {"tokens": 30 * STEP, "sequences": 2, "lr": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "said"),
+    [
+        ("training", {"examples": 9, "tokens": None}, "training.examples=9: stages share the FLOPs of training.tokens"),
+        ("training", {"trains": "router"}, "training.trains='router': a stage's own `trains` says it"),
+        ("training", {"eval_every": 5}, "training.eval_every=5: stages are scored on `held_out`"),
+        ("training", {"lr": [1e-2, 1e-3]}, r"training.lr=\(0.01, 0.001\): nothing is swept here"),
+        ("training", {"sweep_fraction": 0.5}, "training.sweep_fraction=0.5: nothing is swept here"),
+        ("training", {"lora": {"rank": 4}}, "training.lora=.*: no stage trains 'lora'"),
+        ("data", {"tokenizer": {"bpe": 300}}, "data.tokenizer: `base.data` says it for all stages"),
+        ("data", {"validation": "embedded"}, "data.validation: `held_out` says it for all stages"),
+        ("base", {"budgets": ["train_flops"]}, "base.budgets: only `fathom compare` reads it"),
+        ("base", {"retrain": 1}, "base.retrain: only `fathom compare` reads it"),
+        ("base", {"seeds": [0, 1]}, r"base.seeds=\[0, 1\]: the base is one model"),
+        (
+            "base",
+            {"methods": [{"name": "vanilla", "seeds": [1]}]},
+            "base.methods.vanilla.seeds: `seeds` beside the base",
+        ),
+        ("base", {"methods": ["vanilla", "loop"]}, "base.methods: must be one method, not 2"),
+        ("base", {"training": {**TRAINING, "lr": [1, 2]}}, "base: lr=.*nothing is swept here"),
+        (
+            "base",
+            {"task": "masked_diffusion"},
+            "base.task='masked_diffusion': what grows is a model of task 'causal_lm'",
+        ),
+        ("base", {"data": {"validation": "embedded"}}, "base.data.validation: the base is scored on `held_out`"),
+    ],
+)
+def test_what_no_stage_would_read_is_refused_before_anything_trains(section, changes, said, tmp_path):
+    path = recipe(tmp_path)
+    raw = yaml.safe_load(path.read_text())
+    raw[section] |= changes
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ValueError, match=said):
+        run_growths(load_growths(path), tmp_path / "runs", say=lambda words: None)
+    assert not list((tmp_path / "runs").glob("*/base"))
+
+
 def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
     fresh = {"stages": [{"grow": {"name": "moe_scratch", "disciplines": 2, "slices": 4}}, {"share": 1, "sequences": 4}]}
     ways = [{"name": name, "spends_base": spends, **fresh} for name, spends in (("less", False), ("more", True))]
@@ -159,6 +201,8 @@ def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
     assert less.sequences == 4 and more.flops - less.flops == pytest.approx(1e9, abs=step)
     with pytest.raises(ValueError, match=r"methods.more.spends_base=True: base.checkpoint does not say"):
         load_growths(recipe(tmp_path, methods=ways, base={"checkpoint": "BASE"}))
+    with pytest.raises(ValueError, match=r"methods.more.spends_base=True: it goes on from the base"):
+        load_growths(recipe(tmp_path, methods=[{"name": "more", "spends_base": True, "stages": [{"share": 1}]}]))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Downstream:
-    """The section `downstream` of a recipe: what every model of a comparison is scored on after its training.
+    """The section `downstream` of a recipe: what every model is scored on after its training.
 
     Attributes:
         tasks: names of lm_eval tasks, groups or tags.

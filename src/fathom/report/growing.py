@@ -53,7 +53,7 @@ from fathom.tasks.causal_lm import CausalLM, bits_of_loss, loss_of_blocks
 from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.loading import build, check_keys, parse_yaml
-from fathom.train.recipe import Trains
+from fathom.train.recipe import LowRank, Trains, one_training
 from fathom.train.trainer import RESULT
 from fathom.writing import whole, write_json
 
@@ -123,6 +123,7 @@ class Growths:
             raise ValueError(f"data.train={self.data.train!r}: growth mixes named sources; give a mapping")
         if not self.held_out or not all(self.held_out.values()):
             raise ValueError(f"held_out={self.held_out!r}: name texts, in groups")
+        self._check_training()
         names = [way.name for way in self.methods]
         for way in self.methods:
             where = f"methods.{way.name}"
@@ -130,11 +131,38 @@ class Growths:
                 raise ValueError(f"{where}: two methods have this name")
             if way.spends_base and "checkpoint" in self.base:
                 raise ValueError(f"{where}.spends_base=True: base.checkpoint does not say what its training cost")
+            if way.spends_base and not _is_fresh(way):
+                raise ValueError(
+                    f"{where}.spends_base=True: it goes on from the base, which has spent them; only a way that begins "
+                    "with surgery from nothing, such as moe_scratch, may"
+                )
             total = sum(stage.share for stage in way.stages)
             if total > 1 + 1e-9:
                 raise ValueError(f"{where}: the shares of its stages sum to {total:g}; they share 1")
             for number, stage in enumerate(way.stages):
                 self._check(stage, f"{where}.stages[{number}]")
+
+    def _check_training(self) -> None:
+        """What stages say themselves, or cannot honour, is refused here."""
+        training = self.training
+        if training.tokens is None:
+            raise ValueError(
+                f"training.examples={training.examples}: stages share the FLOPs of training.tokens; give them"
+            )
+        stages = [stage for way in self.methods for stage in way.stages if stage.grow is None]
+        low_rank = any(stage.trains == "lora" for stage in stages)
+        swept = isinstance(training.lr, tuple) and any(stage.lr is None for stage in stages)
+        unread = {
+            "trains": (training.trains != "all", "a stage's own `trains` says it"),
+            "eval_every": (training.eval_every is not None, "stages are scored on `held_out` at their end"),
+            "sweep_fraction": (training.sweep_fraction != Training.sweep_fraction, "nothing is swept here"),
+            "lr": (swept, "nothing is swept here; give one learning rate"),
+            "lora": (training.lora != LowRank() and not low_rank, "no stage trains 'lora'"),
+            "optimizer": (training.optimizer == "muon" and low_rank, "not for a stage that trains 'lora'; use 'adamw'"),
+        }
+        for name, (given, why) in unread.items():
+            if given:
+                raise ValueError(f"training.{name}={getattr(training, name)!r}: {why}")
 
     def _check(self, stage: Stage, where: str) -> None:
         check_keys(stage.branches, self.data.train, f"{where}.branches")
@@ -188,7 +216,11 @@ def load_growths(path: str | Path) -> Growths:
         raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
         if isinstance(raw, dict) and "base" not in raw and "model" in raw:
             raise ValueError("has a model and no base to grow; `fathom train` and `fathom compare` read such a recipe")
-        return build(Growths, raw)
+        recipe: Growths = build(Growths, raw)
+        for key, where in (("tokenizer", "base.data"), ("validation", "held_out")):
+            if raw.get("data", {}).get(key) is not None:
+                raise ValueError(f"data.{key}: `{where}` says it for all stages; leave it out")
+        return recipe
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -372,8 +404,13 @@ def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str
 
 def _base_recipe(recipe: Growths) -> Recipe:
     whole: Recipe = build(Recipe, {"name": BASE, **recipe.base}, BASE)
-    if len(whole.methods) != 1:
-        raise ValueError(f"base.methods: the base is one model, not {len(whole.methods)}")
+    if whole.task != TASK:
+        raise ValueError(f"base.task={whole.task.name!r}: what grows is a model of task {TASK.name!r}; leave it out")
+    if (recipe.base.get("data") or {}).get("validation") is not None:
+        raise ValueError("base.data.validation: the base is scored on `held_out`; leave it out")
+    one_training(dataclasses.replace(whole, seeds=(0,)), BASE, "`seeds` beside the base")
+    if len(whole.seeds) != 1:
+        raise ValueError(f"base.seeds={list(whole.seeds)!r}: the base is one model; give one seed")
     return dataclasses.replace(whole, data=dataclasses.replace(whole.data, validation=None))
 
 
@@ -407,12 +444,19 @@ def _stage_recipe(recipe: Growths, folder: Path, unit: Unit, start: Path) -> Rec
     sequences = unit.sequences or recipe.training.sequences
     training = dataclasses.replace(recipe.training, tokens=unit.tokens, sequences=sequences)
     model = {"checkpoint": str(start)}
-    return Recipe("stage", training, model, methods=(unit.method,), data=_data(recipe, folder))
+    data, licence = _data(recipe, folder), recipe.base.get("license")
+    return Recipe("stage", training, model, methods=(unit.method,), data=data, license=licence)
 
 
 def _flops(recipe: Growths, config: FathomConfig) -> float:
     """FLOPs of training on a token."""
     return TASK.training_flops(config, recipe.data.block_size, recipe.training.gradient_checkpointing)
+
+
+def _is_fresh(way: Way) -> bool:
+    """Whether it begins with weights of its own."""
+    first = way.stages[0].grow if way.stages else None
+    return first is not None and getattr(growth_methods().get(first.get("name", "")), "fresh", False)
 
 
 def _growth(raw: dict[str, Any], where: str) -> GrowthMethod:
