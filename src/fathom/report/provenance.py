@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import fathom
 
 
 def provenance(runs: int = 1) -> dict[str, Any]:
-    """`{"versions", "commit", "device"}` of this process, one of `runs` that share the device."""
+    """`{"versions", "commit", "device", "date"}` of this process, one of `runs` that share the device."""
     shared = f", shared by {runs} runs" if runs > 1 else ""
-    return {"versions": versions(), "commit": commit(), "device": device() + shared}
+    now = datetime.now(UTC).isoformat(timespec="minutes")
+    return {"versions": versions(), "commit": commit(), "device": device() + shared, "date": now}
 
 
 def versions() -> dict[str, str]:
