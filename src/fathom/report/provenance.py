@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,7 +32,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of Fathom's source, '+changes' behind it where files differ from it, or 'not a checkout'.
 
-    A bare copy of the source has no commit of its own: the environment's FATHOM_COMMIT then names it.
+    A bare copy of the source has no commit of its own: FATHOM_COMMIT in the environment names it, or the file COMMIT at
+    the copy's root, which `git archive` fills in; who copies in another way writes `git rev-parse HEAD` to it.
     """
     package = Path(fathom.__file__).parent
     try:
@@ -39,7 +41,11 @@ def commit() -> str:
         changed = _git(package, "status", "--porcelain", "--", ".")
         return _git(package, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FATHOM_COMMIT", "not a checkout")
+        if "FATHOM_COMMIT" in os.environ:
+            return os.environ["FATHOM_COMMIT"]
+        written = package.parents[1] / "COMMIT"
+        named = re.match(r"[0-9a-f]{7,40}\b", written.read_text(encoding="utf-8")) if written.is_file() else None
+        return named[0][:12] if named else "not a checkout"
 
 
 def device() -> str:
