@@ -54,7 +54,7 @@ from fathom.train import MethodConfig, Recipe, Training, TrainResult, model_conf
 from fathom.train.complete_checkpoints import checkpoints
 from fathom.train.loading import build, check_keys, parse_yaml
 from fathom.train.recipe import LowRank, Trains, one_training
-from fathom.train.trainer import RESULT
+from fathom.train.result import RESULT
 from fathom.writing import whole, write_json
 
 TASK = CausalLM()

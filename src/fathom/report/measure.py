@@ -19,7 +19,7 @@ from fathom.report.results import Run
 from fathom.tasks.base import with_scores
 from fathom.train import MethodConfig, Recipe, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
-from fathom.train.trainer import MODEL
+from fathom.train.result import MODEL
 from fathom.writing import whole
 
 MEASURED = "measured.json"

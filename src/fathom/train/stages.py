@@ -20,7 +20,8 @@ from typing import Any
 from fathom.models.registry import nearest
 from fathom.train.loading import build, check_keys, convert, parse_yaml
 from fathom.train.recipe import Recipe, one_training
-from fathom.train.trainer import TrainResult, train_run
+from fathom.train.result import TrainResult
+from fathom.train.trainer import train_run
 
 REFERENCE = "stage:"
 SHARED = ("data",)
