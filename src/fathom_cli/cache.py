@@ -77,7 +77,7 @@ def parse_method(name: str, budget: int | None, options: list[str] | None) -> An
 
 
 def load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises ValueError or OSError with what to do."""
+    """The model and its tokenizer. Raises ValueError or OSError with a remedy."""
     import torch
 
     from fathom.evaluate import load_checkpoint
@@ -98,7 +98,7 @@ def read_text(path: Path) -> str:
 
 
 def tokens_of(path: Path, content: str, tokenizer: Any, most: int) -> Any:
-    """The first tokens of --text, [1,T]. Raises ValueError where there is nothing to predict."""
+    """The first `most` tokens of --text, [1,T]. Raises ValueError for a text too short to predict a token."""
     ids = tokenizer(content, return_tensors="pt").input_ids[:, :most]
     if ids.shape[1] < 2:
         raise ValueError(f"--text {path} has {ids.shape[1]} tokens: use a longer text")
@@ -106,7 +106,7 @@ def tokens_of(path: Path, content: str, tokenizer: Any, most: int) -> Any:
 
 
 def check_folder(output: Path) -> None:
-    """Before anything is measured: whether --output can be written."""
+    """Raise FileNotFoundError, before anything is measured, if --output has no folder."""
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
 
@@ -117,14 +117,14 @@ def digest(path: Path) -> str:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """JSON, whole at every moment."""
+    """Write JSON so that the file is complete at every moment."""
     temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_text(json.dumps(document, indent=1))
     temporary.replace(path)
 
 
 def measured(output: Path | None, about: dict[str, Any]) -> dict[tuple[str, float], dict[str, Any]]:
-    """The rows that an earlier `bench` wrote to this file, by method and fraction, where it measured the same thing."""
+    """The rows of an earlier `bench` in this file, by method and fraction, if it measured the same thing."""
     if output is None or not output.exists():
         return {}
     try:
@@ -143,7 +143,7 @@ def measured(output: Path | None, about: dict[str, Any]) -> dict[tuple[str, floa
 
 
 class Remaining:
-    """How many rows are left, and for how long: a bar in a terminal, lines on standard error elsewhere."""
+    """Progress over rows with the time left: a bar in a terminal, lines on standard error elsewhere."""
 
     def __init__(self, rows: int):
         from rich.console import Console
@@ -244,27 +244,29 @@ def bench(
     fractions: Annotated[
         str, typer.Option(help="Real bytes as fractions of the full cache.")
     ] = "0.5,0.25,0.125,0.0625",
-    codebooks: Annotated[str, typer.Option(help="Codebooks of vqkv.")] = "",
-    channels: Annotated[str, typer.Option(help="Channel sets of fourier_attention.")] = "",
+    codebooks: Annotated[str, typer.Option(help="File of codebooks for vqkv.")] = "",
+    channels: Annotated[str, typer.Option(help="File of channel sets for fourier_attention.")] = "",
     speed: Annotated[bool, typer.Option(help="Also time single-token steps at --tokens tokens (eager).")] = False,
     recall: Annotated[
         bool,
-        typer.Option(help="Also passkey and needle: of five secrets hidden in --tokens tokens, how many are found."),
+        typer.Option(help="Also passkey and needle: how many of five secrets hidden in --tokens tokens are found."),
     ] = False,
     chunk: Chunk = 64,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="JSON of the numbers, written row by row; rows that it has are not repeated."
+            "--output",
+            "-o",
+            help="JSON file of the results, written row by row; rows already in it are not measured again.",
         ),
     ] = None,
     device: Device = None,
     dtype: DType = "bfloat16",
     json_output: Json = False,
 ) -> None:
-    """Perplexity of every method at equal real bytes, the secrets it finds, its speed. What does not suit says why.
+    """Perplexity, retrieval and speed of every method at equal real bytes. A method that cannot run says why.
 
-    Each row is written to --output as it is done. The same call again measures only the rows that it lacks.
+    Each row is written to --output when it is done. Rerun the command to measure only missing rows.
 
     \b
     Example:
@@ -290,7 +292,7 @@ def bench(
     files = {"codebooks": codebooks, "channels": channels}
 
     def lacks(name: str) -> str:
-        """The calibration file that a method needs and that is not given."""
+        """The name of a calibration file that the method needs and the caller did not give."""
         made = METHODS[name].calibration
         return made.option if made is not None and made.needed and not files.get(made.option) else ""
 
@@ -313,7 +315,7 @@ def bench(
         return METHODS[name].at_fraction(fraction, shape, tokens, chunk, **file)
 
     def measure(row: dict[str, Any], chosen: Any) -> str:
-        """Add to a row what it lacks; the line that shows it."""
+        """Measure what a row lacks. Returns the line that shows the row."""
         head = f"{row['method']:20} {row['fraction']:<8g}"
         try:
             row |= {} if "perplexity" in row else perplexity(loaded, ids, chosen, chunk)
@@ -380,7 +382,7 @@ def show(
     dtype: DType = "bfloat16",
     json_output: Json = False,
 ) -> None:
-    """Picture: which tokens each layer and head kept, over the text. The budget is 64 tokens by default.
+    """Draw which tokens of a text each layer and head kept. The default budget is 64 tokens.
 
     \b
     Example:

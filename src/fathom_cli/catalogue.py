@@ -39,9 +39,12 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One method. `registry` is the section of the config that takes it (`section` is true then), or the wing's API;
-    `source` is the file that defines it, from the package on; `call` its name in Python; `verb` a command line of its
-    own."""
+    """One method.
+
+    registry: the config section that takes it (then `section` is true), or the wing's API.
+    source: the file that defines it, relative to the package's parent folder.
+    call: its name in Python.   verb: a command of its own.
+    """
 
     name: str
     wing: str
@@ -57,7 +60,7 @@ class Entry:
 
     @property
     def card(self) -> Path | None:
-        """The file of its card: installed with the package, or in the repository beside it."""
+        """The path of its card: installed with the package, or in the repository."""
         for folder in (Path(__file__).parent / "cards", Path(__file__).parents[2] / "docs" / "methods"):
             if (folder / f"{self.name}.md").is_file():
                 return folder / f"{self.name}.md"
@@ -72,7 +75,7 @@ class Entry:
         return self._on_card("Verdict")
 
     def _on_card(self, title: str) -> str:
-        """What the card's bullet of that title says, in one line; "" if there is none."""
+        """The text of the card's bullet with this title, on one line; "" if there is none."""
         card = self.card
         found = card and re.search(rf"^- \*\*{title}\*\*: (.*(?:\n  .*)*)", card.read_text(encoding="utf-8"), re.M)
         return " ".join(found.group(1).split()) if found else ""

@@ -11,9 +11,9 @@ import typer
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
-    jobs: Annotated[int, typer.Option(help="Runs side by side, in turn on the GPUs there are.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time, shared out among the GPUs.")] = 1,
 ) -> None:
-    """Train every method of a recipe under its budgets and write one report. The same command again goes on.
+    """Train every method of a recipe under its budgets and write one report. Rerun the command to resume it.
 
     \b
     Example:

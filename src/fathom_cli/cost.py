@@ -36,13 +36,16 @@ def command(
         typer.Option(help="Tokens of a sequence; default: the recipe's block size, the checkpoint's positions.", min=1),
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(help="Accelerator-hours of a training: adds energy and CO2, with what is assumed.")
+        float | None, typer.Option(help="Accelerator-hours of a training: adds energy and CO2, with the assumptions.")
     ] = None,
     tdp: Annotated[float, typer.Option(help="With --hours: watts that an accelerator draws.")] = 700.0,
     kg_per_kwh: Annotated[float, typer.Option(help="With --hours: CO2 equivalent of a kWh.")] = 0.475,
-    pue: Annotated[float, typer.Option(help="With --hours: the site's energy over the accelerators'.")] = 1.0,
+    pue: Annotated[float, typer.Option(help="With --hours: the site's energy / the accelerators' energy.")] = 1.0,
     gpus: Annotated[
-        int | None, typer.Option(help="Plan the recipe's training on so many: memory, communication, step.", min=1)
+        int | None,
+        typer.Option(
+            help="Plan the recipe's training on this many GPUs: memory, communication, time of a step.", min=1
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="With --gpus: the kind of GPU to plan for, by default the one measured, h200.")
@@ -55,18 +58,24 @@ def command(
         float | None, typer.Option(help="With --gpus: GB/s between hosts, of each GPU; default: 50, an assumption.")
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(help="Of diffusion models: an answer to so many tokens, by block cache.", min=0)
+        int | None,
+        typer.Option(
+            help="For diffusion models: cost of an answer to a prompt of this many tokens, by block cache.", min=0
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="With --prompt: tokens of the answer.", min=1)] = 256,
-    steps: Annotated[int | None, typer.Option(help="With --prompt: steps in all; default: one a token.", min=1)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="With --prompt: total number of steps; default: one for each token.", min=1)
+    ] = None,
     block_length: Annotated[int, typer.Option(help="With --prompt: tokens of a block.", min=1)] = 32,
     json_output: Json = False,
 ) -> None:
-    """Parameters, FLOPs and KV-cache bytes per token, in closed form: nothing is loaded, whatever the size.
+    """Parameters, FLOPs and KV-cache bytes per token, in closed form: no weights are loaded.
 
     \b
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
+      fathom cost recipes/specialist.yaml
       fathom cost MODEL --hours 24 --tdp 700
       fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
       fathom cost MODEL --prompt 1024 --new-tokens 256
@@ -96,6 +105,10 @@ def command(
     from fathom.cost import estimate_carbon
 
     carbon = None if hours is None else estimate_carbon(hours, tdp, kg_per_kwh, pue)
+    if model.endswith((".yaml", ".yml")) and (priced := _growths(model, sequence_length, prompt)):
+        priced |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
+        typer.echo(json.dumps(priced, indent=2) if json_output else _stages(priced) + (f"\n\n{carbon}" * bool(carbon)))
+        return
     from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
@@ -291,6 +304,42 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:
             "short for them has fewer."
         )
     return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs, note
+
+
+def _growths(path: str, length: int | None, prompt: int | None) -> dict[str, Any] | None:
+    """The price of a recipe with a base and methods in stages; None for another recipe."""
+    from fathom.report.growths import load_growths, price
+    from fathom.train.loading import parse_yaml
+
+    raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(raw, dict) or "base" not in raw:
+        return None
+    if (length, prompt) != (None, None):
+        raise ValueError(
+            f"{path}: its stages are priced at its own block size; leave --sequence-length and --prompt out"
+        )
+    return price(load_growths(path))
+
+
+def _stages(priced: dict[str, Any]) -> str:
+    """A line a method, its stages behind it."""
+    cells = [["method", "seeds", "parameters", "active", "tokens", "training FLOPs", "stages"]]
+    for row in priced["methods"]:
+        stages = []
+        for one in row["stages"]:
+            task = "" if one["task"] == "causal_lm" else f" {one['task']}"
+            stages.append(f"{one['name']}{task} {_short(one['tokens'])}")
+        sizes = [_short(row[key]) for key in ("parameters", "active_parameters", "tokens")]
+        cells.append([row["name"], str(row["seeds"]), *sizes, f"{row['train_flops']:.3g}", ", ".join(stages)])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for name, *numbers, stages_of in cells:
+        right = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
+        lines.append("  ".join([name.ljust(widths[0]), *right, stages_of]).rstrip())
+    return "\n".join(lines) + (
+        "\n\nTokens and matrix products of training, of one seed; a method's own, without the base's.\n"
+        f"The whole recipe, where what methods share is trained once: {priced['train_flops']:.3g} FLOPs."
+    )
 
 
 def _encoders(path: str, length: int) -> dict[str, Any] | None:

@@ -20,10 +20,10 @@ def command(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a usable core.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Clean a folder of papers and texts into a corpus; the same command again resumes it.
+    """Clean a folder of papers and texts into a corpus. Rerun the command to resume it.
 
-    What was dropped, and why, is in the output folder: account.json, report.html, dropped/ and lines/. Its corpus/ is a
-    text that `data.train` of a recipe may name.
+    The output folder says what was dropped and why: account.json, report.html, dropped/ and lines/. A recipe's
+    `data.train` may name its corpus/.
 
     \b
     Example:

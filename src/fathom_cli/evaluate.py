@@ -37,13 +37,13 @@ def command(
     long: Annotated[
         str | None,
         typer.Option(
-            help="Of long texts: passkey, niah (four), vt, words, frequent_words, facts (three); position: nats by it."
+            help="Long texts: passkey, niah (four), vt, words, frequent_words, facts (three); or position (loss)."
         ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="With --long: tokens of a text; 1k is 1024.")] = "1k",
     samples: Annotated[int, typer.Option(help="With --long: texts of each task and length.", min=1)] = 40,
-    seed: Annotated[int, typer.Option(help="With --long: other texts.")] = 0,
-    cache: Annotated[str | None, typer.Option(help="With --long: a cache method; `fathom methods` lists them.")] = None,
+    seed: Annotated[int, typer.Option(help="With --long: seed of the texts.")] = 0,
+    cache: Annotated[str | None, typer.Option(help="With --long: a cache method; `fathom methods` lists all.")] = None,
     budget: Annotated[int | None, typer.Option(help="With --cache: tokens stored per key/value head.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", help="With --cache: another option, name=value; repeatable.")
@@ -51,24 +51,26 @@ def command(
     chunk: Annotated[int, typer.Option(help="With --cache: tokens read before each compression.", min=1)] = 512,
     choices: Annotated[
         str | None,
-        typer.Option(help="Files of questions with options, separated by commas: scored by the letter that follows."),
+        typer.Option(help="Files of multiple-choice questions, separated by commas; scored by the predicted letter."),
     ] = None,
     style: Annotated[str, typer.Option(help="With --choices: woa, or wa (prompts end with 'The answer is:').")] = "woa",
     shots: Annotated[
         Path | None,
-        typer.Option(help="With --choices: file whose first 4 questions (--num-fewshot) are shown, of a subject."),
+        typer.Option(
+            help="With --choices: file of examples; each subject's first 4 (--num-fewshot) stand before a question."
+        ),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="With --choices: folder to write them into as lm_eval tasks.")
     ] = None,
     questions: Annotated[
-        Path | None, typer.Option(help='JSONL of {"question", "answer", "calls"}: how well tools are called (--tools).')
+        Path | None, typer.Option(help='JSONL of {"question", "answer", "calls"}: score calls of tools (--tools).')
     ] = None,
     tools: Annotated[
         Path | None,
-        typer.Option(help="With --questions: Python file of functions. It is code, and it is run: trust it."),
+        typer.Option(help="With --questions: Python file of functions. It is run, so use only a file you trust."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="With --questions: calls at most.", min=0)] = 5,
+    rounds: Annotated[int, typer.Option(help="With --questions: the most calls.", min=0)] = 5,
     device: Device = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
@@ -79,9 +81,9 @@ def command(
     choice by letters (--choices), or calls of tools (--questions).
 
     Every token of the text is scored once, with at least window - stride tokens of context beyond the first window. The
-    text is preceded by the BOS token, or by EOS if the tokenizer has no BOS. Of a folder, and of a JSONL or Parquet
-    file, every document is scored so by itself. With --long, TEXT is what secrets are hidden in (default: the embedded
-    corpus).
+    text is preceded by the BOS token, or by EOS if the tokenizer has no BOS. In a folder, and in a JSONL or Parquet
+    file, every document is scored by itself. With --long, TEXT is the filler that secrets are hidden in (default: the
+    embedded corpus).
 
     \b
     Example:
@@ -281,7 +283,8 @@ def _tool_calls(
         return
     for name, share in found.items():
         if isinstance(share, dict):
-            typer.echo(f"{name.replace('_', ' '):21} {share['share']:.4f} ± {share['error']:.4f}  n {share['n']:,}")
+            error = "" if share["error"] is None else f" ± {share['error']:.4f}"
+            typer.echo(f"{name.replace('_', ' '):21} {share['share']:.4f}{error}  n {share['n']:,}")
     typer.echo(f"\n{found['traces'][0]}")
 
 

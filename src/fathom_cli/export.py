@@ -14,12 +14,12 @@ from fathom_cli.options import Json
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder or hub name of a model.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for it; left out: say which forms it can take.")
+        Path | None, typer.Option("--output", "-o", help="New folder; without it, list the forms that are possible.")
     ] = None,
     to: Annotated[str, typer.Option(help="stock, llada or gguf.")] = "stock",
     json_output: Json = False,
 ) -> None:
-    """Write a checkpoint as what other programs read: a stock model, LLaDA's layout or GGUF; or say why it cannot be.
+    """Write a checkpoint as a stock model, in LLaDA's layout or as GGUF, or say why that is impossible.
 
     \b
     Example:

@@ -28,13 +28,20 @@ def command(
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", min=0.0, max=1.0)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=2**63 - 1)] = 0,
-    steps: Annotated[int | None, typer.Option(help="Diffusion: steps in all; default: one a token.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
+    steps: Annotated[
+        int | None, typer.Option(help="Diffusion: total number of steps; default: one for each token.", min=1)
+    ] = None,
     block_length: Annotated[
-        int | None, typer.Option(help="Diffusion: tokens of a block; default: its own, 32, or the whole.", min=1)
+        int | None,
+        typer.Option(
+            help="Diffusion: tokens of a block; default: the model's own, else 32, or the whole answer.", min=1
+        ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Diffusion: which tokens a step reveals.")] = None,
-    block_cache: Annotated[str | None, typer.Option(help="Diffusion: what is kept within a block.")] = None,
+    block_cache: Annotated[
+        str | None, typer.Option(help="Diffusion: a cache of states between steps of a block.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Diffusion: an option of the policy or the block cache, name=value; repeatable."),
@@ -42,18 +49,18 @@ def command(
     solver: Annotated[str | None, typer.Option(help="Latent diffusion: ddim, ancestral, ode or sde.")] = None,
     tools: Annotated[
         Path | None,
-        typer.Option(help="Python file of functions that the model may call. It is code, and it is run: trust it."),
+        typer.Option(help="Python file of functions that the model may call. It is run, so use only a file you trust."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="With --tools: calls at most; default: 5.", min=0)] = None,
+    rounds: Annotated[int | None, typer.Option(help="With --tools: the most calls; default: 5.", min=0)] = None,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Continue a text, or answer a question with tools (--tools). Of diffusion models, in blocks: `fathom methods`
-    lists policies and block caches. Of latent diffusion models an empty prompt gives a text of its own.
+    """Continue a text, or answer a question with tools (--tools). Diffusion models write in blocks: `fathom methods`
+    lists policies and block caches. Latent diffusion models write a new text for an empty prompt.
 
     With --tools the prompt is a question. The functions of FILE, or those in its list TOOLS, need types and a docstring
-    that describes their arguments. Arguments are checked before a function is called; an unknown tool, one that raises
-    and one that takes longer than 10 s are a line that the model reads.
+    that describes their arguments. Arguments are checked before a function is called. If a tool is unknown, raises or
+    takes longer than 10 s, the model reads an error line.
 
     \b
     Example:

@@ -13,14 +13,16 @@ from fathom_cli.options import Json
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of the dense model: Llama, Qwen2, Qwen3 or Fathom's; or a recipe of growths.")
+        str, typer.Argument(help="Folder of a dense Llama, Qwen2, Qwen3 or Fathom model; or a recipe (YAML file).")
     ],
     method: Annotated[
-        str | None, typer.Option(help="What to grow; `fathom methods` lists them under the wing growth.")
+        str | None, typer.Option(help="A method of the wing growth; `fathom methods` lists them.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="New folder for the grown checkpoint; of a recipe, for its runs."),
+        typer.Option(
+            "--output", "-o", help="New folder for the grown checkpoint; for a recipe, the folder of its runs."
+        ),
     ] = None,
     branch: Annotated[
         list[str] | None, typer.Option(help="Folder of a model trained from it on one text; give one for each.")
@@ -28,16 +30,18 @@ def command(
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, as name=value.")] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="For router=prompt and split=clustered: what to look at the base with, one a discipline."),
+        typer.Option(
+            help="Text that router=prompt and split=clustered read with the base model; one for each discipline."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0, max=2**31 - 1)] = 0,
-    jobs: Annotated[int, typer.Option(help="Of a recipe: stages side by side, in turn on the GPUs there are.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of random numbers.", min=0, max=2**31 - 1)] = 0,
+    jobs: Annotated[int, typer.Option(help="For a recipe: stages at the same time, shared out among the GPUs.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Of a recipe: no stage begins after so many; the same command goes on.", min=0)
+        float | None, typer.Option(help="For a recipe: start no stage after this many minutes; rerun to resume.", min=0)
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Make a mixture of experts of a dense checkpoint, layer by layer; or train all stages of a recipe and compare.
+    """Turn a dense checkpoint into a mixture of experts, layer by layer; or train all stages of a recipe and compare.
 
     \b
     Example:
@@ -51,6 +55,8 @@ def command(
             )
         _recipe(Path(checkpoint), output or Path("runs"), jobs, minutes, json_output)
         return
+    if (jobs, minutes) != (1, None):
+        raise ValueError(f"{checkpoint}: --jobs and --minutes are of a recipe (.yaml); leave them out")
     if method is None or output is None:
         raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
     if jobs != 1 or minutes is not None:
@@ -101,7 +107,8 @@ def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_out
     import contextlib
     import sys
 
-    from fathom.report.growing import RESULTS, load_growths, run_growths, show
+    from fathom.report.growing import RESULTS, run_growths, show
+    from fathom.report.growths import load_growths
 
     try:
         with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
@@ -125,7 +132,22 @@ def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_out
             seeds = "" if row["seeds"] == 1 else f", {row['seeds']} seeds"
             typer.echo(f"{row['method'] + seeds:<28}{cells}{row['train_flops']:>16.3g}")
         typer.echo("Beside each: the change against the base, and ± the standard deviation over seeds.")
+        _asked(results["methods"])
         typer.echo(f"Results: {folder / RESULTS}, {picture}")
     if results["failures"]:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results["failures"]), err=True)
         raise typer.Exit(1)
+
+
+def _asked(methods: list[dict[str, Any]]) -> None:
+    """What the questions of a recipe came to."""
+    rows = [row for row in methods if "asked" in row]
+    if not rows:
+        return
+    kinds = list(rows[0]["asked"])
+    typer.echo(f"\n{'questions answered right':<28}{''.join(f'{kind:>28}' for kind in kinds)}")
+    for row in rows:
+        shares = [row["asked"][kind] for kind in kinds]
+        cells = "".join(f"{one['answer']:>14.0%}{one['answer_without_tools']:>14.0%}" for one in shares)
+        typer.echo(f"{row['method']:<28}{cells}")
+    typer.echo("Of each kind: with the tools, and without any; means over seeds.")

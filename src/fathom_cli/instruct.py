@@ -21,12 +21,12 @@ def command(
     held_out: Annotated[
         float, typer.Option(help="Share of the documents whose rows are held out.", min=0.0, max=0.9)
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of templates and of what is held out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of templates and of held-out documents.")] = 0,
     json_output: Json = False,
 ) -> None:
-    """Make instruction rows of a corpus: titles, abstracts, definitions, captions, entities, relations and more.
+    """Make instruction rows from a corpus: titles, abstracts, definitions, captions, entities, relations and more.
 
-    A row keeps its type and its source; a row of one document is never held out while another of it is trained on.
+    A row keeps its type and its source. All rows of a document are either trained on or held out.
 
     \b
     Example:

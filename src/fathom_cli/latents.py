@@ -26,15 +26,15 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for what is
 def run(
     recipe: Annotated[Path, typer.Argument(help="YAML file with stages, such as recipes/codar_cpu.yaml.")],
     judge: Annotated[
-        str | None, typer.Option(help="Folder or hub name of a causal model that judges fluency, not the recipe's.")
+        str | None,
+        typer.Option(help="Folder or hub name of the causal model that judges fluency; default: the recipe's."),
     ] = None,
     output: Output = Path("runs"),
     device: Device = None,
 ) -> None:
-    """Train every stage of a recipe, then study and compare the model that the last one left.
+    """Train every stage of a recipe, then study and compare the model of the last stage.
 
-    The same command again goes on where it was stopped. Writes recovery.json and its plot, writers.json, and prints
-    sampled texts.
+    Rerun the command to resume it. Writes recovery.json and its plot, writers.json, and prints sampled texts.
 
     \b
     Example:
@@ -65,7 +65,7 @@ def run(
 
 
 def check(recipe: Path, stages: Any) -> None:
-    """Raise ValueError, before anything is trained, for what the study after it could not work with."""
+    """Raise ValueError, before anything is trained, for a recipe that the study after it cannot use."""
     from fathom.latents.recovery import RecoveryConfig
     from fathom.latents.writers import WritersConfig
     from fathom.tasks.base import DEFAULT, Task
@@ -93,7 +93,7 @@ def recovery(
     output: Output = Path("."),
     device: Device = None,
 ) -> None:
-    """How much of a text is left in its noised vectors, and which head gets it back: recovery.json and a plot."""
+    """Measure how much of a text each head recovers from noised vectors: recovery.json and a plot."""
     from fathom.data import DataConfig, prepare
     from fathom.evaluate.load_model import refuse_other_families
     from fathom.latents.model import load
@@ -144,8 +144,7 @@ def judge_of(named: Any, found: dict[str, Any], device: str | None) -> Any:
 def compared(
     model: Any, tokenizer: Any, train: Any, held_out: Any, options: dict[str, Any], folder: Path, judge: Any
 ) -> None:
-    """Put the controls and, writer by writer, what CoDAR and its rivals wrote into the folder: writers.json, and every
-    text in texts.json."""
+    """Write controls and the scores of CoDAR and its rivals to writers.json, and all their texts to texts.json."""
     import torch
 
     from fathom.latents.controls import controls

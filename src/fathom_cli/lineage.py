@@ -31,7 +31,7 @@ Model = Annotated[str, typer.Argument(help="Folder, .gguf file, LoRA adapter fol
 
 @contextmanager
 def _bars(quiet: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """Progress bars on a terminal, nothing elsewhere. Yields: title → callback(done, total)."""
+    """A context that yields title → callback(done, total), which shows a progress bar in a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=_err, transient=True, disable=quiet or not _err.is_terminal) as progress:
 
@@ -63,7 +63,7 @@ def _print_json(record: dict[str, Any]) -> None:
 def compare(
     a: Model,
     b: Model,
-    method: Annotated[Literal["awm", "huref", "all"], typer.Option(help="What to compare by.")] = "all",
+    method: Annotated[Literal["awm", "huref", "all"], typer.Option(help="The fingerprint to compare by.")] = "all",
     alignment: Annotated[
         Literal["auto", "lap", "procrustes"], typer.Option(help="How AWM matches residual axes.")
     ] = "auto",
@@ -74,8 +74,8 @@ def compare(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints. Exit code: 0 related, 3 inconclusive (also: abstained), 4 unrelated (no trace found,
-    disguise not excluded), 5 shares parts.
+    """Compare two checkpoints. Exit code: 0 related; 3 inconclusive, also where no method could judge; 4 unrelated (no
+    trace found, a disguise is not excluded); 5 shares parts.
 
     \b
     Example:
@@ -222,11 +222,11 @@ def _read_secret(file: Path) -> bytes:
 def verify(
     folder: Annotated[Path, typer.Argument(help="Fingerprint folder or its fingerprint.json.")],
     model: Annotated[str | None, typer.Argument(help="The model, to recompute everything (tier 0).")] = None,
-    trust: Annotated[Path | None, typer.Option(help="Public key (PEM) the signature must be by.")] = None,
+    trust: Annotated[Path | None, typer.Option(help="Public key (PEM) that the signature must verify with.")] = None,
     secret: Annotated[Path | None, typer.Option(help="secret.key of the owner, to recompute the root.")] = None,
 ) -> None:
-    """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). What was checked and
-    what was not are listed apart. Exit code 1: mismatch; 3: nothing ties the vector to the weights under the root.
+    """Check a fingerprint: signature, then the weights (tier 0) or the opening beside it (tier 1). Lists what was
+    checked and what was not. Exit code: 1 mismatch; 3 nothing ties the vector to the weights under the root.
 
     \b
     Example:
@@ -299,8 +299,8 @@ def matrix(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Hardened AWM of all pairs, clustered. Packed 4-bit models and models without query and key weights are left out.
-    Exit code: 3 when fewer than two remain.
+    """Compare all pairs of models by hardened AWM, and cluster them. Packed 4-bit models and models without query and
+    key weights are left out. Exit code: 3 when fewer than two remain.
 
     \b
     Example:
@@ -351,7 +351,7 @@ def merge(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Estimate of which parents a model is a merge, and in what proportion.
+    """Estimate which parents a model was merged from, and in what proportion.
 
     \b
     Example:
@@ -381,7 +381,7 @@ def attack(
     show: Annotated[bool, typer.Option("--list", help="List transforms and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Disguise a model. Exact transforms are checked on logits: exit code 1 if the function changed.
+    """Disguise a model by transforms that keep its function, and check the logits. Exit code: 1 if they changed.
 
     \b
     Example:

@@ -40,9 +40,9 @@ def command(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """List every method, or say what one is: equation, options with defaults, paper, cost, measured verdict, card.
+    """List every method, or show one: equation, options with defaults, paper, cost, measured verdict, card.
 
-    The list says where each belongs: its wing, and the registry (the config section, or the API) that takes it.
+    The list has each method's wing, and the config section or API that takes it.
 
     \b
     Examples:
@@ -80,7 +80,7 @@ def _json(value: Any) -> str:
 
 
 def _table(listed: tuple[Entry, ...]) -> str:
-    """Columns without lines: fit for a terminal and for grep."""
+    """A table without lines, for a terminal and for grep."""
     rows = [{**_row(entry), "paper": _arxiv_id(entry.paper)} for entry in listed]
     widths = {column: max(len(row[column]) for row in rows) for column in ("name", "wing", "registry", "paper")}
     head = {column: column for column in (*widths, "summary")}
@@ -91,7 +91,7 @@ def _table(listed: tuple[Entry, ...]) -> str:
 
 
 def _page(entry: Entry) -> str:
-    """What a user asks of one method, top to bottom."""
+    """The page of one method."""
     arxiv = _arxiv_id(entry.paper)
     paper = f"{entry.paper.removesuffix(arxiv).removesuffix('arXiv ').strip()} https://arxiv.org/abs/{arxiv}".strip()
     card = entry.card
@@ -116,7 +116,7 @@ def _page(entry: Entry) -> str:
 
 
 def _use(entry: Entry) -> str:
-    """How to ask for the method."""
+    """The code or command that uses the method."""
     if entry.section:
         section = f"{entry.registry}: {{name: {entry.name}}} in a recipe"
         return f"{section}, {entry.registry}={{'name': '{entry.name}'}} in Python"

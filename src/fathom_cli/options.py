@@ -1,7 +1,7 @@
-"""Options that several verbs have, with one meaning everywhere.
+"""Options that several verbs share, with one meaning everywhere.
 
-`--output` (`-o`) also means one thing, where what is made goes; what that is, a folder or a file, the verb's help says.
-`fathom cost --gpus` alone takes as `--device` a kind of GPU to plan for, which need not be here.
+`--output` (`-o`) is always the place of the result; the verb's help says whether that is a folder or a file. `--device`
+is where the verb computes, except in `fathom cost --gpus`, where it is a kind of GPU to plan for.
 """
 
 from __future__ import annotations

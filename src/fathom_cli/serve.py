@@ -18,8 +18,10 @@ def command(
     option: Annotated[list[str] | None, typer.Option(help="Another option of the cache method, name=value.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="FATHOM_API_KEY", help="What clients must send.")] = None,
-    batch: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 8,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FATHOM_API_KEY", help="The key that clients must send.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="The most requests in one batch.", min=1)] = 8,
     waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused (429).", min=1)] = 128,
     timeout: Annotated[float, typer.Option(help="Seconds from a request to its last token.", min=0.1)] = 120.0,
     device: Device = None,

@@ -1,4 +1,4 @@
-"""`fathom table`: ask a database, score predicted queries, show what a model knows of a question, describe a table."""
+"""`fathom table`: ask a database, score predicted queries, show a question's relations, describe a table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ app = typer.Typer(
 app.command()(describe)
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder of a model that task text_to_sql has trained.")]
-File = Annotated[Path, typer.Option(help="An SQLite file. It is only read.")]
+File = Annotated[Path, typer.Option(help="An SQLite file, opened read-only.")]
 Question = Annotated[str, typer.Argument(help="What to ask.")]
-Before = Annotated[list[str] | None, typer.Option(help="What was asked before, oldest first; may be repeated.")]
+Before = Annotated[
+    list[str] | None, typer.Option(help="An earlier question of the dialogue, oldest first; repeatable.")
+]
 
 
 def load(checkpoint: str, device: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises OSError or ValueError with what to do."""
+    """The model and its tokenizer. Raises OSError or ValueError with a remedy."""
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -47,13 +49,13 @@ def ask(
     db: File,
     before: Before = None,
     picard: Annotated[bool, typer.Option(help="Only queries that the database's schema allows.")] = True,
-    beams: Annotated[int, typer.Option(min=1, help="Width of the search.")] = 4,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to print at most.")] = 20,
+    beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="The most rows to print.")] = 20,
     parses: Annotated[Path | None, typer.Option(help="CoNLL-U of the turns, for models that read parses.")] = None,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Answer a question from a database: the query and its rows.
+    """Answer a question about a database: the query and its rows.
 
     \b
     Example:
@@ -98,7 +100,7 @@ def score(
     suites: Annotated[int, typer.Option(min=0, help="Filled databases of a test suite for each database.")] = 0,
     json_output: Json = False,
 ) -> None:
-    """Exact set match and execution of anybody's predictions, by hardness and by dialogue.
+    """Score predicted queries of any system by exact set match and execution, by hardness and by dialogue.
 
     In text files an empty line ends a dialogue, as in the official scripts of SParC and CoSQL.
 
@@ -141,7 +143,7 @@ def show(
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """A picture: which relation each word of a question has to the schema, and what attention makes of it.
+    """Draw the relation of each word of a question to the schema, and the attention that follows it.
 
     \b
     Example:

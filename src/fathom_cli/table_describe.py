@@ -1,4 +1,4 @@
-"""`fathom table describe`: what a trained model says of a table, and which of its cells that mentions."""
+"""`fathom table describe`: a trained model's description of a table, and the cells that it mentions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from fathom_cli.options import Device, Json
 def describe(
     checkpoint: Annotated[str, typer.Argument(help="Folder of a model of the task table_to_text.")],
     file: Annotated[Path, typer.Argument(help="CSV file of the table; its first row is the header.")],
-    highlight: Annotated[list[str] | None, typer.Option(help="Text of a cell to write about; may be repeated.")] = None,
+    highlight: Annotated[list[str] | None, typer.Option(help="Text of a cell to write about; repeatable.")] = None,
     caption: Annotated[str, typer.Option(help="The table's caption.")] = "",
     background: Annotated[Path | None, typer.Option(help="Text file that the description may draw on.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Text file of sentences that prototypes are found among.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Text file of sentences, in which prototypes are found.")] = None,
     plan: Annotated[
         str | None, typer.Option(help='Keys to tell, in order: "name, food". Instead of a planner.')
     ] = None,
     retriever: Annotated[
-        str | None, typer.Option(help="Who chooses background: tfidf or random. Without, the one kept with the model.")
+        str | None,
+        typer.Option(help="How background is chosen: tfidf or random; default: the retriever kept with the model."),
     ] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Width of the search.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the description.")] = 90,
+    beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of the description.")] = 90,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Describe a table.
+    """Describe a table by a trained model.
 
-    Models of slots read one row as `column: value`, several as `first cell column: value`. With ctrlscitab the
-    description is about the highlighted cells.
+    Most models read a table as slots: one row as `column: value`, several rows as `first cell column: value`. With
+    ctrlscitab the description is about the highlighted cells.
 
     \b
     Example:

@@ -11,18 +11,17 @@ import typer
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, see recipes/.")],
-    method: Annotated[str | None, typer.Option(help="Which method of the recipe, if it lists several.")] = None,
+    method: Annotated[str | None, typer.Option(help="The method to train, if the recipe lists several.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Default: the first of the method's, or of the recipe's.", min=0, max=2**32 - 1)
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run folders.")] = Path("runs"),
 ) -> None:
-    """Train one model of a recipe, for the length of `training`; the same command again resumes it.
+    """Train one model of a recipe, for the length of `training`. Rerun the command to resume it.
 
-    Budgets and retraining are of a comparison: `fathom compare` reads them.
-
-    Of several learning rates the one with the best held-out score is taken, found once a method with the first of the
-    recipe's seeds; `fathom compare` and this command share what they found.
+    Budgets and retraining belong to a comparison: `fathom compare` reads them.
+    If the recipe has several learning rates, the one with the best held-out score is taken. It is found once for each
+    method, with the first of the recipe's seeds; `fathom compare` and this command share the result.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`fathom video`: pictures together with their sound."""
+"""`fathom video`: make clips with sound, and measure how far sound and picture agree."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Pictures together with their sound.",
+    help="Make clips with sound, and measure how far sound and picture agree.",
 )
 
 
 @app.callback()
 def video() -> None:
-    """Pictures together with their sound."""
+    """Make clips with sound, and measure how far sound and picture agree."""
 
 
 @app.command()
 def make(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained model: RUN/model of task audiovideo.")],
-    prompt: Annotated[str, typer.Option(help="What is seen and heard.")],
+    prompt: Annotated[str, typer.Option(help="What to see and hear.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .mp4 to write.")] = Path("clip.mp4"),
     image: Annotated[Path | None, typer.Option(help="The first picture; without it, a white one.")] = None,
-    negative: Annotated[str, typer.Option(help="What guidance by text leads away from.")] = "",
+    negative: Annotated[str, typer.Option(help="Prompt that guidance by text leads away from.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Sampling steps.")] = 50,
     text_scale: Annotated[float, typer.Option(help="s_T: 1 is no guidance by text.")] = 5.0,
     bridge_scale: Annotated[float, typer.Option(help="s_B: 1 is no guidance by the bridge.")] = 3.5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    in_turn: Annotated[bool, typer.Option(help="One evaluation of guidance after the other: less memory.")] = False,
-    offload: Annotated[bool, typer.Option(help="Hold only the parts on the GPU that a step needs.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    in_turn: Annotated[
+        bool, typer.Option(help="Evaluate the branches of guidance one after another, which needs less memory.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option(help="Keep only the parts on the GPU that the step under way needs.")
+    ] = False,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Make a clip with sound, and say how far its sound is from what is seen.
+    """Make a clip with sound, and measure the delay between picture and sound.
 
     \b
     Example:
@@ -93,16 +97,16 @@ def make(
 
 @app.command()
 def score(
-    files: Annotated[list[Path], typer.Argument(help="Clips with sound: .mp4, or what else PyAV reads.")],
+    files: Annotated[list[Path], typer.Argument(help="Clips with sound: .mp4, or any other format that PyAV reads.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A page that holds the clips and opens offline.")
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Is what is heard when it is seen? Onsets of the sound against impacts and flashes in the picture, of any clip.
+    """Measure in any clip whether sounds come when something happens: onsets of sound against impacts and flashes.
 
-    Before a plain, still wall impacts and flashes are found to within 10 ms; in other scenes peaks of motion stand in,
-    which are as exact as a picture is long. Pictures whose shorter side has more than 240 pixels are made smaller.
+    In front of a plain, still wall, impacts and flashes are found to within 10 ms. In other scenes peaks of motion are
+    used instead, to within one picture. Pictures whose shorter side has more than 240 pixels are made smaller.
 
     \b
     Examples:

@@ -79,7 +79,7 @@ def see(
     tokens: Tokens = None,
     ratio: Ratio = None,
     rescale: Annotated[str | None, typer.Option(help="none or amplitude, for fourier_vlm.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
@@ -115,7 +115,7 @@ def bench(
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """Every method at equal tokens: FLOPs of a prompt and a step, KV bytes, time to the first token, tokens per second.
+    """Compare all methods at equal numbers of tokens: FLOPs, KV bytes, time to first token, tokens per second.
 
     \b
     Example:
@@ -149,7 +149,7 @@ def show(
     device: Device = None,
     json_output: Json = False,
 ) -> None:
-    """A picture of what each method keeps of an image's features, and of their spectrum.
+    """Draw what each method keeps of an image's features, and their spectrum.
 
     \b
     Example:
@@ -182,7 +182,7 @@ def convert(
     ratio: Ratio = None,
     rescale: Annotated[str | None, typer.Option(help="none or amplitude, for fourier_vlm.")] = None,
 ) -> None:
-    """Write a checkpoint whose config says how vision tokens are compressed; AutoModelForImageTextToText loads it after
+    """Write a checkpoint whose config names a compressor of vision tokens; AutoModelForImageTextToText loads it after
     `import fathom`.
 
     \b

@@ -42,7 +42,7 @@ METHODS = _found()  # name → class: methods, then baselines, then adapters
 
 
 def __getattr__(name: str) -> Any:
-    """The class of any other method in `methods/`, as this file need not name it."""
+    """The class of a method in `methods/` that this file does not import by name."""
     for cls in METHODS.values():
         if cls.__name__ == name:
             return cls
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def method_class(name: Any) -> type[CacheMethod]:
-    """The method of that name. Raises ValueError that names the nearest real one."""
+    """The class of the method `name`. Raises ValueError, with the nearest real name, if there is none."""
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(
             f"method {name!r} does not exist{nearest(str(name), list(METHODS))}; one of {', '.join(METHODS)}"
@@ -59,7 +59,8 @@ def method_class(name: Any) -> type[CacheMethod]:
 
 
 def from_dict(options: dict[str, Any]) -> CacheMethod:
-    """The method that `to_dict` wrote: `{"name": "treekv", "budget": 1024, …}`; missing options take their defaults.
+    """The method that `to_dict` described, as `{"name": "treekv", "budget": 1024}`; missing options have their
+    defaults.
 
     Raises:
         ValueError: unknown name or option (the nearest real one is named), or an option out of range.

@@ -36,13 +36,13 @@ from fathom.ops.kernels import missing
 
 
 def portion(ratio: float | Fraction, count: int) -> int:
-    """⌊ratio · count⌋, exact: the ratio is the decimal that one reads, so 0.7 of 90 are 63 (in floating point 62)."""
+    """⌊ratio · count⌋ with `ratio` read as the decimal that it prints: 0.7 of 90 is 63, in floating point 62."""
     return math.floor(Fraction(str(ratio)) * count)
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """What a closed form needs to know about one layer: rows, heads, widths, bytes of a stored number."""
+    """Sizes of one layer, which closed forms read: rows, heads, widths, bytes of a stored number."""
 
     batch: int
     kv_heads: int
@@ -56,7 +56,7 @@ class CacheShape:
         return self.batch * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
     def full_bytes(self, tokens: int) -> int:
-        """Bytes of that many uncompressed tokens in all layers."""
+        """Bytes of `tokens` uncompressed tokens in all layers."""
         return tokens * self.token_bytes() * self.layers
 
     def wide_bytes(self) -> int:
@@ -71,8 +71,9 @@ class Calibration:
     option: the method's option that names the file.
     made_by: the function that makes it, for messages.
     needed: whether the method does nothing without it.
-    rows, long: texts that it is made on: how many, and whether they should be as long as those that will be read.
-    variant: sizes with which the suites make one for a tiny model.
+    rows: number of texts that it is made on.
+    long: whether these should be as long as the texts that will be read.
+    variant: sizes with which the tests make one for a tiny model.
     """
 
     option: str
@@ -111,18 +112,19 @@ class CacheMethod(ABC):
 
     @property
     def shortest_call(self) -> int:
-        """Tokens of a call from which on it is taken for a prompt and compressed; shorter ones are decoding."""
+        """Fewest tokens of a call that is taken for a prompt and compressed; shorter calls are decoding."""
         return 1
 
     @property
     def sequential(self) -> bool:
-        """Whether a text gives the same outputs into whichever calls it is cut."""
+        """Whether outputs are the same however a text is cut into calls."""
         return False
 
     def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
-        """How many tokens of so long a prompt `generate()` reads at once; None: all.
+        """Tokens of a prompt of `length` tokens that `generate()` reads at once; None: all of them.
 
-        Here parts where they change nothing. A method whose definition looks at the whole prompt reads it whole.
+        By default a prompt is read in parts where that changes nothing. A method whose definition looks at the whole
+        prompt overrides this and reads it whole.
         """
         return tokens_at_once(rows, length) if self.sequential else None
 
@@ -134,7 +136,7 @@ class CacheMethod(ABC):
         """Closed form: bytes that one layer holds after one call with `prompt` tokens and `generated` single steps."""
 
     def prepare(self, model: PreTrainedModel, shape: CacheShape) -> Any:
-        """Check the model, and load what the method needs for it (codebooks, channel sets): handed to every state."""
+        """What every state gets for this model (codebooks, channel sets). Refuses a model that does not fit."""
         return None
 
     def cache_bytes(self, shape: CacheShape, prompt: int, generated: int = 0) -> int:
@@ -142,19 +144,19 @@ class CacheMethod(ABC):
         return sum(self.layer_bytes(shape, prompt, generated, layer) for layer in range(shape.layers))
 
     def most_bytes(self, shape: CacheShape, tokens: int, chunk: int | None = None) -> int:
-        """Closed form: the most bytes held between calls, near the end of `tokens` tokens read `chunk` at a time."""
+        """Closed form: the most bytes held between calls near the end of `tokens` tokens, read `chunk` at a time."""
         return self.cache_bytes(shape, min(tokens, getattr(self, "budget", tokens)))
 
     @classmethod
     def at_fraction(
         cls, fraction: float, shape: CacheShape, tokens: int, chunk: int | None = None, **options: Any
     ) -> CacheMethod | NotReachable:
-        """The method with the most it can hold within `fraction` of the full cache's bytes after `tokens` tokens.
+        """The method, sized to keep the most within `fraction` of the full cache's bytes after `tokens` tokens.
 
-        Here the largest `budget`. A method that is sized otherwise says how.
+        By default the option is `budget`, the largest that fits. A method with other sizes overrides this.
 
         chunk: tokens of a call; None for a text whose calls are all long enough to be compressed.
-        options: others of the method, such as its calibration file.
+        options: the method's other options, such as its calibration file.
 
         Raises:
             ValueError: an option that the method needs is missing.
@@ -166,7 +168,7 @@ class CacheMethod(ABC):
 
     @classmethod
     def calibrate(cls, model: nn.Module, input_ids: Tensor, **sizes: Any) -> Any:
-        """What `calibration` names, made on text [B,T]; `save(path)` writes its file. sizes: options of the maker."""
+        """The calibration, made on token ids [B,T] with these sizes; its `save(path)` writes the file."""
         raise ValueError(f"{cls.__name__} needs no calibration: use it as it is")
 
     @classmethod
@@ -175,7 +177,7 @@ class CacheMethod(ABC):
         return {}
 
     def table_bytes(self, model: PreTrainedModel | None = None) -> int:
-        """Bytes held once per model, not counted with a cache: in the model's dtype, without one in the file's."""
+        """Bytes held once per model, beside any cache: in the model's dtype, or without a model in the file's."""
         return 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class CacheMethod(ABC):
         return {"name": self.name, **dataclasses.asdict(self)}
 
     def refuse(self, argument: str, value: Any, remedy: str) -> ValueError:
-        """The house's form of an options error."""
+        """Raise the ValueError of a bad option: it names argument, value and remedy."""
         return ValueError(f"{type(self).__name__}({argument}={value!r}): {remedy}")
 
     def check_choice(self, argument: str, choices: tuple[str, ...]) -> None:
@@ -224,7 +226,7 @@ class CacheMethod(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What a state is told about its place: layer index (counted over compressed layers), rotation, prepared data."""
+    """The place of a state: index of its layer among compressed layers, rotation, and what `prepare` returned."""
 
     index: int
     layers: int
@@ -236,15 +238,17 @@ class State(ABC):
     """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first.
 
     touched: whether the call under way has changed what is stored. True unless a state knows better.
+    drops_weights: whether attention over what is held has each token's weight, which dropout in training wants.
     """
 
     touched = True
+    drops_weights = True
 
     def __init__(self) -> None:
         self.seen = 0
 
     def check_room(self, length: int) -> None:  # noqa: B027  most have room for any call
-        """Before anything is changed: refuse a call of `length` tokens that does not fit."""
+        """Refuse a call of `length` tokens that does not fit, before anything is changed."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
@@ -254,16 +258,16 @@ class State(ABC):
         """
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """For `plain` methods: append m tokens, compress, and return what the m queries may see, newest last."""
+        """Append and compress, for `plain` methods. Returns the keys and values that the m queries see, newest last."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def stored(self) -> int:
-        """Slots held per head."""
+        """Number of slots held per head."""
 
     def kept_positions(self) -> Tensor | None:
-        """True positions of the kept slots [B,G,n], where slots are tokens and the state tracks them."""
+        """True positions of the kept slots [B,G,n]; None where slots are no tokens or are not tracked."""
         return None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -289,7 +293,7 @@ class Appending(State):
 
     fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
     count, of which the new one is one already.
-    most: slots that are held before `make_room` is called, between two recorded steps; None: a step drops nothing.
+    most: slots that are ever held; None: as many as there are tokens.
     """
 
     key: Tensor | None
@@ -299,25 +303,31 @@ class Appending(State):
 
     @property
     def appends(self) -> bool:
-        """Whether this state, with its options, is such a one."""
+        """Whether steps of this state can be recorded with its options."""
         return True
 
+    @property
+    def due(self) -> int | None:
+        """Slots held at which `make_room` is called before the next recorded step; None: a step changes no others."""
+        return self.most
+
     def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
-        """Lie in buffers with the room of `visible`, of which the first `length` slots are filled."""
+        """Move what is stored into buffers with as many slots as `visible` has; the first `length` are filled."""
         self.key, self.value = (with_room(held, length, visible.shape[3]) for held in (self.key, self.value))
         self.fixed = place, visible
 
     def release(self, length: int) -> None:
-        """Hold the first `length` slots alone, as before `fix`."""
+        """Hold the first `length` slots alone, as before `fix`: copies, as views would keep the room."""
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.fixed = self.key[:, :, :length], self.value[:, :, :length], None
+        self.key, self.value = (held[:, :, :length].clone() for held in (self.key, self.value))
+        self.fixed = None
 
     def make_room(self) -> int:
-        """Hold fewer than `most` slots in the same buffers. Returns how many."""
-        raise NotImplementedError  # of states that have a `most`
+        """Compress what is `due` in the same buffers. Returns how many slots are held then."""
+        raise NotImplementedError  # of states in which something is due
 
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """`attend` of one token while steps are recorded."""
+        """`attend` for one token while steps are recorded."""
         assert self.key is not None and self.value is not None and self.fixed is not None
         place, visible = self.fixed
         self.key.index_copy_(2, place, key)
@@ -423,7 +433,7 @@ class RowGroups:
         return (torch.arange(first, first + length, device=device) - shift).clamp(min=0)
 
     def select(self, chosen: Tensor) -> list[Tensor]:
-        """New row i takes old row chosen[i]. Returns, for every group, the rows to take within it."""
+        """Make new row i old row chosen[i]. Returns, for every group, the rows to take within it."""
         if self.rows == [None]:
             return [chosen]
         place = {row: (group, local) for group, rows in enumerate(self.rows) for local, row in enumerate(rows.tolist())}  # type: ignore[union-attr]
@@ -437,7 +447,7 @@ class RowGroups:
 
 
 class CompressedLayer(CacheLayerMixin):
-    """transformers' face of one layer's states. Under `compress` the attention function receives this object as key."""
+    """A transformers cache layer that holds one layer's states. Under `compress`, attention gets this object as key."""
 
     is_croppable = False
     supports_early_init = False
@@ -485,7 +495,7 @@ class CompressedLayer(CacheLayerMixin):
         return keys.to(self.output_dtype), values.to(self.output_dtype)  # the model's own attention wants its queries'
 
     def check_call(self, rows: int, length: int) -> None:
-        """Before a call changes anything: refuse other rows than those of the cache, and tokens that do not fit."""
+        """Refuse rows that are not the cache's, and tokens that do not fit, before a call changes anything."""
         if self.seen and rows != self.batch_size:
             raise ValueError(
                 f"input_ids has {rows} rows, but the cache holds {self.batch_size}: the same rows must go on, or "
@@ -497,30 +507,35 @@ class CompressedLayer(CacheLayerMixin):
             state.check_room(length - pads)
 
     def finish(self, key: Tensor, value: Tensor) -> None:
-        """These tokens are stored."""
+        """Count these tokens as stored."""
         self.unfinished = False
         self.lazy_initialization(key, value)
         self.seen += key.shape[2]
 
     @property
     def touched(self) -> bool:
-        """Whether a call that did not end has changed what is stored."""
+        """Whether an unfinished call has changed what is stored."""
         return self.unfinished and any(state.touched for state in self.states)
 
     def take(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """In the dtype of the cache: that of its first tokens, whatever autocast does later."""
+        """Keys and values in the dtype of the cache, which is that of its first tokens whatever autocast does later."""
         self.output_dtype = product_dtype(value)
         if not self.seen:
             self.dtype = self.output_dtype
         return key.to(self.dtype), value.to(self.dtype)
 
     def attend(self, query: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
-        """Attention output [B,H,m,D] of the tokens that `update` was just given.
+        """Attention output [B,H,m,D] for the tokens that `update` has just received.
 
-        States compute as in a model of the cache's dtype: autocast has done its casts before.
+        States compute in the cache's dtype: autocast has already cast queries, keys and values.
         """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        if dropout and not all(state.drops_weights for state in self.states):
+            raise ValueError(
+                f"attention_dropout={dropout}: {type(self.method).__name__} attends to compressed tokens without "
+                "weights that could be dropped; set attention_dropout=0 in the model's config, or call model.eval()"
+            )
         self.unfinished = True
         with without_autocast(query.device.type):
             output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)
@@ -578,18 +593,18 @@ class CompressedLayer(CacheLayerMixin):
         return self.token_bytes * sum(count * state.seen for count, state in zip(self.row_counts(), self.states))
 
     def row_counts(self) -> list[int]:
-        """Rows of every state."""
+        """Number of rows in every state."""
         return [self.batch_size if rows is None else len(rows) for rows in self.groups.rows]
 
     def mean_over_rows(self, of_states: list[int]) -> float:
-        """The mean of what every state says of its rows; an int where it is one."""
+        """Mean over rows of a number that every state gives; an int where the mean is whole."""
         total = sum(count * number for count, number in zip(self.row_counts(), of_states))
         return total // self.batch_size if total % self.batch_size == 0 else total / self.batch_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a cache goes back to when a forward fails before it has stored anything. No tensor is copied or held."""
+    """The state that a cache returns to when a forward fails before anything is stored. No tensor is copied or held."""
 
     seen: int
     groups: dict[str, Any]
@@ -619,7 +634,7 @@ class CompressedCache(Cache):
         super().reset()
 
     def begin(self, attention_mask: Tensor | None, rows: int, length: int) -> None:
-        """Before a forward of `length` tokens: read its padding, and refuse what cannot be stored."""
+        """Begin a forward of `length` tokens: read its padding, and refuse what cannot be stored."""
         layers = self.compressed_layers()
         self.before = Before(
             layers[0].seen,
@@ -631,7 +646,9 @@ class CompressedCache(Cache):
         layers[0].check_call(rows, length)
 
     def end(self, failed: bool) -> None:
-        """After it: a forward that failed before it stored anything leaves the cache as it was; else it is refused."""
+        """End a forward. One that failed before storing anything leaves the cache as it was; after another failure the
+        cache is refused.
+        """
         before, self.before, layers = self.before, None, self.compressed_layers()
         assert before is not None
         for layer in layers:
@@ -649,7 +666,7 @@ class CompressedCache(Cache):
             layer.states, layer.groups_version, layer.unfinished = states, version, False
 
     def _other_lengths(self) -> list[Any]:
-        """Tokens that transformers' own layers have seen; layers that do not say are never equal."""
+        """Tokens seen by each of transformers' own layers; for a layer without a length, an object equal to nothing."""
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
         return [getattr(layer, "cumulative_length", object()) for layer in others]
 
@@ -695,20 +712,21 @@ class CompressedCache(Cache):
                 layer.reorder_cache(chosen)  # type: ignore[arg-type]
 
     def addresses(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where the states lie and their shapes: while these stay, a step can be replayed at fixed addresses."""
+        """Addresses and shapes of all states: while they stay the same, a recorded step can be replayed."""
         states = [state for layer in self.compressed_layers() for state in layer.states]
         return [(x.data_ptr(), tuple(x.shape)) for state in states for _, x in state.tensors()]
 
     def count(self, tokens: int) -> None:
-        """So many tokens were stored by a replay, in which no layer counts them; negative: they were not."""
+        """Add `tokens` to the count of every layer after a replay, in which layers do not run; below 0: take back."""
         for layer in self.compressed_layers():
             layer.seen += tokens
             for state in layer.states:
                 state.seen += tokens
 
     def undo(self) -> Callable[[], None]:
-        """What takes back a step that was recorded in part: attributes become what they are now. Nothing of it ran, so
-        that tensors hold what they held."""
+        """A function that takes back a partly recorded step: it sets attributes to what they are now. Tensors keep
+        their values, as nothing of a recorded step has run.
+        """
         held: list[Any] = [self, self.groups, *self.compressed_layers()]
         held += [state for layer in self.compressed_layers() for state in layer.states]
         before = [(one, dict(vars(one))) for one in held]
@@ -736,7 +754,7 @@ def layer_bytes(layer: Any) -> int:
 
 
 def concat(held: Tensor | None, new: Tensor, dim: int = 2) -> Tensor:
-    """Append along the token axis; an empty holder takes a contiguous copy, so no storage of the caller stays alive."""
+    """`held` and `new` along the token axis. Without `held`, a contiguous copy of `new`: no storage is shared."""
     if held is None:
         return new.clone(memory_format=torch.contiguous_format)
     return torch.cat((held, new), dim=dim)

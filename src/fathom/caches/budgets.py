@@ -1,4 +1,4 @@
-"""Equal real bytes: the options of a method that keep a fraction of the full cache's bytes at a given length.
+"""Options with which a method keeps a given fraction of the full cache's real bytes at a given length.
 
 Budgets are matched on the closed forms (statistics, scales and indices included), never on nominal ratios. A method
 says in `at_fraction` how it is sized: by one of the two rules here.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class NotReachable:
-    """`minimum`: the smallest fraction of the full cache that the method reaches at this length."""
+    """The fraction asked for is too small. `minimum` is the smallest one that the method reaches at this length."""
 
     minimum: float
 
@@ -27,7 +27,7 @@ class NotReachable:
 def largest_budget(
     make: Callable[[int], CacheMethod], fewest: int, fraction: float, shape: CacheShape, tokens: int, chunk: int | None
 ) -> CacheMethod | NotReachable:
-    """The method `make(budget)` of the largest budget, at least `fewest`, that fits: by bisection."""
+    """`make(budget)` with the largest budget, at least `fewest`, that fits; found by bisection."""
     full = shape.full_bytes(tokens)
 
     def ratio(budget: int) -> float:
@@ -45,7 +45,7 @@ def largest_budget(
 def fullest(
     candidates: Iterable[CacheMethod], fraction: float, shape: CacheShape, tokens: int, chunk: int | None
 ) -> CacheMethod | NotReachable:
-    """Of these methods the one that holds the most and fits."""
+    """The candidate that fits and holds the most."""
     full = shape.full_bytes(tokens)
     ratios = [(method.most_bytes(shape, tokens, chunk) / full, method) for method in candidates]
     fitting = [pair for pair in ratios if pair[0] <= fraction]

@@ -28,7 +28,7 @@ FORMAT = "fathom.fourier_channels.1"
 
 @dataclasses.dataclass(frozen=True)
 class ChannelSets:
-    """For every compressed layer the sorted flat channel ids (head·D + channel) that are kept as coefficients."""
+    """Channels that are kept as coefficients: for every compressed layer, their sorted flat ids head·D + channel."""
 
     key: tuple[tuple[int, ...], ...]
     value: tuple[tuple[int, ...], ...]
@@ -60,7 +60,7 @@ class ChannelSets:
 
 
 def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None) -> ChannelSets:
-    """Read channel sets; with `model`, check that they were made on it.
+    """The channel sets in a file. With `model`, checks that they were made on it.
 
     Raises:
         OSError: the file cannot be read. ValueError: not a channel file, sets out of range, or made on another model.
@@ -91,9 +91,10 @@ def load_channels(path: str | os.PathLike, model: PreTrainedModel | None = None)
 
 
 def paper_ratios(layers: int) -> list[tuple[float, float]]:
-    """(keys, values) compressed by layer: first 4 layers 0.90/0.95, last 8 0.50/0.70, others 0.80/0.80.
+    """Shares (of keys, of values) of channels that are compressed, layer by layer.
 
-    Models of fewer than 16 layers scale the two ends: an eighth and a quarter of the layers.
+    The first 4 layers have 0.90 and 0.95, the last 8 have 0.50 and 0.70, all others 0.80 and 0.80. In a model of fewer
+    than 16 layers the first eighth and the last quarter stand for the first 4 and the last 8.
     """
     first, last = (4, 8) if layers >= 16 else (layers // 8, layers // 4)
     return [
@@ -103,7 +104,7 @@ def paper_ratios(layers: int) -> list[tuple[float, float]]:
 
 
 def default_channels(shape: CacheShape) -> ChannelSets:
-    """The data-free rule: in every head the first ρ·D channels in interleaved RoPE order (pair j is j and j + D/2)."""
+    """Channel sets without data: in every head the first ρ·D channels in RoPE order (pair j is j and j + D/2)."""
     half = shape.key_dim // 2
     order = [channel for pair in range(half) for channel in (pair, pair + half)]
     sides: list[list[tuple[int, ...]]] = [[], []]
@@ -124,7 +125,7 @@ def search_channels(
     calibration: str = "pre_rope",
     ratios: list[tuple[float, float]] | None = None,
 ) -> ChannelSets:
-    """Rank channels by their error on calibration prompts (each [1,T]) and take the smallest ρ of every layer.
+    """Channel sets from data: in every layer the share ρ of channels with the smallest error on prompts (each [1,T]).
 
     calibration: "pre_rope" (faithful: the projections' outputs) or "post_rope" (what is compressed in the end).
 
@@ -158,7 +159,7 @@ def search_channels(
 
 
 def check_widths(shape: CacheShape) -> None:
-    """Channel sets know one width of a head."""
+    """Refuse a model whose keys and values have heads of different widths: channel sets know one width."""
     if shape.key_dim != shape.value_dim:
         raise ValueError(
             f"FourierAttention: heads of {shape.key_dim} channels for keys and {shape.value_dim} for values are not "

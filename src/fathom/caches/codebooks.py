@@ -33,10 +33,11 @@ FORMAT = "fathom.vqkv.1"
 
 @dataclasses.dataclass(frozen=True)
 class Codebooks:
-    """keys, values: one tensor [G or 1, N, S, D] for each compressed layer (the same object where a set is shared).
+    """The codebooks of a model.
 
+    keys, values: one tensor [G or 1, N, S, D] for each compressed layer (the same object where a set is shared).
     share: "layer" (one set a layer, pooled over heads), "head" or "model". rope: "post" (rotated keys) or "pre".
-    tokens: length of the calibration texts, 0 if unknown. Rotated keys at later positions are unlike any in training.
+    tokens: length of the calibration texts, 0 if unknown. Rotated keys at later positions were not seen in training.
     """
 
     keys: tuple[Tensor, ...]
@@ -68,7 +69,7 @@ class Codebooks:
 
 
 def load_codebooks(path: str | os.PathLike, model: PreTrainedModel | None = None) -> Codebooks:
-    """Read codebooks; with `model`, check that they were made on it, and bring them to its layers' devices and dtype.
+    """The codebooks in a file. With `model`, checks that they were made on it and moves them to its devices and dtype.
 
     Raises:
         OSError: the file cannot be read. ValueError: it is not a codebook file, or was made on another model.
@@ -111,13 +112,14 @@ def _read(path: str, modified: int, device: str, dtype: torch.dtype | None) -> t
 
 @dataclasses.dataclass(frozen=True)
 class CodebookTraining:
-    """Sizes and optimisation. Paper (Llama-3.1-8B): 56 × 1024 for keys, 16 × 512 for values, lr 1e-3, batch 65536.
+    """Sizes and optimisation of codebooks. The paper (Llama-3.1-8B) has 56 stages of 1024 codewords for keys, 16 of 512
+    for values, a learning rate of 1e-3 and batches of 65536 vectors.
 
     init: "gaussian" (the method), "samples" (codewords drawn from residuals), "kmeans" (classical residual k-means, the
     baseline: no W is trained). zero_codeword forces one zero codeword a stage, so more stages never hurt.
-    key_groups: dims of a key that are quantised apart, () for all together; the paper's earlier version has two,
-    `rope_bands(D)`. Stages are shared out by numbers of dims. A group's codewords are 0 elsewhere, so that greedy
-    residual codes over all stages are the groups' own codes, and attention reads them like any others.
+    key_groups: groups of a key's dims that are quantised separately, () for all dims together. An earlier version of
+        the paper has two, `rope_bands(D)`. Each group gets stages in proportion to its dims. A group's codewords are 0
+        in other dims, so greedy residual codes over all stages are the groups' own, which attention reads as usual.
     """
 
     key_stages: int = 56
@@ -168,7 +170,7 @@ def rope_bands(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def train_codebooks(model: nn.Module, input_ids: Tensor, options: CodebookTraining) -> Codebooks:
-    """Run the frozen model on calibration text [B,T] and learn codebooks for its keys and values.
+    """Codebooks for a model's keys and values, learned on what the frozen model computes for token ids [B,T].
 
     Rotated keys (rope="post") differ at every position: T should be as long as the texts that the cache will hold.
     """
@@ -204,7 +206,7 @@ def _pool_heads(layers: list[Tensor]) -> list[list[Tensor]]:
 def learn_groups(
     x: Tensor, stages: int, entries: int, groups: tuple[tuple[int, ...], ...], options: CodebookTraining
 ) -> Tensor:
-    """Codebooks [N,S,D] of x [n,D]: for each group of dims its own stages, 0 in the other dims."""
+    """Codebooks [N,S,D] for vectors x [n,D]: every group of dims has its own stages, which are 0 in other dims."""
     if not groups:
         return learn(x, stages, entries, options)
     width = sum(map(len, groups))
@@ -298,7 +300,7 @@ def _residual_kmeans(
 
 
 def residual_energy(x: Tensor, books: Tensor) -> list[float]:
-    """‖r_i‖² / ‖x‖² after each stage: how much every codebook takes away."""
+    """‖r_i‖² / ‖x‖² after each stage: the energy of the residual as a share of the vectors'."""
     codes, wide, energy = encode(x, books), torch.promote_types(x.dtype, torch.float32), []
     residual = x = x.to(wide)
     for stage in range(books.shape[0]):

@@ -33,7 +33,7 @@ LOCK = threading.RLock()  # a model is looked at and bound by one thread at a ti
 
 
 class Forward(threading.local):
-    """The forward that is under way, in each thread its own: a server may run one model in several."""
+    """The forward under way in this thread. Each thread has its own, as a server may run one model in several."""
 
     def __init__(self) -> None:
         self.depth = 0  # nested forwards of the hooked modules: the outermost opens and closes
@@ -86,14 +86,14 @@ class Binding:
         self.forward = Forward()
 
     def cut(self, rows: int, length: int, padded: bool) -> int | None:
-        """How many tokens of so long a prompt are read at once; None: all."""
+        """Tokens of a prompt of `length` tokens that are read at once; None: all of them."""
         depth = getattr(self.model, "depth", None)
         if depth is not None and not depth.parts_are_exact:
             return None
         return self.method.prompt_part(rows, length, padded)
 
     def new_cache(self, into: DynamicCache | None = None, equal_rows: bool = False) -> CompressedCache:
-        """An empty cache. An empty DynamicCache `into` becomes the CompressedCache in place: its holder keeps it."""
+        """An empty cache. An empty DynamicCache `into` becomes it in place, so that its owner holds the result."""
         groups = RowGroups()
         layers = [
             CompressedLayer(self.method, self.contexts[index], groups, equal_rows) if index in self.contexts else layer
@@ -105,7 +105,7 @@ class Binding:
         return cache  # type: ignore[return-value]
 
     def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Before the outermost forward: choose the cache and read the padding. Returns the keyword arguments to use."""
+        """The keyword arguments of the outermost forward, with the cache chosen and the padding read."""
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         cache: Any = next((given[name] for name in versions.CACHE_NAMES if given.get(name) is not None), None)
@@ -162,8 +162,8 @@ class Binding:
         return kwargs
 
     def _positions(self, cache: CompressedCache | None, mask: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
-        """Where rows are padded, their own positions. The model would count the pads: then a row's rotated keys, and
-        what is made from them (codes, coefficients, scores), would not be those of the row alone.
+        """Positions of padded rows, counted from each row's first token. The model would count the pads, so a row's
+        rotated keys, and the codes, coefficients and scores made from them, would differ from those of the row alone.
 
         Raises:
             ValueError: a padded row, in a model that cannot be given its positions.
@@ -208,9 +208,9 @@ class Binding:
     def attend_without_cache(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
     ) -> Tensor:
-        """A forward that keeps nothing (training, scoring) is a prompt on an empty cache.
+        """Attention of a forward that keeps nothing (training, scoring), computed as a prompt on an empty cache.
 
-        The padding comes with the call: activation checkpointing calls again in backward, outside any forward.
+        The padding is an argument because activation checkpointing calls again in backward, outside any forward.
         """
         if key.shape[2] != query.shape[2]:
             raise ValueError("compress: this cache was not made under compress; call the model itself, not its layers")
@@ -226,7 +226,7 @@ class Binding:
 
 
 def cache_shape(model: nn.Module, batch: int = 1) -> CacheShape:
-    """The shape of one compressed layer of this model, and how many there are, for the closed forms in bytes."""
+    """The shape of one compressed layer of this model, with the number of such layers, for closed forms of bytes."""
     model = versions.causal_lm(model)
     config = versions.text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -238,7 +238,7 @@ def cache_shape(model: nn.Module, batch: int = 1) -> CacheShape:
 
 @contextlib.contextmanager
 def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
-    """Under this context the model keeps its keys and values as `method` says, in `generate`, `pipeline`, training.
+    """A context in which the model keeps keys and values as `method` says: in `generate`, `pipeline` and training.
 
         with compress(model, TreeKV(budget=1024)) as model:
             out = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=256)
@@ -281,9 +281,9 @@ def compress(model: nn.Module, method: CacheMethod) -> Iterator[nn.Module]:
 
 
 class Generate:
-    """`model.generate` under `compress`: Fathom's loop (`fathom.decoding`), and long prompts in parts.
+    """`model.generate` under `compress`: Fathom's decoding loop (`fathom.decoding`), which reads long prompts in parts.
 
-    In a copy of the model, which is a stock model, it is transformers' own.
+    A copy of the model is a stock model; there this calls transformers' own `generate`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -315,7 +315,7 @@ def build_cache(model: nn.Module, method: CacheMethod, equal_rows: bool = False)
 
 
 def check_chunk(method: CacheMethod, chunk: int) -> None:
-    """Refuse calls that the method never compresses: the full cache would be measured under its name."""
+    """Refuse a chunk so short that the method never compresses: a full cache would be measured under its name."""
     shortest = method.shortest_call
     if chunk < shortest:
         raise ValueError(
@@ -366,7 +366,7 @@ def prefill(
 
 
 def _binding(module: nn.Module) -> Binding | None:
-    """What an attention module is bound to under `compress`; None outside, and in a copied model."""
+    """The binding of an attention module under `compress`; None outside, and in a copied model."""
     return module.__dict__.get("_fathom_binding")
 
 
@@ -507,7 +507,7 @@ def _without_rotation(binding: Binding) -> Any:
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
-    """For plain causal layers the 2-D padding mask (states are causal themselves); SDPA's mask for the others."""
+    """The 2-D padding mask for plain causal layers, whose states are causal anyway; SDPA's mask for other layers."""
     if kwargs.get("mask_function") is causal_mask_function:
         mask = kwargs.get("attention_mask")
         return None if mask is None else mask[:]  # the caller may write to its own and pass it again

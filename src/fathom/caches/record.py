@@ -1,7 +1,7 @@
-"""Calibration needs to see keys and values: run a model on text and read them, rotated or not, layer by layer.
+"""Keys and values of a model on a text, rotated or not, layer by layer: what calibration reads.
 
-A calibration file names the model it was made on by a fingerprint of shapes and a few numbers of every weight, so that
-it cannot be used with another one unnoticed.
+A calibration file names its model by a fingerprint of shapes and of a few numbers of every weight, so that a file made
+on another model is noticed.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def record(
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """16 hex digits from the shape of the cache and numbers (as bf16) of every weight that keys and values depend on.
+    """16 hex digits from the cache's shape and some numbers (as bf16) of every weight that keys and values depend on.
 
-    Of the embeddings the first rows only: a vocabulary may grow, and the keys of the old tokens stay. The same in fp32
-    and bf16; in fp16 it may be another, as numbers are rounded twice.
+    Embeddings count with their first rows only, as a vocabulary may grow while keys of old tokens stay. A model has the
+    same fingerprint in fp32 and bf16; in fp16 it may differ, as numbers are rounded twice.
     """
     shape = cache_shape(model)
     digest = hashlib.sha256(f"{shape.layers} {shape.kv_heads} {shape.key_dim} {shape.value_dim}".encode())

@@ -1,4 +1,4 @@
-"""What a cache really holds: tokens, slots, bytes, and the ratio to the full cache."""
+"""A report of what a cache holds: tokens, slots, bytes, and its bytes divided by the full cache's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fathom.caches.base import CompressedCache, CompressedLayer, layer_bytes
 
 @dataclasses.dataclass(frozen=True)
 class CompressionReport:
-    """`str(report)` is a table; `to_dict()` is JSON.
+    """What a cache holds. `str(report)` is a table; `to_dict()` is ready for JSON.
 
-    nominal ratio: slots stored / tokens seen, pads excluded, over compressed layers and rows (1 where every token is
-    kept in fewer bytes).
-    real ratio: bytes held / bytes of the same tokens uncompressed, statistics, indices and scales included.
+    nominal ratio: slots stored / tokens seen, pads excluded, over compressed layers and rows. It is 1 for a method that
+    keeps every token in fewer bytes.
+    real ratio: bytes held, with statistics, indices and scales / bytes of the same tokens uncompressed.
     """
 
     method: dict[str, Any]
@@ -76,7 +76,7 @@ class CompressionReport:
 
 
 def compression_report(cache: CompressedCache) -> CompressionReport:
-    """Measure a cache. Raises ValueError if it is empty or not one of ours."""
+    """The report of a cache. Raises ValueError if it is empty or not a compressed one."""
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache is a {type(cache).__name__}: compression_report reads caches of fathom.caches")
     ours = cache.compressed_layers()

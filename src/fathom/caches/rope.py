@@ -15,7 +15,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class SlotRope:
-    """Rotates with the model's own rotary module: its frequencies, scaling and rotary width."""
+    """Rotation with the model's own rotary module: its frequencies, scaling and rotary width."""
 
     def __init__(self, rotary: nn.Module, rope_type: str = "default"):
         self.rotary = rotary

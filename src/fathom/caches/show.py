@@ -1,4 +1,4 @@
-"""The picture of a cache: which tokens each layer and head kept, over the text."""
+"""A picture of a cache: which tokens of the text each layer and head kept."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def kept_tokens(model: nn.Module, input_ids: Tensor, method: CacheMethod, chunk:
 
 
 def draw(kept: Tensor, words: list[str], title: str, path: str | os.PathLike) -> None:
-    """Write the picture (format by the file's ending): a row a layer and head, a column a token, and the share of heads
-    that keep each token below. Short texts carry their words."""
+    """Write the picture, in the format of the file's ending. A row is one head of a layer, a column is a token; below
+    stands the share of heads that keep each token. Short texts are written beside the columns.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,7 +80,7 @@ def draw(kept: Tensor, words: list[str], title: str, path: str | os.PathLike) ->
 
 
 def as_text(kept: Tensor, words: list[Any], columns: int = 100) -> str:
-    """The same for a terminal: the text, each word marked with the share of heads that keep it (0 … 9)."""
+    """The picture for a terminal: the text, each word marked with the share of heads that keep it (tenths, 0 … 9)."""
     share = kept.float().mean((0, 1))
     lines, line = [], ""
     for word, part in zip(words, share.tolist()):

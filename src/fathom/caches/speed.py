@@ -33,7 +33,9 @@ STATIC, BUFFER = "static", "buffer"
 
 
 class BufferState(FullState):
-    """The full cache in a buffer [B,G,context + 1,D]: a step overwrites the last slot, nothing else is copied."""
+    """The full cache in a preallocated buffer [B,G,context + 1,D]: a step overwrites the last slot, and
+    nothing moves.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         assert self.key is not None and self.value is not None
@@ -90,7 +92,7 @@ def fill(cache: CompressedCache, model: nn.Module, batch: int, tokens: int) -> N
 def _fill_codes(
     state: VQState, random: Callable[[int, int], Tensor], generator: Any, batch: int, heads: int, tokens: int
 ) -> None:
-    """Random codes (encoding random vectors would take longer than all the timing)."""
+    """Fill a state with random codes. To encode random vectors would take longer than the whole measurement."""
     method, coded = state.method, state.method.coded(tokens, 0)
     sinks = min(method.n_sink, tokens)
     state.sink_key, state.sink_value = random(heads, sinks), random(heads, sinks)
@@ -99,7 +101,7 @@ def _fill_codes(
         for name, table in (("key_codes", state.key_table()), ("value_codes", state.value_table())):
             size, place = (batch, heads, coded, table.shape[1]), {"generator": generator, "device": table.device}
             setattr(state, name, state.store_codes(torch.randint(table.shape[2], size, **place), table))
-    state.seen = tokens
+    state.seen, state.coded = tokens, coded
 
 
 def _seen(layer: CompressedLayer, batch: int, heads: int, width: int, dtype: torch.dtype, tokens: int) -> None:
@@ -134,11 +136,12 @@ def bytes_per_step(model: nn.Module, method: CacheMethod, context: int, batch: i
 def decode_speed(
     model: nn.Module, method: CacheMethod | str, context: int, batch: int, graph: bool, repeats: int = 20
 ) -> dict[str, Any]:
-    """Tokens a second of single-token steps at `context` tokens, and the bytes that such a step must read.
+    """Tokens per second of single-token steps at `context` tokens, and the bytes that such a step must read.
 
-    method: or "static" (transformers' StaticCache, stock SDPA), or "buffer" (the full cache, preallocated, SDPA over
-    exactly its tokens). With `graph` the step is one CUDA graph. A cache that grows cannot replay its graph in use:
-    such a row (`grows`) is the device's time for one step at this length.
+    method: a cache method; "static" (transformers' StaticCache, stock SDPA); or "buffer" (the full cache, preallocated,
+        with SDPA over exactly its tokens).
+    graph: run the step as one CUDA graph. A cache that grows cannot replay its graph when tokens are really added: its
+        row (`grows`) is the device's time for one step at this length.
     """
     device = versions.execution_device(model)
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
@@ -174,7 +177,7 @@ def decode_speed(
 
 
 def build_cache_for(model: nn.Module, method: CacheMethod) -> CompressedCache:
-    """An empty cache while `compress` is on: made by the binding that is in place."""
+    """An empty cache for a model that is under `compress`."""
     binding = versions.attention_modules(versions.causal_lm(model))[0].__dict__["_fathom_binding"]
     return binding.new_cache()
 
@@ -232,8 +235,9 @@ def _measure(
 def generate_speed(
     model: nn.Module, method: CacheMethod | None, context: int, batch: int, tokens: int = 64, repeats: int = 5
 ) -> dict[str, Any]:
-    """Seconds of a decode step as `generate()` gives it: a call with `tokens` new tokens less one with a single one,
-    over random prompts. method: None for the full cache, without `compress`."""
+    """Seconds of a decode step inside `generate()`, over random prompts: a call with `tokens` new tokens minus a call
+    with one, divided by the steps between. method: None for the full cache, without `compress`.
+    """
     device, inner = versions.execution_device(model), versions.causal_lm(model)
     ids = torch.randint(1, versions.text_config(inner).vocab_size, (batch, context), device=device)
 

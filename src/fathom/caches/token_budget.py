@@ -75,7 +75,7 @@ class TokenBudget(CacheMethod):
             )
 
     def recent_of_budget(self) -> int:
-        """n_recent where none is given."""
+        """The number of recent tokens where `n_recent` is None."""
         return max(0, self.budget // 2 - self.n_sink)
 
     def prefill_modes(self) -> tuple[str, ...]:
@@ -90,12 +90,12 @@ class TokenBudget(CacheMethod):
         return self.call_length() == 1
 
     def prompt_part(self, rows: int, length: int, padded: bool) -> int | None:
-        """How many tokens one call reads: `PART` of a prompt longer than `LONG`. A token then sees a cache that was
-        compressed after each part, which is nearer to the definition (after each token) than one call.
+        """Tokens of a prompt that one call reads: `PART` of a prompt longer than `LONG`. The cache is then compressed
+        after each part, which is nearer to the definition (after each token) than one call for the whole prompt.
 
-        The numbers do not depend on how many rows there are. Rows of other lengths would be cut elsewhere: with pads
-        the prompt is read whole, so that a row stays the row alone. Where a call is processed `chunk` tokens at a
-        time, parts of whole chunks change nothing.
+        The part does not depend on the number of rows. A padded batch is read whole: its rows would be cut at other
+        places than alone, and a row must equal the row alone. Where a call is processed `chunk` tokens at a time,
+        parts of whole chunks change nothing.
         """
         step = self.call_length()
         if step == 1:
@@ -118,7 +118,8 @@ class TokenBudget(CacheMethod):
 
 @dataclasses.dataclass(frozen=True)
 class Eviction:
-    """One token in, one out: the lowest score among `candidates` slots from `first` on leaves (ties: the oldest).
+    """A rule by which one token leaves for one that comes: the lowest score among `candidates` slots from `first` on
+    (ties: the oldest).
 
     score: "latest" (the new query's weights r), "sum" (S + r) or "average" ((S + r) / C).
     pointer [B], stride, cycle: the candidates begin at first + pointer, and pointer ← (pointer + stride) mod cycle.
@@ -164,11 +165,13 @@ class SlotState(State):
     # -- what a method defines
 
     def observed(self, length: int) -> int:
-        """How many of a call's last queries to observe; 0 for none."""
+        """Number of a call's last queries whose attention is observed; 0 for none."""
         return 0
 
     def wanted(self, length: int, slots: int) -> int:
-        """Slots to hold after a call of `length` tokens, which `seen` does not count yet, that left `slots`."""
+        """Number of slots to keep after a call of `length` tokens, when `slots` are held (`seen` does not count it
+        yet).
+        """
         return min(slots, self.budget)
 
     @abstractmethod
@@ -176,7 +179,9 @@ class SlotState(State):
         """Which slots stay, in order, [B or 1, G or 1, n − excess], and the values (changed by methods that merge)."""
 
     def eviction(self) -> Eviction | None:
-        """The same choice for one token in a full cache, where it is this simple: then one kernel decodes on a GPU."""
+        """The choice for one token in a full cache as an `Eviction`, which one kernel runs on a GPU; None: it is not so
+        simple.
+        """
         return None
 
     # -- one pass, top to bottom
@@ -208,7 +213,7 @@ class SlotState(State):
         last = self.observed(length)
         if last:
             reduce = self.method.group_reduce
-            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce)
+            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce, dropout)
             self.observe(received, min(last, length), length)
         else:
             output = causal_attention(turned_query, turned_keys, values, scaling, dropout)
@@ -217,7 +222,7 @@ class SlotState(State):
         return output
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, eviction: Eviction) -> Tensor | None:
-        """The pass below for one token in a full cache, in three launches with nothing copied. None: not served."""
+        """The output of one token in a full cache, by three launches that copy nothing; None: not possible here."""
         assert self.key is not None and self.value is not None
         rope, held_key, held_value = self.context.rope, self.key.contiguous(), self.value.contiguous()
         self.touched = True

@@ -1,7 +1,8 @@
-"""What a family does with keys, positions and pads, tried on the model itself: families are too many to be listed.
+"""Tests of what a model family does with keys, positions and pads, run on the model itself: families are too many to
+list.
 
-Attention is replaced by a spy that notes queries and keys and gives zeros, so that a token's states depend on the token
-and its position alone.
+Attention is replaced by a function that records queries and keys and returns zeros, so that a token's states depend on
+the token and its position alone.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _ordinary_tokens(model: PreTrainedModel) -> list[int]:
-    """A token to pad with, and four others that mean nothing special."""
+    """A token to pad with, and four others that are no special tokens."""
     config = versions.text_config(model)
     named = [value for name, value in {**model.config.to_dict(), **config.to_dict()}.items() if "token" in name]
     special = {value for item in named for value in (item if isinstance(item, list) else [item])}
@@ -128,7 +129,7 @@ def _queries_and_keys(model: PreTrainedModel, mask: Callable[..., Any], **inputs
 
 @contextlib.contextmanager
 def _as_in_evaluation(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout. Nothing is set where the model is in eval mode: other threads may run it."""
+    """A context in which dropout is off. A model in eval mode is left untouched, as other threads may run it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -144,7 +145,7 @@ TRACED = Version(torch.__version__) >= Version("2.13")
 
 
 class Lent(str):
-    """The name of an attention that a config has for a while. A copy of the config has the one that it replaced."""
+    """An attention name that a config has for a while. A copy of the config gets the name that it replaced."""
 
     replaced: str | None
 
@@ -158,7 +159,7 @@ def _itself(name: str | None) -> str | None:
 
 @contextlib.contextmanager
 def lent_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """The model with this attention; the parts of a multimodal model get back what each had."""
+    """A context in which the model has this attention. Afterwards every part of the model has its own again."""
     replaced = [(config, config._attn_implementation) for config in versions.configs(model)]
     AttentionInterface.register(name, function)
     try:
@@ -176,7 +177,8 @@ def lent_attention(model: PreTrainedModel, name: str, function: Callable[..., An
 
 @torch.no_grad()
 def rotates_half_split(module: nn.Module, rotary: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether this attention rotates its keys, tried on random hidden states. False: a layer without positions (NoPE).
+    """Whether this attention module rotates its keys, found on random hidden states. False: a layer without positions
+    (NoPE).
 
     Raises:
         ValueError: it rotates them in another way than `ops.rotary` (half-split), or not as its last step.

@@ -1,4 +1,4 @@
-"""Every transformers difference that the caches wing meets (5.15 … newest), and the shape of the models it hooks.
+"""Differences between transformers versions (5.15 … newest) that the caches wing meets, and facts about stock models.
 
 | since | what moved |
 |---|---|
@@ -43,7 +43,7 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where the first parameter is computed with: its device, or for offloaded weights that of accelerate's hook."""
+    """The device on which the module computes: its first parameter's, or accelerate's where weights are offloaded."""
     hooked = None
     for part in module.modules():
         devices = [getattr(hook, "execution_device", None) for hook in offload_hooks(part)]
@@ -54,16 +54,16 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def offload_hooks(module: nn.Module) -> list[Any]:
-    """accelerate's hooks on this module, which fetch its weights before its forward."""
+    """accelerate's hooks on this module, which load offloaded weights before its forward."""
     hook = getattr(module, "_hf_hook", None)
     return list(getattr(hook, "hooks", [] if hook is None else [hook]))
 
 
 def weights(module: nn.Module) -> Iterator[Tensor]:
-    """The numbers of `module.parameters()`; those that are offloaded are fetched one at a time.
+    """The values of `module.parameters()`; offloaded ones are loaded one at a time.
 
     Raises:
-        ValueError: a weight on the meta device that nobody can fetch.
+        ValueError: a weight is on the meta device and no hook can load it.
     """
     for name, parameter in module.named_parameters():
         yield _fetched(module, name) if parameter.is_meta else parameter.detach()
@@ -92,7 +92,7 @@ def depth(model: PreTrainedModel) -> int:
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:
-    """Where each full-attention layer computes."""
+    """The device on which each full-attention layer computes."""
     by_layer = {module.layer_idx: execution_device(module) for module in attention_modules(model)}
     full = [index for index, layer in enumerate(stock_layers(model)) if is_full_attention(layer)]
     return [by_layer[index % depth(model)] for index in full]
@@ -116,13 +116,15 @@ def keeps_latents(model: PreTrainedModel) -> bool:
 
 
 def varying_width(model: PreTrainedModel) -> str:
-    """The width of a layer's cache that differs from layer to layer (Gemma 4), as the config names it; else ""."""
+    """The config's name of a cache width that differs from layer to layer (Gemma 4); "" if none does."""
     varying = getattr(getattr(text_config(model), "_heterogeneity_spec", None), "per_layer_attributes", ())
     return next((name for name in ("head_dim", "v_head_dim", "num_key_value_heads") if name in varying), "")
 
 
 def changes_scores(modules: list[Any]) -> str:
-    """What these attention modules do to their scores beyond scaling (Gemma 2, gpt-oss, DiffLlama); "" for nothing."""
+    """The name of what these modules do to attention scores beyond scaling (Gemma 2, gpt-oss, DiffLlama); "" for
+    nothing.
+    """
     for module in modules:
         if getattr(module, "attn_logit_softcapping", None) is not None:
             return "softcap"
@@ -147,7 +149,7 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def slots_of_depth(model: PreTrainedModel) -> str:
-    """What Fathom's depth method keeps of a token where that is not one slot a pass; else ""."""
+    """Words for what a depth method of Fathom caches for a token; "" if it is one slot in each pass."""
     depth = getattr(model, "depth", None)
     if getattr(depth, "adaptive", False) or getattr(depth, "ragged", False):
         return "as many slots as a token runs"

@@ -1,4 +1,4 @@
-"""From a config to what a model costs: FLOPs, bytes, parameters."""
+"""Cost of a model in closed form from its config: FLOPs, bytes, parameters."""
 
 from fathom.cost.carbon import Carbon, estimate_carbon
 from fathom.cost.flops import FlopTerms, forward_flops_per_token, training_flops_per_token

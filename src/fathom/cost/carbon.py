@@ -1,4 +1,4 @@
-"""Energy and CO2 of a training, from hours of accelerators: an estimate, and what it assumes."""
+"""An estimate of the energy and CO2 of a training from accelerator-hours, with its assumptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORLD = 0.475  # kg of CO2 equivalent a kWh: the world's mean that GeoGalactica'
 
 @dataclass(frozen=True)
 class Carbon:
-    """kwh, kg: energy, and CO2 equivalent; assumptions: what they stand on, in sentences."""
+    """kwh: energy.   kg: CO2 equivalent.   assumptions: sentences that say what both are based on."""
 
     kwh: float
     kg: float
@@ -29,7 +29,7 @@ def estimate_carbon(hours: float, tdp_w: float, kg_per_kwh: float = WORLD, pue: 
         hours: of one accelerator, or summed over all that ran.
         tdp_w: watts that one draws.
         kg_per_kwh: CO2 equivalent of the electricity.
-        pue: power usage effectiveness: energy of the whole site over that of the accelerators, at least 1.
+        pue: power usage effectiveness: energy of the whole site / energy of the accelerators, at least 1.
 
     Raises ValueError for a number that is negative or not finite.
     """

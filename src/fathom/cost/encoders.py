@@ -3,7 +3,8 @@
     encoder:  Σ_ℓ layer(T_ℓ, keys_ℓ)  +  the maps between lengths
     seq2seq:  encoder(S)  +  decoder(t, memory)  +  head,   memory S, or K where the output stays short
 
-A layer's own form is its config's (`layer_flops`), what the method makes of it the method's (`Encoder.flops`).
+The cost of one layer is the config's (`layer_flops`); the cost of all layers under a method is the method's
+(`Encoder.flops`).
 """
 
 from __future__ import annotations

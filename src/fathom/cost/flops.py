@@ -66,8 +66,9 @@ class FlopTerms:
 def method_counts(config: FathomConfig, ran: Sequence[float] | None = None) -> dict[str, Counts]:
     """`Counts` of the method of every section of the config.
 
-    `ran`: of a depth method whose tokens stop on their own, the measured share of tokens that run step 0, 1, …
-    (`evaluate.steps_run`); None: all run all. Raises ValueError for shares that cannot be, and for other methods.
+    ran: for a depth method whose tokens stop on their own, the measured shares of tokens that run step 0, 1, …
+        (`evaluate.steps_run`); None: all tokens run all steps. Raises ValueError for impossible shares, and for a
+        method without such steps.
     """
     counts = {}
     for registry in SECTIONS:
@@ -101,8 +102,8 @@ def forward_flops_per_token(
         causal: a query reads what it sees, (T+1)/2 keys on average in causal order; False counts T,
             as FLOP counters do for masked kernels.
         parallel: all tokens run at once, as in training: methods whose slots depend on each other need more forwards.
-        ran: measured shares of tokens that run each step (`method_counts`). Which tokens these are is taken to be
-            independent of their positions and, between steps' keys, of each other.
+        ran: measured shares of tokens that run each step (`method_counts`). Tokens are assumed to stop independently of
+            their positions and of each other.
 
     Raises:
         ValueError: sequence_length below 1; `ran` does not fit the config.
@@ -114,7 +115,7 @@ def forward_flops_per_token(
 
 
 def flop_terms(config: FathomConfig, counts: dict[str, Counts], sequence_length: int, causal: bool) -> FlopTerms:
-    """The equation of this module's docstring, of the methods' counts by section."""
+    """The terms of this module's equation, from the methods' counts by section."""
     depth, mixer, residual = counts["depth"], counts["mixer"], counts["residual"]
     positions, feed_forward = counts["positions"], counts["feed_forward"]
     slots, layers = sum(n * times for n, times in depth.forwards.items()), config.num_hidden_layers
@@ -150,11 +151,11 @@ def training_flops_per_token(
 ) -> float:
     """Matrix-product FLOPs of one token's forward and backward: 3 × the parallel forward's + recomputed.
 
-    The backward of a matrix product is two of the same size, but for the products that have none. What a method
-    computes again in the backward pass counts too; with `gradient_checkpointing` (torch's non-reentrant form, one
-    region a layer) so do the layers, but for their last product, which no gradient reads unless a dropout follows it or
-    the residual topology's `write` multiplies it. Elementwise work is not in it: its backward depends on the kernel.
-    `ran` as in `forward_flops_per_token`. Raises ValueError for sequence_length below 1.
+    The backward pass of a matrix product is two products of the same size; some products have none. Products that a
+    method computes again in the backward pass count as well. With `gradient_checkpointing` (torch's non-reentrant form,
+    one region for each layer) so do the layers, except their last product, which no gradient reads unless a dropout
+    follows it or the residual topology's `write` multiplies it. Elementwise work is left out: its backward depends on
+    the kernel. `ran` as in `forward_flops_per_token`. Raises ValueError for sequence_length below 1.
     """
     forward = forward_flops_per_token(config, sequence_length, causal, parallel=True, ran=ran)
     counts = method_counts(config, ran)
@@ -184,7 +185,7 @@ def training_flops_per_token(
 
 
 def mean_keys(config: FathomConfig, sequence_length: float, causal: bool) -> float:
-    """Keys that a query reads, the mean over a sequence, by what it sees; `causal=False`: all T."""
+    """The mean number of keys that a query reads in a sequence, by the config's visibility; `causal=False`: all T."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length!r}: must be at least 1")
     visibility: Visibility = CAUSAL if config.is_causal and causal else BIDIRECTIONAL

@@ -1,7 +1,7 @@
-"""What plans stand on: speeds and sizes that were measured, each with its raw file in docs/results.
+"""Measured speeds and sizes that plans are based on, each with its raw file in docs/results.
 
-mfu: matrix-product FLOPs of training (`fathom.cost`, recomputation included) a second, over the device's bf16 peak.
-activations: what activations took in memory, over the closed form of plan.py for as many tokens and forwards.
+mfu: matrix-product FLOPs of training per second (`fathom.cost`, recomputation included) / the device's bf16 peak.
+activations: measured bytes of activations / the closed form of plan.py for the same tokens and forwards.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ MEASURED = (  # tests/cost/test_plan.py computes each again from its file
 
 
 def nearest(method: str, width: int, compiled: str) -> Measured:
-    """The step measured with the method, else with vanilla; of these one compiled in that way, if there is one, of the
-    nearest width."""
+    """The measured step nearest in width with this method (else vanilla), and compiled the same way if there is one."""
     of_method = [row for row in MEASURED if row.method == method] or [
         row for row in MEASURED if row.method == "vanilla"
     ]

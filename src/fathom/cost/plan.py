@@ -1,4 +1,4 @@
-"""Training on several GPUs, planned: what each holds, what they say to each other, and how long a step takes.
+"""A plan of a training on several GPUs: memory of each, communication between them, and time of a step.
 
 N GPUs, P parameters, b sequences of T tokens on a GPU at a time, A such batches a step. Weights and AdamW's two moments
 are fp32; products run in bf16.
@@ -14,9 +14,9 @@ are fp32; products run in bf16.
                                  fsdp2   (N−1)/N · A (2P · gathers + 4P),   gathers: each forward's, and one backward's
     step  =  A·b·T·FLOPs a token / (MFU · peak)   +   bytes / bandwidth
 
-Collectives run beside the computation, and yet their time is added in full: on two GPUs the step grew by about as
-much (docs/results/several_gpus.md). Between hosts it may be less. MFU, the factor on activations and the bandwidth
-within a host were measured (measured.py); the bandwidth between hosts is given.
+Collectives overlap with computation, but their time is added in full: on two GPUs the step grew by about that much
+(docs/results/several_gpus.md). Between hosts it may grow less. MFU, the factor on activations and the bandwidth within
+a host are measured (measured.py); the bandwidth between hosts is given.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ USABLE = 0.92  # of the memory: CUDA's own, and pieces that the allocator cannot
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a step is divided. Attributes:
-    gpus, per_host: how many in all, and on one host.
-    sequences: on a GPU at a time.
-    accumulation: such batches a step.
+    """The division of a step among GPUs. Attributes:
+    gpus, per_host: number of GPUs in all, and on one host.
+    sequences: of a batch on one GPU.
+    accumulation: number of such batches in a step.
     """
 
     gpus: int
@@ -57,12 +57,13 @@ class Layout:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Bytes on each GPU, and seconds of a step. Attributes:
-    weights, gradients, optimizer, activations, loss, gathered: bytes; `gathered` is what is whole of shards.
-    peak_bytes: the most at one time.
-    sent_bytes: that leave a GPU in a step.
+    weights, gradients, optimizer, activations, loss, gathered: bytes; `gathered` is of shards that are whole for a
+        while.
+    peak_bytes: the most bytes at one time.
+    sent_bytes: bytes that leave a GPU in a step.
     compute_s, communication_s, step_s: their sum.
     tokens_per_step: of all GPUs.
-    mfu: that was reckoned with; bandwidth: bytes a second of the slowest link.
+    mfu: the MFU used in the plan.   bandwidth: bytes per second of the slowest link.
     stands_on: where these were measured, or what is assumed.
     """
 
@@ -89,7 +90,7 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that is computation."""
+        """Time of computation / time of the step."""
         return self.compute_s / self.step_s
 
 
@@ -104,13 +105,13 @@ def method_name(config: FathomConfig) -> str:
 def plan(
     config: FathomConfig, length: int, layout: Layout, device: Device = DEVICES["h200"], network: float | None = None
 ) -> Plan:
-    """What a training with that layout takes, whether or not it fits (`require_fit`).
+    """The plan of a training with this layout, whether or not it fits (`require_fit`).
 
     Args:
         length: T.
         network: bytes a second between hosts, of each GPU; None: the device's assumption.
 
-    Raises ValueError for a mixture of experts: which of them tokens run is not planned.
+    Raises ValueError for a mixture of experts, whose load is not planned.
     """
     if config.feed_forward["name"] != "dense":
         raise ValueError(f"feed_forward={config.feed_forward['name']!r}: plans for several GPUs are of dense networks")
@@ -169,7 +170,7 @@ def plan(
 
 
 def layer_bytes(config: FathomConfig, sharded: bool) -> float:
-    """Bytes of activations that one layer keeps of a token for its backward pass."""
+    """Bytes of activations that one layer keeps for a token until its backward pass."""
     stream = config.hidden_size * (4 if sharded else 8)
     inner = (6 if config.gated_mlp else 4) * config.intermediate_size
     heads = config.num_attention_heads * config.head_dim + config.num_key_value_heads * config.head_dim
@@ -177,9 +178,9 @@ def layer_bytes(config: FathomConfig, sharded: bool) -> float:
 
 
 def layout_of(sequences: int, accumulation: int, gpus: int, strategy: Strategy, **others: Any) -> Layout:
-    """A recipe's step, shared by the GPUs. Where they cannot share a batch, batches are put together to the same step.
+    """The layout of a recipe's step on several GPUs. If they cannot divide a batch, batches of the step are merged.
 
-    Raises ValueError where a step has fewer sequences than there are GPUs, or a number that they cannot share.
+    Raises ValueError if the GPUs cannot divide the sequences of a step evenly.
     """
     if sequences % gpus == 0:
         return Layout(gpus, strategy, sequences // gpus, accumulation, **others)
@@ -212,7 +213,7 @@ def require_fit(
 def larger_batches(
     config: FathomConfig, length: int, found: Plan, device: Device, network: float | None = None
 ) -> Plan | None:
-    """The plan of the same step in fewer, larger batches that fit, if that is quicker by 3 % or more; else None."""
+    """The plan of the same step with fewer, larger batches that fit, if it is faster by 3 % or more; else None."""
     layout, best = found.layout, found
     own = layout.sequences * layout.accumulation
     for sequences in range(layout.sequences + 1, own + 1):
@@ -225,7 +226,9 @@ def larger_batches(
 
 
 def _alternatives(config: FathomConfig, length: int, layout: Layout, device: Device) -> list[tuple[str, float]]:
-    """The fewest changes that fit, up to three: another strategy, checkpointing, smaller batches, more GPUs."""
+    """Up to three small changes with which the training fits: another strategy, checkpointing, smaller batches, more
+    GPUs.
+    """
     changes: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "strategy": [("--strategy fsdp2", {"strategy": "fsdp2"})] if layout.strategy != "fsdp2" else [],
         "checkpointing": [] if layout.checkpointing else [("gradient_checkpointing: true", {"checkpointing": True})],

@@ -1,4 +1,4 @@
-"""What an answer of a masked diffusion model costs, by prompt, answer, steps, blocks and cache.
+"""Cost of an answer of a masked diffusion model, by prompt, answer, steps, blocks and cache.
 
 L = P + G columns, G/B blocks of s steps. A pass of n columns that read k keys each and predicts h hidden tokens:
 
@@ -10,10 +10,10 @@ L = P + G columns, G/B blocks of s steps. A pass of n columns that read k keys e
     sparse_dllm  a block's first delay + 1 steps n = k = L; the others n = B, k = ⌊r (L − B)⌋ + B
     dkv_cache    every cache_steps-th step of a block n = k = L; the others n = the hidden and the last revealed, k = L
 
-Of block diffusion: the prompt's whole blocks once; then every step, and a finished block once more, n = B. Keys are
-k = L, of which a mask hides those that are not written yet.
+Block diffusion runs the prompt's whole blocks once; then every step, and every finished block once more, has n = B.
+Keys are k = L, of which a mask hides those that are not written yet.
 
-With the schedule `linear`, and policies that reveal as many as it says.
+The schedule is `linear`, and the policy reveals as many tokens as the schedule says.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fathom.models.configuration import FathomConfig
 
 @dataclasses.dataclass(frozen=True)
 class SamplingCost:
-    """What one row's answer costs.
+    """The cost of one row's answer.
 
     Attributes:
         full, block: passes over all columns, and over some.
@@ -54,7 +54,7 @@ def sampling_cost(
 ) -> SamplingCost:
     """The cost of an answer to `prompt` tokens.
 
-    Raises ValueError for a model that is no diffusion model, and where what is computed depends on what is revealed.
+    Raises ValueError for a model that is no diffusion model, and for a cache whose cost depends on the text.
     """
     if config.diffusion["name"] == "none":
         raise ValueError("diffusion='none': the model writes from left to right, a token for a forward pass")
@@ -94,7 +94,7 @@ def sampling_cost(
 def block_cost(
     config: FathomConfig, prompt: int, sampled: DiffusionGenerationConfig, dtype: torch.dtype
 ) -> SamplingCost:
-    """The same of a model of block diffusion."""
+    """The cost of an answer of a block diffusion model."""
     size, length = config.diffusion["block_length"], prompt + sampled.max_new_tokens
     counts = method_counts(config)
     terms = flop_terms(config, counts, length, False)
@@ -119,9 +119,10 @@ def block_cost(
 def work(
     cache: Any, block: Block, step: int, length: int, open_columns: int, config: FathomConfig
 ) -> tuple[int, float, float, float]:
-    """(columns, keys of each, columns kept a layer, FLOPs of scores) of a step; of layers the mean.
+    """(Columns, keys of each, columns kept in a layer, FLOPs of scores) of a step, as means over layers.
 
-    open_columns: hidden ones, and those revealed in the step before."""
+    open_columns: hidden columns and those revealed in the step before.
+    """
     if isinstance(cache, DKVCache):
         whole = step % cache.cache_steps == 0
         return (length if whole else open_columns), length, length, 0

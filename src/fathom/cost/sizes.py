@@ -41,7 +41,7 @@ def parameter_counts(config: FathomConfig) -> ParameterCounts:
 
 @dataclasses.dataclass(frozen=True)
 class MixingCost:
-    """What cross-layer mixing costs per token beside an ordinary decoder, as the methods' papers count it.
+    """The cost of cross-layer mixing per token on top of an ordinary decoder, as the methods' papers count it.
 
     Attributes:
         flops: of scores, projections and weighted sums alone, a multiply-add as 2.
@@ -62,9 +62,11 @@ def mixing_per_token(config: FathomConfig, dtype: torch.dtype = torch.bfloat16) 
 def kv_bytes_per_token(
     config: FathomConfig, dtype: torch.dtype = torch.bfloat16, ran: Sequence[float] | None = None
 ) -> float:
-    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`, of a key
-    the channels of a score bias too, and of a biased slot one fp32 (or wider) number; a mean, with measured shares
-    `ran` (`method_counts`)."""
+    """Bytes that one token keeps in the cache: passes · slots · L · 2 (keys, values) · G·D · bytes of `dtype`.
+
+    A key also has the channels of a score bias, and a biased slot one number in fp32 or wider. With measured shares
+    `ran` (`method_counts`) it is a mean over tokens.
+    """
     depth = method_counts(config, ran)["depth"]
     layer = config.num_key_value_heads * (2 * config.head_dim + config.score_channels) * dtype.itemsize
     bias = depth.biased * torch.promote_types(dtype, torch.float32).itemsize

@@ -18,7 +18,7 @@ from fathom.vision.base import LanguageCompressor
 
 
 def patch_grid(config: Any, side: int) -> tuple[int, int]:
-    """Rows and columns of patches of a square picture. Raises ValueError where its side is no whole number of them."""
+    """Rows and columns of patches of a square picture. Raises ValueError if its side is no multiple of a patch."""
     patch = config.vision_config.patch_size
     if side % patch:
         raise ValueError(

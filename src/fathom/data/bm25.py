@@ -10,7 +10,7 @@ from typing import Any
 def load_bm25s() -> Any:
     """The package, which ranks with NumPy. Raises ImportError where it is not installed.
 
-    Programs that have imported JAX already keep it: it holds what it holds.
+    JAX stays if the program has already imported it.
     """
     if "jax" in sys.modules:
         return importlib.import_module("bm25s")

@@ -1,4 +1,4 @@
-"""What text to train on and how to cut it into blocks: one typed, validated value."""
+"""The config of training text and of its blocks: one typed, validated value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class NamedSource:
 
     Attributes:
         text: as `DataConfig.train` names one.
-        weight: share of the blocks, in proportion to the other sources' weights; above 0. Left out of all sources, the
-            names domain, general, code and tables have the weights of `RATIOS`; any other names are equal.
-        max_epochs: how often it may be passed over at most; None: as often as the weight says.
+        weight: share of the blocks, relative to the other sources' weights; above 0. If no source has one, the names
+            domain, general, code and tables have the weights of `RATIOS`, and sources with other names equal ones.
+        max_epochs: the most passes over the text; None: as many as the weight takes.
     """
 
     text: str
@@ -34,10 +34,11 @@ class DataConfig:
 
     `train` and `validation` each name a text: a file (`.txt`, `.md`, `.jsonl`, `.jsonl.gz`, `.jsonl.xz`, `.parquet`), a
     folder of such files, a Hugging Face data set (`name`, `name:subset`, `name@revision`), or `"embedded"`, the
-    public-domain prose inside the package. A plain text file is one document, a row is one. `validation` may be `None`.
-    `train` may also be a mapping from names to sources with weights, which are mixed block by block; `validation` one
-    from names to texts, which are scored together and each by itself. The cache knows files by their bytes, a data set
-    of the hub by its name alone: pin its revision if it may change.
+    public-domain prose inside the package. A plain text file is one document, and so is a row. `validation` may be
+    `None`. `train` may also be a mapping from names to sources with weights, which are mixed block by block;
+    `validation` may be a mapping from names to texts, which are scored together and each by itself. The cache
+    identifies files by their bytes
+    but a data set of the hub by its name: pin its revision if it may change.
     """
 
     train: str | dict[str, NamedSource] = EMBEDDED
@@ -102,12 +103,12 @@ class DataConfig:
 
     @property
     def atoms_named(self) -> tuple[str, ...]:
-        """The atoms one by one."""
+        """The atoms as a tuple, with named sets expanded."""
         return SCIENTIFIC if isinstance(self.atoms, str) else self.atoms
 
 
 def _weighted(sources: dict[str, NamedSource]) -> dict[str, NamedSource]:
-    """The sources with the weights that were left out."""
+    """The sources, with default weights where none is given."""
     usual = "domain" in sources and set(sources) <= set(RATIOS) and all(s.weight is None for s in sources.values())
     weights = {name: RATIOS[name] if usual else 1.0 for name in sources}
     return {name: replace(s, weight=weights[name]) if s.weight is None else s for name, s in sources.items()}

@@ -1,7 +1,7 @@
-"""Instruction rows made of documents and of records: how GeoSignal re-structures existing resources (arXiv 2306.05064).
+"""Instruction rows made from documents and records, as GeoSignal restructures existing resources (arXiv 2306.05064).
 
-A generator is a set of templates, an extractor that finds what they ask for in a record, and a filter. A record is a
-document {"text", "meta"} in Markdown, such as `fathom curate` writes, or an entry of a resource:
+A generator has templates, an extractor that finds their fields in a record, and a filter. A record is a document
+{"text", "meta"} in Markdown, as `fathom curate` writes it, or an entry of a resource:
 
     {"entity", "entity_type"}   {"head", "relation", "tail"}   {"question", "answer"}
 
@@ -35,12 +35,12 @@ _PRONOUNS = frozenset(("it", "this", "that", "these", "those", "they", "he", "sh
 
 @dataclass(frozen=True)
 class Generator:
-    """How rows of one type are made.
+    """A way to make rows of one type.
 
     Attributes:
         templates: pairs of an instruction and an input, with {fields}; one is drawn for every row.
         extract: the fields of every row that a record gives; "output" is the answer.
-        keep: whether the fields make a row.
+        keep: whether fields are good enough for a row.
     """
 
     templates: tuple[tuple[str, str], ...]
@@ -162,10 +162,10 @@ def make_rows(
     generators: dict[str, Generator] | None = None,
     counts: collections.Counter[tuple[str, str]] | None = None,
 ) -> Iterator[dict[str, str]]:
-    """The rows that generators make of records, in the order of the records and the generators' names.
+    """The rows that generators make from records, in the order of the records and of the generators' names.
 
-    Which template a row has is a function of (seed, type, what it asks and answers), so that a row does not depend on
-    what stands before it. A row that was made before is left out.
+    A row's template is a function of the seed, the type, and the row's fields, so it does not depend on other rows. A
+    row that was made before is left out.
 
     Args:
         types: names of generators; None: all.
@@ -207,18 +207,18 @@ def _reason(row: dict[str, str], fields: Fields, generator: Generator, key: byte
 
 
 def _source(record: dict[str, Any]) -> str:
-    """Where a record says that it comes from."""
+    """The source that a record names."""
     meta = record.get("meta") if isinstance(record.get("meta"), dict) else {}
     found = record.get("source") or next((meta[k] for k in ("source", "file", "id") if meta and meta.get(k)), "")
     return str(found)
 
 
 def balanced(types: list[str], temperature: float, seed: int) -> list[int]:
-    """As many row indices as there are rows, in which a type of n rows has a share ∝ n^temperature.
+    """As many row indices as there are rows, in which a type with n rows has a share ∝ n^temperature.
 
-    1 changes nothing but the order; 0 gives all types the same share. Of a type every row comes equally often, but for
-    one time, and which come once more is drawn from the seed. Shares are rounded so that the sum is kept (largest
-    remainders; the earlier type wins a tie).
+    A temperature of 1 changes only the order; 0 gives all types the same share. Within a type, rows are repeated
+    equally often or once more; the seed decides which come once more. Shares are rounded by largest remainders (the
+    earlier type wins a tie), so that the total is kept.
     """
     if not 0 <= temperature <= 1:
         raise ValueError(f"temperature={temperature!r}: must lie between 0 (equal shares) and 1 (as they are)")

@@ -12,7 +12,7 @@ import torch
 
 class ShuffledBlocks(torch.utils.data.Dataset):
     """`length` blocks: pass after pass over `blocks`, each in its own permutation drawn from (seed, pass).
-    `numbered`: a block also says under "draw" the seed, and as how manyth it is read."""
+    numbered: whether a block has, under "draw", the seed and its own number in the order of reading."""
 
     def __init__(self, blocks: datasets.Dataset, seed: int, length: int, numbered: bool = False) -> None:
         self.blocks, self.seed, self.length, self.numbered = blocks, seed, length, numbered
@@ -32,7 +32,7 @@ class ShuffledBlocks(torch.utils.data.Dataset):
         return blocks
 
     def position(self, index: int) -> int:
-        """Which block is the `index`-th to be read."""
+        """The index in `blocks` of the block that is read at `index`."""
         epoch, offset = divmod(index, len(self.blocks))
         if self._permutation is None or self._permutation[0] != epoch:
             self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
@@ -55,8 +55,9 @@ class MixedBlocks(torch.utils.data.Dataset):
         caps: dict[str, float | None] | None = None,
         numbered: bool = False,
     ) -> None:
-        """`weights`: one that is left out is 0.   `caps`: how often a source may be passed over at most. Raises
-        ValueError for one that would be more often.   `numbered`: as of `ShuffledBlocks`."""
+        """weights: of the sources by name; a missing one is 0.   caps: the most passes over each source. Raises
+        ValueError if a source would be passed over more often.   numbered: as in `ShuffledBlocks`.
+        """
         self.sources, self.weights, self.caps, self.length = sources, weights, caps or {}, length
         self.seed, self.numbered = seed, numbered
         total = sum(weights.values())
@@ -80,7 +81,7 @@ class MixedBlocks(torch.utils.data.Dataset):
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each source is passed over."""
+        """The number of passes over each source."""
         return {name: len(part) / len(part.blocks) for name, part in zip(self.sources, self.parts, strict=True)}
 
     @property
@@ -95,7 +96,7 @@ class MixedBlocks(torch.utils.data.Dataset):
     def ordered(
         self, seed: int, length: int, weights: dict[str, float] | None = None, numbered: bool = False
     ) -> MixedBlocks:
-        """The same sources in another order, and by other weights."""
+        """The same sources with another seed, length and weights."""
         return MixedBlocks(self.sources, weights or self.weights, seed, length, self.caps, numbered)
 
     def __len__(self) -> int:

@@ -1,8 +1,7 @@
 """Documents to token ids to fixed-length blocks: in an Arrow file on disk, or as a stream.
 
-Every document ends with the EOS token. The documents of a text are laid end to end and cut every `block_size` tokens,
-so that a document may span blocks. What is left at the end is dropped, or padded to a block (`keep_remainder`). A block
-has
+Every document ends with the EOS token. The documents of a text are concatenated and cut every `block_size` tokens, so a
+document may span blocks. Tokens left over at the end are dropped, or padded to a block (`keep_remainder`). A block has
 
     input_ids     [T]  token ids
     position_ids  [T]  with document_mask: 0, 1, 2, … from the start of the block and again from the start of every
@@ -87,7 +86,7 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerFast, work: Path, num
 
 
 def pack(spans: Iterable[Span], config: DataConfig, eos_token_id: int) -> Iterator[dict[str, np.ndarray]]:
-    """Columns [n, T] of the blocks of a token stream, as many blocks at a time as each span completes."""
+    """Columns [n, T] of the blocks of a token stream; each span yields the blocks that it completes."""
     size = config.block_size
     tokens, starts = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)
     for span in spans:
@@ -117,10 +116,10 @@ def pack_examples(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Columns [n, T] of blocks that hold whole examples, each of at most `block_size` tokens.
 
-    `together`: as many in a block as there is room for, each a document of its own by its position ids, as is the
-    padding at the end; an example goes to the first open block that it fits in. `tight`: of some thousand examples the
-    longest goes first, each to the fullest block that it fits in. Otherwise one in a block, padded at its end, where a
-    causal model's tokens do not see the padding.
+    together: a block holds several examples, each (and the padding at its end) a document of its own by position ids;
+        an example goes to the first open block with room. Otherwise a block holds one example, padded at its end, where
+        tokens of a causal model do not see the padding.
+    tight: some thousand examples are sorted, longest first, and each goes to the fullest block with room.
     """
     if together and tight:
         left = iter(examples)
@@ -147,7 +146,9 @@ def pack_examples(
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Indices of lengths in blocks of at most `size` together: the longest first, each where least room is left."""
+    """Indices of lengths, grouped into blocks of at most `size` in sum: longest first, each into the
+    fullest with room.
+    """
     blocks: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (left, block), sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -161,7 +162,7 @@ def best_fit(lengths: list[int], size: int) -> list[list[int]]:
 
 
 def write_blocks(columns: Iterable[dict[str, np.ndarray]], path: Path, max_blocks: int | None = None) -> int:
-    """Write blocks to an Arrow file that `datasets.Dataset.from_file` maps into memory; how many there were."""
+    """Write blocks to an Arrow file that `datasets.Dataset.from_file` maps into memory. Returns their number."""
     written, writer = 0, None
     try:
         for arrays in columns:
@@ -206,10 +207,10 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
 
     The text is passed over again and again (the Trainer needs `max_steps`). In each pass its documents are shuffled
     within a buffer of `config.shuffle_buffer` by (seed, pass). The order is a function of these alone: a resumed run
-    gets it back by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks. One endless epoch,
-    because the Trainer takes all steps of a stream for one epoch when it skips. With W data-loader workers each takes
-    every W-th document and they fill batches in turn, so that the order also depends on W and, from two workers on, on
-    how many processes share a batch.
+    restores it by skipping, whether the Trainer skips batches or `load_state_dict` skips blocks. The stream is one
+    endless epoch, because the Trainer, when it skips, counts all steps of a stream as one epoch. With W data-loader
+    workers each takes every W-th document and they fill batches in turn, so the order also depends on W and, with two
+    or more workers, on the number of processes that share a batch.
     """
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig) -> None:
@@ -217,11 +218,13 @@ class StreamingBlocks(torch.utils.data.IterableDataset):
         self._start = self._state = {"pass": 0, "blocks": 0}
 
     def state_dict(self) -> dict[str, int]:
-        """Where the newest iteration stands, in the process that iterates: the pass, and the blocks yielded of it."""
+        """The position of the newest iteration, in the process that iterates: the pass, and its blocks
+        yielded so far.
+        """
         return self._state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Every later iteration begins after that block."""
+        """Let every later iteration begin after the block in `state`."""
         self._start = self._state = state
 
     def __iter__(self) -> Iterator[dict[str, Int[Tensor, " block"]]]:
@@ -298,8 +301,8 @@ def _fixed_size_lists(array: np.ndarray) -> pa.FixedSizeListArray:
 def _pieces(document: str) -> Iterator[str]:
     """Cut a document about every `_PIECE_CHARACTERS` before a space between two letters.
 
-    There every byte-level tokenizer's splitting rule cuts too, so that the pieces' tokens are the document's. Without
-    this a file of a gigabyte would be one call that needs a hundred times its memory, on one core.
+    Every byte-level tokenizer splits there, too, so the pieces have the same tokens as the document. Without pieces, a
+    file of a gigabyte would be tokenised in one call on one core, with memory of a hundred times its size.
     """
     begin = 0
     while cut := _BETWEEN_WORDS.search(document, begin + _PIECE_CHARACTERS):
@@ -349,7 +352,9 @@ def _encode_documents(documents: Iterator[str], tokenizer: PreTrainedTokenizerFa
 
 
 def _shuffled(documents: Iterator[str], size: int, generator: random.Random) -> Iterator[str]:
-    """Fill a buffer, then replace a random one of it by each document that comes, then empty it in random order."""
+    """The documents in shuffled order: each new one replaces a random one of a full buffer, which is emptied at the
+    end.
+    """
     buffer = list(islice(documents, size))
     for document in documents:
         index = generator.randrange(size)
@@ -365,7 +370,7 @@ def _usable_cores() -> int:
 
 @contextmanager
 def _no_threads_in_forks(processes: int) -> Iterator[None]:
-    """Tokenizers' own threads do not survive a fork; said before it, so that every process does not warn about it."""
+    """A context that turns off tokenizers' threads before a fork, which they do not survive, and so avoids warnings."""
     name = "TOKENIZERS_PARALLELISM"
     if processes == 1 or name in os.environ:
         yield

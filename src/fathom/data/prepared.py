@@ -1,4 +1,4 @@
-"""From a `DataConfig` to what a Trainer reads: blocks on disk or as a stream, the tokenizer, and what scores need."""
+"""Data prepared from a `DataConfig`: blocks on disk or as a stream, the tokenizer, and the numbers that scores need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached fi
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Blocks ready for the Trainer (`fathom.data.collate` batches them) and what is needed to score the held-out text.
+    """Blocks for the Trainer (`fathom.data.collate` batches them), and the numbers needed to score held-out text.
 
     bits per byte = (sum of the loss in nats over all `validation_targets`) / (ln 2 · `validation_bytes`). Targets are
     every token of a validation block but its first. EOS targets count in the loss and stand for no bytes.
@@ -57,11 +57,13 @@ class HeldOut(NamedTuple):
 
 
 def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
-    """Tokenise and pack the texts of `config`, or find them in `cache_dir`, where all that is kept is keyed by content.
+    """The texts of `config`, tokenised and packed, or loaded from `cache_dir`, whose entries are keyed by content.
 
-    A cache entry appears by one rename when it is complete: a killed run leaves none, and processes that start together
-    (one a GPU) wait for the first. Raises OSError or ValueError, naming the field, for text that is missing,
-    unreadable, not UTF-8, empty or shorter than one block, and for a tokenizer that cannot be used.
+    A cache entry appears by one rename when it is complete. So a killed run leaves none, and processes that start
+    together (one for each GPU) wait for the first.
+
+    Raises OSError or ValueError, naming the field, for text that is missing, unreadable, not UTF-8, empty or shorter
+    than one block, and for a tokenizer that cannot be used.
     """
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,9 @@ def prepare(config: DataConfig, cache_dir: str | Path) -> PreparedData:
 def _atoms_notes(
     sources: dict[str, Source], tokenizer: PreTrainedTokenizerFast, without: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
-    """Bytes a token of the beginning of each source, with the atoms and without, if the tokenizer lacked any."""
+    """Sentences with bytes per token at the beginning of each source, with and without atoms that the
+    tokenizer lacked.
+    """
     added, said = len(tokenizer.get_vocab()) - len(without.get_vocab()), []
     if not added:
         return ()
@@ -166,8 +170,7 @@ def named_held_out(config: DataConfig) -> list[tuple[str, str, str]]:
 def make_tokenizer(
     config: DataConfig, documents: Callable[[], Iterable[str]], content_hash: Callable[[], str], cache: Path
 ) -> PreTrainedTokenizerFast:
-    """The config's tokenizer with its atoms; a BPE of its own learns from `documents`, of which `content_hash` is the
-    digest."""
+    """The config's tokenizer with its atoms. A new BPE learns from `documents`; `content_hash` is their digest."""
     if isinstance(config.tokenizer, str):
         tokenizer = load_tokenizer(config.tokenizer)
     else:
@@ -182,7 +185,7 @@ def make_tokenizer(
 def text_blocks(
     source: Source, tokenizer: PreTrainedTokenizerFast, config: DataConfig, max_tokens: int | None, cache: Path
 ) -> datasets.Dataset:
-    """Blocks of running text, made once: cut from the documents one behind the other."""
+    """Blocks of running text, made once: the documents concatenated and cut."""
     options = [config.block_size, config.document_mask, config.keep_remainder, max_tokens]
     folder = cache / f"blocks-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), options)}"
 
@@ -199,7 +202,7 @@ def text_blocks(
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> None:
-    """Have `build` fill a folder beside `folder`, then give it that name; nothing to do if it is there."""
+    """Let `build` fill a temporary folder, then rename it to `folder`. Does nothing if `folder` exists."""
     with FileLock(f"{folder}.lock"):
         if folder.exists():
             return
@@ -216,7 +219,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
 
 
 def require_disjoint(train: Source, validation: Source) -> None:
-    """Raises ValueError for a file that is both trained on and held out."""
+    """Raise ValueError for a file that is both trained on and held out."""
     if train.name == validation.name == EMBEDDED:
         return
     shared = {file.resolve() for file in train.files()} & {file.resolve() for file in validation.files()}
@@ -228,5 +231,5 @@ def require_disjoint(train: Source, validation: Source) -> None:
 
 
 def cache_key(*parts: object) -> str:
-    """The name of a cache entry: another one for other parts, or after a change of the format."""
+    """The name of a cache entry, which differs for other parts and after a change of format."""
     return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:32]

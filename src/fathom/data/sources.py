@@ -1,4 +1,4 @@
-"""Where text comes from: files, hub data sets and the embedded corpus, as documents in a stable order."""
+"""Sources of text: files, hub data sets and the embedded corpus, as documents in a stable order."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Source:
         return []
 
     def documents(self) -> Iterator[str]:
-        """The documents that hold any text, in the order of the files and of the rows in them."""
+        """The documents with any text, in the order of the files and of their rows."""
         texts = (self._text(row, where) for row, where in self._all([self.text_field]))
         return islice((text for text in texts if text.strip()), self.max_documents)
 
     def rows(self, halves: bool = False) -> Iterator[tuple[dict[str, Any], str]]:
-        """Every row with all its fields, and where it stands, for messages.
+        """Every row with all its fields, and its file and line, for messages.
 
-        Raises ValueError for a plain text file, which has none, and for what is no row; and, unless `halves`, for texts
-        with half of a pair of UTF-16, which JSON can write and neither tokenizers nor files take.
+        Raises ValueError for a plain text file, which has no rows, and for what is no row; and, unless `halves`, for
+        texts with an unpaired UTF-16 surrogate, which JSON can contain but tokenizers and files cannot.
         """
         plain = [file for file in self.files() if not is_table(file)]
         if plain:
@@ -83,7 +83,7 @@ class Source:
             yield row, where
 
     def content_hash(self) -> str:
-        """Hex digest of what decides the documents: the bytes of files, the name and split of a hub data set."""
+        """Hex digest that identifies the documents: of the bytes of files, or of a hub data set's name and split."""
         files = self.files()
         if files:
             digests = []
@@ -96,7 +96,7 @@ class Source:
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def _all(self, fields: list[str] | None) -> Iterator[tuple[Any, str]]:
-        """Every row, with `fields` (None: all) at least, and where it stands."""
+        """Every row, with at least `fields` (None: all), and its file and line."""
         files = self.files()
         return (found for file in files for found in self._read(file, fields)) if files else self._read_hub()
 
@@ -177,7 +177,7 @@ class Source:
 
 
 def _refuse_halves(value: Any, where: str) -> None:
-    """Raises ValueError for a text, in a row or alone, that holds half of a pair of UTF-16."""
+    """Raise ValueError for a text, in a row or alone, with an unpaired UTF-16 surrogate."""
     left = [value]
     while left:
         one = left.pop()
@@ -201,7 +201,7 @@ def _format(file: Path) -> str:
 
 
 def is_table(file: Path) -> bool:
-    """Whether the file's name says that its rows are documents."""
+    """Whether the file's ending is that of a table whose rows are documents."""
     return _format(file).startswith((".jsonl", ".parquet"))
 
 

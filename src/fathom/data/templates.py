@@ -1,11 +1,11 @@
-"""Chat templates that are built in, for tokenizers that have none: jinja, as transformers renders them.
+"""Built-in chat templates for tokenizers without one, in jinja, as transformers renders them.
 
     headings   the headings of Alpaca, for any number of turns
     alpaca     Alpaca's own prompt, whose first sentence says whether an input follows the instruction
     react      Question, Thought, Action, Action Input, Observation, Final Answer (arXiv 2210.03629), with tools
 
-`react` is the only one that has a place for tools. What a tool returned may have several lines: those after the first
-are indented, so that none of them can pass for a line of the model's own.
+`react` is the only one that supports tools. Lines of a tool's result after the first are indented, so that none of them
+can be taken for a line of the model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TEMPLATES = {
 
 
 def takes_tools(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template that says which tools there are."""
+    """Whether the tokenizer's chat template lists tools."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         return "tool_use" in template

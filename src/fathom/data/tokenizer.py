@@ -27,8 +27,9 @@ BPE_TRAINING_CHARACTERS = 100_000_000  # merges of a longer text barely change; 
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (GPT-2's splitting rule) of at most `vocab_size` tokens; id 0 is the EOS token `<|endoftext|>`.
-    It pads too, on the left.
+    """A byte-level BPE (GPT-2's splitting rule) of at most `vocab_size` tokens.
+
+    Id 0 is the EOS token `<|endoftext|>`, which also pads, on the left.
 
     Deterministic: the same documents give the same merges. Learns from the first `BPE_TRAINING_CHARACTERS` characters.
     """
@@ -69,10 +70,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def add_atoms(tokenizer: PreTrainedTokenizerFast, atoms: Iterable[str]) -> int:
-    """Have each of `atoms` be one token wherever it stands in a text; how many tokens that added.
+    """Make each of `atoms` one token wherever it stands in a text. Returns the number of added tokens.
 
     They are ordinary tokens, not special ones: `fathom.data` splits special tokens that are written out in a text, and
-    decoding would leave them out. Raises ValueError for one that the tokenizer reads otherwise all the same.
+    decoding would leave them out. Raises ValueError for an atom that the tokenizer still splits.
     """
     atoms = list(atoms)
     added = tokenizer.add_tokens([AddedToken(atom, normalized=False, special=False) for atom in atoms])
@@ -110,7 +111,7 @@ def is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, " vocab"]:
-    """How many bytes of UTF-8 text each token id stands for; 0 for special tokens and ids without a token.
+    """The number of bytes of UTF-8 text of each token id; 0 for special tokens and ids without a token.
 
     Exact for byte-level BPE (GPT-2, Pythia, Llama 3, Qwen, `train_bpe`) and for SentencePiece-style BPE with byte
     fallback, where ▁ stands for a space. "Text" is what the tokenizer reads: after its normaliser (Qwen's NFC), with

@@ -1,7 +1,7 @@
-"""`generate()`: transformers' own, with our loop where the mode is greedy decoding or sampling.
+"""`generate()`: transformers' own, with our loop for greedy decoding and sampling.
 
-All arguments are prepared and checked by transformers (`custom_generate` is its seam for another loop). What our loop
-does not run goes through transformers' loop as before, and why is logged once at debug level (`fathom.decoding`).
+transformers prepares and checks all arguments (`custom_generate` is its seam for another loop). Calls that our loop
+does not support go through transformers' loop; the reason is logged once at debug level (`fathom.decoding`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Cut = Callable[[int, int, bool], int | None]
 
 
 def exact_cut(rows: int, length: int, padded: bool) -> int | None:
-    """How a prompt is cut for a model whose cached forward equals the whole one."""
+    """Tokens of a prompt to read at once, for a model whose cached forward equals the whole one."""
     return tokens_at_once(rows, length)
 
 
 def whole_prompt(rows: int, length: int, padded: bool) -> int | None:
-    """How a prompt is cut for a model that reads it in one call."""
+    """None, for a model that reads the whole prompt in one call."""
     return None
 
 
@@ -49,7 +49,7 @@ def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole_prompt, **kwargs: Any) -> Any:
-    """What `model.generate(*args, **kwargs)` gives, where `stock` is transformers' method.
+    """The result of `model.generate(*args, **kwargs)`; `stock` is transformers' method.
 
     cut: how a long prompt is read, unless the caller sets `prefill_chunk_size`.
     """
@@ -129,7 +129,7 @@ def _chunk(model: Any, config: GenerationConfig, kwargs: dict[str, Any], cut: Cu
 
 
 def _with_config(kwargs: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """generate()'s arguments with these options of generation, given the way in which the caller gives such."""
+    """generate()'s arguments with these generation options, passed the same way as the caller passes such options."""
     config = kwargs.get("generation_config")
     kwargs = {name: value for name, value in kwargs.items() if name not in options}
     if config is None:

@@ -1,8 +1,8 @@
-"""A step recorded once and replayed: what `fixed.py` and the sampler of diffusion models (`diffusion/recorded.py`) need
-of CUDA graphs, so that a test can put a double there.
+"""CUDA graphs behind an interface small enough for a test double: `fixed.py` and diffusion's sampler use it.
 
-The contract: `record(function)` notes what `function` launches without running it, and returns what runs it. A replay
-reads and writes the tensors that `function` named when it was recorded, at the same addresses; Python does not run.
+`record(function)` records the kernels that `function` launches, without running them, and returns a function that
+replays them. A replay reads and writes the tensors that `function` used when it was recorded, at the same addresses; no
+Python runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fathom.decoding import switch
 
 
 class Recorder(Protocol):
-    """What records a step."""
+    """The interface of an object that records a step."""
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]: ...
 
@@ -48,13 +48,18 @@ class CudaGraphs:
         return graph.replay
 
 
+def records(device: torch.device) -> bool:
+    """Whether a device replays recorded steps, so that steps of fixed shape pay there."""
+    return device.type == "cuda"
+
+
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records steps on this device; None: nothing does. `switch.GRAPHS` must be set."""
-    return CudaGraphs() if switch.GRAPHS and device.type == "cuda" else None
+    """The recorder for this device; None if there is none or `switch.GRAPHS` is off."""
+    return CudaGraphs() if switch.GRAPHS and records(device) else None
 
 
 def unrecordable(model: Any) -> str:
-    """Why a forward of this model cannot be recorded; "" where nothing of its own stands against it."""
+    """Why a forward of this model cannot be recorded; "" if the model allows it."""
     if getattr(model, "hf_quantizer", None) is not None:
         return "the model is quantised"
     for name, module in model.named_modules():

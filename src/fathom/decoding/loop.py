@@ -1,9 +1,9 @@
-"""Greedy decoding and sampling: transformers' loop with less between two forwards. Tokens, scores and logits are equal.
+"""Greedy decoding and sampling: transformers' loop with less work between forwards. Tokens, scores, logits are equal.
 
     read the prompt → logits → processors → argmax or a draw → pads for finished rows → stop? → one step → logits …
 
-What is left out costs a fifth of a step or more in small models: inputs that are prepared anew from the whole text,
-masks and positions that grow by concatenation, and stopping criteria that build tensors to compare two lengths.
+In small models transformers' extra work costs a fifth of a step or more: inputs that are prepared again from the whole
+text, masks and positions that grow by concatenation, and stopping criteria that build tensors to compare two lengths.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Token ids [B, prompt + new], or transformers' output with them where `return_dict_in_generate` asks for it.
+    """Token ids [B, prompt + new]; with `return_dict_in_generate`, transformers' output object that has them.
 
-    Arguments as transformers gives them to a `custom_generate`.
+    The arguments are those that transformers passes to a `custom_generate`.
     """
     config = generation_config
     cache = model_kwargs.get(CACHE_NAME)
@@ -83,12 +83,12 @@ def sample(
 
 
 def experts_for_steps(model: Any, rows: int) -> Any:
-    """A context in which the experts of a mixture run as suits steps of so many rows.
+    """A context in which the experts of a mixture are computed the way that is fastest for steps of `rows` rows.
 
-    transformers has every step on a GPU copy the weights of each token's experts side by side (`batched_mm`). That is
-    faster for one row; where rows pick more experts than there are, the copies are more than all weights, and grouped
-    products stay. One H200, 64 experts of which 8 run: 0.88 against 0.91 ms a step with 1 row, 5.87 against 1.84 with
-    32 (docs/results/growth.md).
+    On a GPU transformers copies the weights of each token's experts side by side in every step (`batched_mm`). That is
+    faster for one row. With so many rows that they pick more experts than there are, the copies are larger than all
+    weights, so grouped products are used. On one H200 with 8 of 64 experts a step takes 0.88 ms with copies and 0.91 ms
+    with grouped products for 1 row, 5.87 and 1.84 ms for 32 rows (docs/results/growth.md).
     """
     section = getattr(model.config, "feed_forward", None) or {}
     if section.get("name") == "moe" and rows * section["active"] > section["experts"]:
@@ -97,21 +97,21 @@ def experts_for_steps(model: Any, rows: int) -> Any:
 
 
 def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> Any:
-    """What runs the steps behind this prompt: recorded where the device and the model allow it."""
+    """The object that runs the steps after this prompt: a recorded one where the device and the model allow it."""
     recorder = recorder_for(model.device)
     reason = "" if recorder is None else unsuited(model, cache, model_kwargs)
     if recorder is not None and not reason:
-        return FixedStep(model, cache, cache.get_seq_length(), model_kwargs, recorder)
+        return FixedStep(model, cache, model_kwargs, recorder)
     if reason:
         say(f"steps are not recorded: {reason}")
     return Step(model, cache, model_kwargs)
 
 
 class Stop:
-    """Whether every row has finished; `running` [B] is set to 0 where one has.
+    """The stopping rule: true once every row has finished. It sets `running` [B] to 0 for rows that have.
 
-    Lengths are compared on the CPU, ends of text in one operation; other criteria are called as they are.
-    pads: whether finished rows get pads, as they do where an end of text is known.
+    Lengths are compared on the CPU and ends of text in one operation; other criteria are called as they are.
+    pads: whether finished rows get pads, which they do if an end of text is known.
     """
 
     def __init__(self, criteria: Any):

@@ -1,8 +1,8 @@
-"""How a long prompt is cut: so that what reading it needs, beside weights and cache, does not grow with its length.
+"""Cutting a long prompt into calls, so that the memory for activations does not grow with its length.
 
-A forward of n new tokens over all rows holds activations of n tokens. Cut into calls of `TOGETHER` tokens it holds
-those of one call, and the logits of the last token only. Models whose cached forward equals the whole one give the
-same numbers.
+A forward of n new tokens holds activations of n tokens, over all rows. Cut into calls of `TOGETHER` tokens, reading
+holds those of one call, and logits of the last token only. Results are the same for models whose cached forward equals
+the whole one.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ TOGETHER = 8192  # new tokens of a call, over all rows: enough to keep a GPU's m
 
 
 def tokens_at_once(rows: int, length: int) -> int | None:
-    """How many tokens of `rows` prompts of `length` tokens one call reads; None: all."""
+    """The number of tokens a row that one call reads, for `rows` prompts of `length` tokens; None: all."""
     return None if rows * length <= TOGETHER else max(1, TOGETHER // rows)

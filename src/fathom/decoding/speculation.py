@@ -3,9 +3,9 @@
     draft x_{t+1} … x_{t+k} ~ q (fewer passes);   accept x_i with probability min(1, p(x_i) / q(x_i)), p the full model;
     the first that is refused is drawn from max(p − q, 0), normalised.  Greedy: the longest prefix that p also chooses.
 
-What comes out is distributed as the full model alone would have it, whatever the draft is worth. Drafting and verifying
-are transformers' assisted generation, with a second view of this model in the place of the assistant: it has the same
-weights, and a cache of its own.
+The output is distributed as that of the full model alone, however good the draft is. Drafting and verifying are
+transformers' assisted generation. The assistant is a second view of this model, with the same weights and its own
+cache.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PASSES = dict.fromkeys(("pondering", "adaponderlm", "adaptive_latent_cot"), ("st
 
 @dataclasses.dataclass
 class Speculation:
-    """What became of the drafts of one generate().
+    """Counts of one speculative generate().
 
-    drafted, accepted: tokens.   forwards: of the full model, each of which adds one token to those accepted.
+    drafted, accepted: tokens.   forwards: of the full model; each adds one token of its own to the accepted ones.
     """
 
     drafted: int = 0
@@ -40,15 +40,15 @@ class Speculation:
 
     @property
     def rate(self) -> float:
-        """accepted / drafted; 0 where nothing was drafted."""
+        """Accepted tokens / drafted tokens; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def with_passes(model: Any, passes: int) -> Any:
-    """A view of the model that runs so many passes: the same weights, and no hook of the model's own.
+    """A view of the model that runs `passes` passes, with the same weights and none of the model's hooks.
 
     Raises:
-        ValueError: the depth method has no passes to leave out, or not so many.
+        ValueError: the depth method has no passes to leave out, or fewer than asked for.
     """
     name = model.config.depth["name"]
     if name not in PASSES:
@@ -70,7 +70,7 @@ def with_passes(model: Any, passes: int) -> Any:
 
 
 def _sharing(module: nn.Module) -> Any:
-    """A module of its own with the other's weights and parts."""
+    """A new module object that shares the other's weights and submodules."""
     view = object.__new__(type(module))
     vars(view).update(vars(module))
     view._modules = dict(module._modules)
@@ -81,7 +81,7 @@ def _sharing(module: nn.Module) -> Any:
 
 
 def speculate(model: Any, stock: Callable[..., Any], passes: int, tokens: int, kwargs: dict[str, Any]) -> Any:
-    """What `generate(**kwargs)` gives, drafted with `passes` passes, `tokens` at a time; `model.speculation` counts.
+    """The result of `generate(**kwargs)`, drafted with `passes` passes, `tokens` at a time. Sets `model.speculation`.
 
     Raises:
         ValueError: a mode other than greedy decoding and sampling, an assistant beside the draft, several rows, no

@@ -1,6 +1,6 @@
-"""The switches of this room.
+"""The switches of fast decoding.
 
-FAST: our loop and prompts in parts; False: transformers' own loop runs everything, each prompt in one piece.
+FAST: our loop, with prompts in parts; False: transformers' own loop runs everything, each prompt in one piece.
 GRAPHS: steps on a GPU are recorded as CUDA graphs where the model and its cache allow it.
 """
 
@@ -16,5 +16,5 @@ logger = logging.getLogger("fathom.decoding")
 
 @functools.lru_cache(maxsize=256)
 def say(reason: str) -> None:
-    """Once, at debug level: why a call or a step takes the ordinary way."""
+    """Log once, at debug level, why a call or a step is not fast."""
     logger.debug(reason)

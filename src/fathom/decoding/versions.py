@@ -1,4 +1,4 @@
-"""What transformers calls a model's cache: `past_key_values` before 5.24, `cache` from then on."""
+"""transformers' name for a model's cache: `past_key_values` before 5.24, `cache` from then on."""
 
 import inspect
 

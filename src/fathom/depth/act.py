@@ -5,8 +5,7 @@
     exit_{t,K_t} ← reach_t = 1 − Σ_{j<K_t} exit_{t,j}
     logits_t = W_out Σ_{k≤K_t} exit_{t,k} z_{t,k};     loss = CE + λ·mean_t (K_t + reach_t)
 
-The steps, their cache and who sees whom are those of `adaptive_latent_cot`, which runs the same model as its option
-halting="act".
+Steps, cache and visibility are those of `adaptive_latent_cot`, which runs the same model with halting="act".
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fathom.models.registry import register
 
 @dataclasses.dataclass(frozen=True)
 class RuleOptions(AdaptiveLatentCoT.Options):
-    """Options of a method that is one halting rule: what belongs to the other rules has one value."""
+    """Options of a method with one halting rule; options of the other rules are fixed."""
 
     beta: ClassVar[float] = 0.0  # type: ignore[misc]
     penalty_on: ClassVar[str] = "reach"  # type: ignore[misc]
@@ -31,7 +30,7 @@ class RuleOptions(AdaptiveLatentCoT.Options):
 
 @register("depth", "act")
 class ACT(AdaptiveLatentCoT):
-    """Latent steps until their exit probabilities add up to 1 − ε; the states are mixed by these."""
+    """Latent steps until their exit probabilities add up to 1 − ε; these weight the mixture of states."""
 
     summary = "Latent steps until their exit probabilities add up to one (adaptive computation time)."
     equation = "exit_k = σ(w·z_k + b) until Σ exit ≥ 1 − ε;  logits = W_out Σ_k exit_k z_k;  loss = CE + λ·(K + reach)"

@@ -9,9 +9,9 @@
 
     loss = CE + λ·mean of the smallest share k of all gate logits;   k = 0 up to S0, then linear to k_max at S1
 
-With the readout frozen a halted token's recomputed states are read by nobody: dense training, sparse prefill (halted
-tokens gathered out) and decoding with a cache of the passes that ran are equal, exactly. Penalised logits are clamped
-at logit(τ) − 2, where a token is safely halted: below, the penalty has no end.
+With the readout frozen, nothing reads a halted token's later states. So dense training, sparse prefill (which leaves
+halted tokens out) and decoding with a cache of the passes that ran give equal results, exactly. Penalised logits are
+clamped at logit(τ) − 2, where a token is safely halted: without the clamp the penalty would push them down for ever.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gate(nn.Module):
 
 
 def mean_of_smallest(values: Float[Tensor, " N"], share: float) -> Float[Tensor, ""]:
-    """Mean of the smallest max(1, ⌊share·N⌋) values; 0 for share = 0, and of no values."""
+    """Mean of the smallest max(1, ⌊share·N⌋) of N values; 0 if `share` is 0 or there are no values."""
     if share == 0 or not len(values):
         return 0.0 * values.sum()  # every gate in the graph, as DDP wants it
     count = math.floor(share * len(values) * (1 + 1e-12))  # 0.2·20, as the schedule makes it, is a little under 4
@@ -85,17 +85,18 @@ class AdaPonderLM(DepthMethod):
 
         steps: K, pondering passes (the total is K + 1); 0 is the ordinary decoder.
         threshold: τ, compared on the logit; 0 halts nobody.
-        freeze_readout: a halted token is read out as its last active pass left it; False as the last pass recomputes
-            it, which nothing can skip: all passes then run for all tokens, at inference too.
-        accumulate: E_{i+1} = E_i + …; False E_0 + …, a halted token's input staying as it is.
+        freeze_readout: a halted token is read out as its last active pass left it. False reads it out as the last
+            pass recomputes it; all passes then run for all tokens, at inference too.
+        accumulate: E_{i+1} = E_i + …; False: E_0 + …, where a halted token's input stays as it is.
         premultiply_steps: start from K·E_0.
         top_k: mix only the k likeliest tokens, renormalised; None mixes the whole vocabulary.
         scale_embeds: True sets embed_scale to √d, False to 1; None leaves it.
         penalty: λ.
-        prune: k_max, in effect the share of gates that end up closed.
+        prune: k_max, in effect the share of gates that are closed at the end of training.
         penalty_on: the gates' "logit", or "prob" σ(logit), which has next to no gradient near τ.
         prune_from, prune_full: S0 and S1, shares of the training steps.
-        gate_only: the first share of the training steps, in which the gates alone train (continued pretraining).
+        gate_only: share of the training steps, from the first on, in which only the gates train (continued
+            pretraining).
         gate_bias: initial b of the gates; 5 starts continued pretraining close to the PonderLM checkpoint.
         halting: "gates"; or baselines without gates, s = 1: "fixed", PonderLM itself; "random", "uniform" (halting.py).
         mean_passes: mean number of passes of a token under "random" and "uniform", 1 … K + 1.
@@ -169,7 +170,7 @@ class AdaPonderLM(DepthMethod):
 
     @classmethod
     def refuse_checkpoint(cls, stored, given) -> str | None:
-        """Why a PonderLM checkpoint cannot be read so: with open gates it must stay the function it was."""
+        """Why a PonderLM checkpoint cannot be read with these options; with open gates it must compute what it did."""
         before, now = stored.depth, given.depth
         if before["name"] != "pondering":
             return None
@@ -191,7 +192,7 @@ class AdaPonderLM(DepthMethod):
 
     @property
     def pruned_share(self) -> float:
-        """k at this progress."""
+        """The share k of penalised gates at this progress of the training."""
         start, full, progress = self.options.prune_from, self.options.prune_full, self.progress or 0.0
         if progress < start:
             return 0.0
@@ -264,7 +265,7 @@ class AdaPonderLM(DepthMethod):
     scores = property(lambda self: self.gates)
 
     def planned(self, stack) -> Tensor | None:
-        """The number of passes of every token, where a schedule decides."""
+        """The number of passes of every token where a schedule decides it; else None."""
         if self.options.halting not in ("random", "uniform"):
             return None
         return scheduled_passes(self.options.halting, stack.position_ids, self.options.mean_passes, self.slots)
@@ -288,7 +289,7 @@ class AdaPonderLM(DepthMethod):
 
     @classmethod
     def sums(cls, config, options, ran: tuple[float, ...]) -> Counts:
-        """The counts a token, the mean over tokens of which the share ran[i] runs pass i."""
+        """The mean counts per token when the share ran[i] of tokens runs pass i."""
         d, v = config.hidden_size, config.vocab_size
         passes, gated = sum(ran), sum(ran[:-1]) if options.gates else 0
         thoughts = passes - 1

@@ -10,9 +10,10 @@
 
     loss = CE + λ·mean_t Σ_{k=1}^{min(K_t,M)} sg(p_{t,k}^β)·reach_{t,k+1},   p_{t,k} = softmax(W_out z_{t,k})[x_{t+1}]
 
-All tokens take step k together, and step k reads steps ≤ k only: training and prefill in M + 1 forwards equal decoding
-token by token, exactly. Slots that do not run are gathered out, in training as at inference. The paper's formula of the
-penalty is not public: this one has all its reported properties (docs/methods/adaptive_latent_cot.md).
+All tokens take step k together, and step k reads only steps ≤ k. So training and prefill in M + 1 forwards equal
+decoding token by token, exactly. Slots that do not run are left out of the computation, in training as at inference.
+The paper's formula of the penalty is not public; this one has all its reported properties
+(docs/methods/adaptive_latent_cot.md).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class AdaptiveLatentCoT(DepthMethod):
         """Options of Adaptive Latent CoT. λ, β, τ and the router's start are ours, the paper's are unknown.
 
         steps: M, the most latent steps of a token; 0 is the ordinary decoder.
-        threshold: τ; a slot runs if its reach is above.
+        threshold: τ; a slot runs if its reach is above it.
         eval_threshold: τ at inference; None: the same.
         penalty: λ.
         beta: β; 0 penalises every latent step alike.
@@ -66,10 +67,10 @@ class AdaptiveLatentCoT(DepthMethod):
         router_bias: initial b. Weights start at 0.
         detach_router: the router's gradient stops at its input.
         detach_between_steps: gradients do not flow from a step's input into the step before.
-        explore: in training, the share of slots below τ that run all the same; of "router" only.
+        explore: in training, the share of slots below τ that run nevertheless; only with halting="router".
         halting: "router"; or baselines on the same slots. "act" and "exit_gate" are the methods of these names
-            (act.py, exit_gate.py). Without a router, the last state predicting: "fixed", all M steps; "random" and
-            "uniform" (halting.py).
+            (act.py, exit_gate.py). "fixed" (all M steps), "random" and "uniform" (halting.py) have no router: the last
+            state predicts.
         mean_passes: mean number of slots of a token under "random" and "uniform", 1 … M + 1.
         scale_embeds: True sets embed_scale to √(2.5·d), False to 1; None leaves it.
         """
@@ -216,17 +217,17 @@ class AdaptiveLatentCoT(DepthMethod):
         return DepthOutput(hidden_states, {"penalty": penalty}, trace, objective)
 
     def no_gradient(self) -> Tensor:
-        """0 of every router: one whose step no token got to would have no gradient, which DDP does not allow."""
+        """Zero, computed from all routers: one whose step no token reached then has a gradient, which DDP requires."""
         return 0.0 * torch.stack([parameter.sum() for parameter in self.routers.parameters()]).sum()
 
     scores = property(lambda self: self.routers)
 
     def predicted(self, stack) -> Tensor:
-        """The targets of real tokens: what a padding predicts costs no steps."""
+        """Targets of the real tokens: padding adds nothing to the penalty."""
         return torch.where(stack.real, stack.targets, IGNORE)
 
     def planned(self, stack) -> Tensor | None:
-        """The number of slots of every token, where a schedule decides."""
+        """The number of slots of every token where a schedule decides it; else None."""
         if self.options.halting not in ("random", "uniform"):
             return None
         return scheduled_passes(self.options.halting, stack.position_ids, self.options.mean_passes, self.slots)
@@ -249,7 +250,7 @@ class AdaptiveLatentCoT(DepthMethod):
         return self.options.halting == "fixed" or (self.options.halting == "exit_gate" and self.training)
 
     def goes_on(self, reach, chosen, planned, k: int) -> Tensor:
-        """Which of the chosen run step k + 1, given its reach."""
+        """Which of the chosen tokens run step k + 1, given its reach."""
         options = self.options
         if planned is not None:
             return chosen.take(planned) > k
@@ -260,7 +261,7 @@ class AdaptiveLatentCoT(DepthMethod):
         return runs | (torch.rand_like(reach) < options.explore) if self.training and options.explore else runs
 
     def charge(self, z, gate, reach, chosen, stack, vocabulary) -> Tensor:
-        """A step's share of the penalty, without what the mixture weighs it by."""
+        """A step's term of the penalty, before the mixture weights it."""
         cost = gate if self.options.penalty_on == "gate" else reach
         if self.options.correctness_from == "mixture" or self.options.halting != "router":
             return cost

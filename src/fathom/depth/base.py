@@ -61,8 +61,8 @@ class DepthOutput:
 
     Attributes:
         hidden_states: [B, T, d], after the final norm; the head reads them.
-        losses: auxiliary losses by name, already weighted; added to the training loss as a mean over target tokens is,
-            which they should be: then gradients of micro-batches add up to those of the batch.
+        losses: auxiliary losses by name, already weighted, which are added to the training loss. They should be means
+            over target tokens: then gradients of micro-batches add up to those of the batch.
         trace: per-token facts that plots and metrics read (passes, gates, masses), each [B, T, …].
         objective: a method's own training objective, the mean over target tokens, instead of the cross-entropy of
             `hidden_states`.
@@ -75,7 +75,7 @@ class DepthOutput:
 
 
 class DepthMethod(Method):
-    """Owns the loop around the decoder: how often and on what the stack runs.
+    """A depth method: the loop around the decoder, which decides how often and on what the stack runs.
 
     `forward` serves training, prefill, scoring and cached decoding alike: the tokens it is given are the new ones, and
     `stack` carries the cache. Options must have a property `passes`: how often a slot runs through the stack at
@@ -96,7 +96,7 @@ class DepthMethod(Method):
 
     @classmethod
     def embed_scale(cls, config: FathomConfig, options: Any) -> float:
-        """What the method's option `scale_embeds=True` sets the decoder's embed_scale to."""
+        """The decoder's embed_scale under the method's option `scale_embeds=True`."""
         return math.sqrt(config.hidden_size)
 
     @property
@@ -106,12 +106,12 @@ class DepthMethod(Method):
 
     @property
     def parts_are_exact(self) -> bool:
-        """Whether a text gives the same outputs into whichever calls it is cut."""
+        """Whether outputs are the same however a text is cut into calls."""
         return True
 
     @property
     def scores(self) -> Iterable[nn.Module]:
-        """What reads the states between two forwards of the stack and is worth compiling with its layers."""
+        """The modules that read states between two forwards of the stack and should be compiled with its layers."""
         return ()
 
     @classmethod
@@ -121,12 +121,12 @@ class DepthMethod(Method):
 
     @classmethod
     def most_steps(cls, options: Any) -> int:
-        """Forwards of the stack, one on the other's output, that a token runs at inference (at most, if adaptive)."""
+        """The number of forwards that follow on one another for a token at inference (at most, if adaptive)."""
         return options.passes
 
     @classmethod
     def refuse_checkpoint(cls, stored: FathomConfig, given: FathomConfig) -> str | None:
-        """Why weights of a Fathom checkpoint with the config `stored` cannot go on under `given`; None if they can."""
+        """Why weights of a Fathom checkpoint with config `stored` cannot be used under `given`; None if they can."""
         return None
 
     def trains_alone(self) -> bool:
@@ -134,8 +134,10 @@ class DepthMethod(Method):
         return False
 
     def adapt(self, decoder: Decoder, stored: dict[str, Any] | None = None) -> None:
-        """Set own parameters by those of a checkpoint that was loaded into the decoder and has none of them; `stored`
-        is its depth section, None of a stock one."""
+        """Set the method's own parameters after a checkpoint that lacks them was loaded into the decoder.
+
+        stored: the checkpoint's depth section; None for a stock checkpoint.
+        """
 
     def forward(self, stack: Stack, embeddings: Float[Tensor, "B T d"], vocabulary: Vocabulary) -> DepthOutput:
         """embeddings: c·W_in[x] of the new tokens, without positions (`stack` adds them)."""

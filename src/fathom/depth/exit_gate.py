@@ -5,8 +5,8 @@
     training:   mean_t Σ_k exit_{t,k}·CE(W_out z_{t,k}) − β·H(exit_t),  all M + 1 steps run
     inference:  logits_t = W_out z_{t,K_t},   K_t = the first k with Σ_{j≤k} exit_{t,j} ≥ q
 
-The steps, their cache and who sees whom are those of `adaptive_latent_cot`, which runs the same model as its option
-halting="exit_gate". The paper loops the layers at a token's own slot.
+Steps, cache and visibility are those of `adaptive_latent_cot`, which runs the same model with halting="exit_gate". The
+paper instead loops the layers at a token's own slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fathom.models.registry import register
 
 @register("depth", "exit_gate")
 class ExitGate(AdaptiveLatentCoT):
-    """Latent steps that are all trained to predict, and of which the first whose exit mass reaches q is read."""
+    """Latent steps that are all trained to predict; at inference the first whose exit mass reaches q predicts."""
 
     summary = "Latent steps that all learn to predict; a gate says which one is read (Ouro's early exit)."
     equation = (

@@ -1,6 +1,6 @@
-"""What methods share in which tokens stop on their own: reference schedules, and a watch for routers that collapsed.
+"""Parts of methods whose tokens stop on their own: reference schedules, and a warning for collapsed routers.
 
-Reference schedules decide by position alone how often a token runs, with the mean S of a learned one:
+A reference schedule decides by position alone how often a token runs. Its mean S is that of a learned rule:
 
     uniform    n_t = ⌊(t+1)·S⌋ − ⌊t·S⌋               ⌊S⌋ or ⌈S⌉ everywhere
     random     P(n_t > k) = q^k,  Σ_{k=0}^{K} q^k = S    the same chance q to go on after every step
@@ -33,7 +33,7 @@ def check_mean_passes(method: str, halting: str, mean: float | None, most: int) 
 
 
 def scheduled_passes(halting: str, position_ids: Int[Tensor, "B T"], mean: float, most: int) -> Int[Tensor, "B T"]:
-    """n_t of the schedule: by position alone, so that decoding equals the full forward."""
+    """n_t of the schedule, which depends on position alone, so that decoding equals the full forward."""
     t = position_ids.double()
     if halting == "uniform":
         return (((t + 1) * mean).floor() - (t * mean).floor()).long().clamp(1, most)
@@ -76,13 +76,13 @@ class Score(nn.Module):
 
 
 class CollapseWatch:
-    """Warns once when no token has gone past its first step in `COLLAPSED_AFTER` forwards in a row."""
+    """A watch that warns once when no token has taken a second step in `COLLAPSED_AFTER` forwards in a row."""
 
     def __init__(self, method: str, remedy: str):
         self.method, self.remedy, self.forwards = method, remedy, 0
 
     def __call__(self, steps: int, tokens: int) -> None:
-        """Note a forward of `tokens` new tokens a row that took `steps` steps."""
+        """Record a forward of `tokens` new tokens a row that took `steps` steps."""
         if tokens == 1:  # decoding: one token may well be easy
             return
         self.forwards = self.forwards + 1 if steps == 1 else 0

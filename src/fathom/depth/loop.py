@@ -2,9 +2,9 @@
 
     h_0 = E (+ positions);   h_r = layers(h_{r−1}),  r = 1 … R;   output = norm(h_R)
 
-As the PonderLM papers run it: the state is carried on directly, with no input re-injection and no norm between passes;
-positions are the same in every pass; the final norm is applied once. Every pass keeps its own keys and values, so
-cached decoding equals the full forward. (The group's baseline scales embeddings by √(2.5·d): config field
+As in the PonderLM papers, a pass starts from the last one's state, with no input re-injection and no norm between
+passes; positions are the same in every pass; the final norm is applied once. Every pass keeps its own keys and values,
+so cached decoding equals the full forward. (The papers' baseline scales embeddings by √(2.5·d): config field
 `embed_scale`.)
 """
 

@@ -1,5 +1,6 @@
-"""Pause tokens: n learned tokens after every token, the last of which predicts (baseline of arXiv 2310.02226, as the
-PonderLM-2 repository runs it at every token).
+"""Pause tokens: n learned tokens after every token, the last of which predicts (arXiv 2310.02226).
+
+Pauses stand after every token, as in the PonderLM-2 repository, where this is a baseline.
 
     S = [e_1, p_1, …, p_n, e_2, p_1, …, p_n, …],   e_t = c·W_in[x_t],   p_i = c·P_i
     logits_t = W_out F(S)[slot of p_n after token t]

@@ -12,9 +12,8 @@ the fixed point of one causal forward over these slots, strictly triangular in s
     J times:           y = F(interleave(st));   st = [E, y_0, …, y_{K−1}]          (sweeps)
     y = F(interleave(st));   logits = W_out y_K                                    (y_i: outputs of stage i, [B, T, d])
 
-which is exact after J = K·(T−1) sweeps; no more are run. Training runs a few; a prefill, unless told otherwise, sweeps
-until no thought changes any more, so that scoring equals decoding. Gradients flow through every pass. No parameters are
-added.
+which is exact after J = K·(T−1) sweeps; more are never run. Training runs a few. A prefill by default sweeps until no
+thought changes any more, so that scoring equals decoding. Gradients flow through every pass. No parameters are added.
 """
 
 from __future__ import annotations
@@ -66,22 +65,22 @@ class PonderLM2(DepthMethod):
         """Options of PonderLM-2; the defaults are the paper's main setting.
 
         thoughts: K, latent thoughts after every token; 0 is the ordinary decoder.
-        sweeps: J, Jacobi sweeps in training, and of a jacobi prefill as in the papers. None: 3 in training, and in a
-            prefill until all thoughts have settled, at most the K·(T−1) after which they are exact.
+        sweeps: J, Jacobi sweeps in training and in a jacobi prefill, as in the papers. None: 3 in training; a prefill
+            sweeps until all thoughts have settled, at most the K·(T−1) times after which they are exact.
         random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks.
-        prefill: several new tokens at inference run by "jacobi" sweeps, or "sequential" (exact, slot by slot).
+        prefill: how several new tokens run at inference: by "jacobi" sweeps, or "sequential" (exact, slot by slot).
         tolerance: thoughts have settled once none changes by more than this, relative to its norm. Without `sweeps`
-            None is 1e-4, and at least four times what matrix products resolve counts (0.03 in bf16); with them None
-            looks at no change, and a prefill that runs out of sweeps warns.
+            None is 1e-4, and never is it below four times the precision of matrix products (0.03 in bf16). With
+            `sweeps`, None measures no changes; given, a prefill that ends before thoughts have settled warns.
         interpolation: a thought is softmax(W_out h)·(c·W_in), the expected embedding, instead of h.
         scale_embeds: True sets embed_scale to √(2.5·d), √d with interpolation; False to 1; None leaves it.
-        learned_scale: thoughts are multiplied by a learned a: for training a checkpoint on, where it starts at
-            RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch, with interpolation and on
-            a checkpoint that has thoughts already at 1.
-        checkpoint_passes: in training every forward keeps its inputs only, but for one that writes a cache; the
-            backward pass runs it again.
-        gradient_passes: in training only the last so many forwards have a backward pass; None: all, as the paper. At
-            least 2 with learned_scale: the last forward makes no thought.
+        learned_scale: thoughts are multiplied by a learned number, for continued training of a checkpoint. It starts at
+            RMS(c·W_in) / RMS(h), so that a thought is as large as an embedding; from scratch, with interpolation, or on
+            a checkpoint that already has thoughts it starts at 1.
+        checkpoint_passes: in training a forward keeps only its inputs, and the backward pass runs it again; a forward
+            that writes a cache is excepted.
+        gradient_passes: number of last forwards that have a backward pass in training; None: all, as in the paper. At
+            least 2 with learned_scale, as the last forward makes no thought.
         """
 
         thoughts: int = 1
@@ -123,7 +122,7 @@ class PonderLM2(DepthMethod):
 
     @torch.no_grad()
     def adapt(self, decoder, stored=None) -> None:
-        """The norm gives states of mean square mean(gain²) + mean(shift²), whatever comes in."""
+        """Start the learned scale at RMS(c·W_in) / RMS(h); gain and shift of the final norm say how large h is."""
         if not hasattr(self, "scale") or self.options.interpolation:  # an expected embedding is in embedding units
             return
         stored = stored or {"name": "vanilla"}
@@ -222,7 +221,7 @@ class PonderLM2(DepthMethod):
 
 
 def check_thoughts(method: str, options: Any) -> None:
-    """Refuse what the options of thoughts and sweeps cannot be."""
+    """Raise ValueError if the options of thoughts and sweeps are out of range or contradict each other."""
     check_range(method, "thoughts", options.thoughts, 0)
     if options.sweeps is not None:
         check_range(method, "sweeps", options.sweeps, 0)
@@ -242,7 +241,7 @@ def most_sweeps(options: Any) -> int:
 
 
 def draw_sweeps(method: DepthMethod, device: torch.device) -> int:
-    """J of a training forward: uniform on 2 … sweeps with random_sweeps, else `sweeps`."""
+    """The number J of sweeps of a training forward: uniform on 2 … sweeps with random_sweeps, else `sweeps`."""
     sweeps = most_sweeps(method.options)
     return draw_for_all_ranks(min(2, sweeps), sweeps, device) if method.options.random_sweeps else sweeps
 
@@ -252,11 +251,12 @@ class Sweeps:
     """The sweeps of one forward.
 
     Attributes:
-        method, embeddings: whose, and of which tokens.
-        exact: how many make all thoughts exact.
-        most: how many run.
-        tolerance: the largest change of a thought at which fewer are enough; None: it is not looked at.
-        first: the first forward, growing passes among them, that has a backward pass.
+        method: the depth method that sweeps.
+        embeddings: of the new tokens.
+        exact: number of sweeps after which all thoughts are exact.
+        most: the most sweeps that run.
+        tolerance: sweeps end once no thought changes by more than this; None: changes are not measured.
+        first: index of the first forward, growing passes counted, that has a backward pass.
     """
 
     method: DepthMethod
@@ -282,8 +282,10 @@ class Sweeps:
         return cls(method, embeddings, exact, most, tolerance, first)
 
     def run(self, sweep: Callable[[Any], Any], change: Callable[[Any, Any], Tensor], found: Any) -> tuple[Any, int]:
-        """What all sweeps find, or as many as it takes until it has settled; and how many ran. `change` says how much
-        lies between one sweep's and the next one's."""
+        """The result of the sweeps, and how many ran: all of them, or as many as were needed until nothing changed.
+
+        change: a function that measures the difference between the results of two sweeps.
+        """
         if self.tolerance is not None:
             return self.until_settled(sweep, change, found, self.tolerance)
         for number in range(self.most):
@@ -294,8 +296,11 @@ class Sweeps:
 
     @torch.compiler.disable(recursive=False)  # how many sweeps run is known when they have run
     def until_settled(self, sweep: Any, change: Any, found: Any, tolerance: float) -> tuple[Any, int]:
-        """Waits for the device once a sweep. Where nothing else would end them, no finer than rounding allows: that of
-        bf16 changes thoughts by about its spacing in every sweep, for ever."""
+        """The result of the sweeps once it has settled, and how many ran. Waits for the device once a sweep.
+
+        Without a limit on sweeps the tolerance is no finer than rounding, which in bf16 changes thoughts by about its
+        spacing in every sweep.
+        """
         if self.method.options.sweeps is None:
             tolerance = max(tolerance, 4 * product_spacing(self.embeddings))
         ran, last = 0, math.inf
@@ -311,13 +316,15 @@ class Sweeps:
         return found, ran
 
     def trace(self, ran: int) -> dict[str, Tensor]:
-        """How many sweeps the forward of each token ran."""
+        """The number of sweeps that ran, as a trace: one number for each token."""
         return {"sweeps": torch.full(self.embeddings.shape[:2], ran, device=self.embeddings.device)}
 
 
 def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -> Float[Tensor, "B S d"]:
-    """One forward of the stack, checkpointed as a whole if the method says so; not the one that writes a cache, which
-    running again would write once more."""
+    """One forward of the stack, checkpointed as a whole if the method says so.
+
+    A forward that writes a cache is not checkpointed, as running it again would write twice.
+    """
     writes = stack.cache is not None and not isinstance(stack.cache, SlotView)
     if method.training and method.options.checkpoint_passes and torch.is_grad_enabled() and not writes:
         return checkpoint(stack, slots, use_reentrant=False)
@@ -325,8 +332,10 @@ def run_pass(method: DepthMethod, stack: Stack, slots: Float[Tensor, "B S d"]) -
 
 
 def jacobi_forwards(options: Any, without_gradient: bool = False) -> dict[float, float]:
-    """Forwards of the stack in training by slots a token: one growing pass each of 1 … K, and J + 1 of K + 1; or those
-    of them that have no backward pass. Means over the draw of J."""
+    """The number of forwards in training by slots a token: one growing pass with each of 1 … K slots, J + 1 with K + 1.
+
+    without_gradient: count only those without a backward pass. Numbers are means over the draw of J.
+    """
     k = options.thoughts
     out: dict[float, float] = {}
     most = most_sweeps(options)

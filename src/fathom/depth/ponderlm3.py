@@ -1,7 +1,7 @@
 """PonderLM-3: adaptive token-wise pondering with differentiable masking (arXiv 2603.02023).
 
 Slots as in PonderLM-2: token t has (t,0) with input e_t = c·W_in[x_t], and (t,k), k = 1 … K, with input h_{t,k−1}, the
-final-norm state of the slot before it. A router says from the first state how far to think:
+final-norm state of the slot before it. A router says from the first state how many thoughts to take:
 
     s_t = softmax(router(h_{t,0}))  over 0 … K;      w_{t,k} = Σ_{j≥k} s_{t,j}      (w_{t,0} = 1, falling)
 
@@ -9,7 +9,7 @@ Every query's score of the key of slot (t,k) gets + log w_{t,k}, in all layers a
 
     logits_t = W_out Σ_k s_{t,k} h_{t,k}
 
-At inference a slot with w_{t,k} < τ is not run: its share of the mixture and its attention weight were below τ.
+At inference a slot with w_{t,k} < τ is not run: its share of the mixture and its attention weight would be below τ.
 Decoding runs the slots one by one. All at once (training, `prefill="jacobi"`), states and router are found by Jacobi
 sweeps, each pass under the mask of the one before:
 
@@ -76,7 +76,7 @@ def tail_sums(shares: Float[Tensor, "B T n"]) -> Float[Tensor, "B T n"]:
 
 @register("depth", "ponderlm3")
 class PonderLM3(DepthMethod):
-    """Up to K latent thoughts after every token, as many as a router on its first state says."""
+    """Up to K latent thoughts after every token; a router on the token's first state says how many."""
 
     summary = "Latent thoughts whose number a router chooses per token, through a soft mask that attention reads."
     equation = (
@@ -103,7 +103,7 @@ class PonderLM3(DepthMethod):
         thoughts: K, the most latent thoughts a token may take; 0 is the ordinary decoder.
         threshold: τ, at inference a slot with w < τ is not run; 0 runs all.
         router: "linear", or "mlp" with one hidden layer.
-        penalty: of the training loss, times penalty_weight: "steps" (mean E[k] of the batch), "target"
+        penalty: added to the training loss, times penalty_weight: "steps" (mean E[k] of the batch), "target"
             ((mean E[k] − target)²), or "prior" (KL of the batch's mean shares to `prior`).
         penalty_weight: λ; 0 leaves the choice to the language-model loss.
         target: thoughts a token, for penalty="target".
@@ -179,7 +179,7 @@ class PonderLM3(DepthMethod):
     def shares(
         self, h: Float[Tensor, "B T d"], real: Bool[Tensor, "B T"] | None
     ) -> tuple[Float[Tensor, "B T n"], Float[Tensor, "B T n"], Bool[Tensor, "B T n"]]:
-        """s, log w as a key bias, and which slots run; padding takes no thought."""
+        """The shares s, log w as a key bias, and which slots run; padding takes no thought."""
         s = self.router(h).softmax(-1)
         if real is not None:
             s = torch.where(real[..., None], s, F.one_hot(torch.tensor(0, device=s.device), self.slots).to(s))
@@ -191,7 +191,7 @@ class PonderLM3(DepthMethod):
         return s, torch.where(run, w.log(), MASKED), run
 
     def sequential(self, stack, embeddings) -> DepthOutput:
-        """The definition: one slot after the other, as many a token as the batch's longest row takes."""
+        """The definition: one slot after the other; every token takes as many as the row that needs the most."""
         stack, outputs, shares, runs = stack.with_cache(len(embeddings)), [], [], []
         length = embeddings.shape[1]
         real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
@@ -259,8 +259,10 @@ class PonderLM3(DepthMethod):
         return DepthOutput(hidden_states, trace={"shares": s, "passes": run.sum(-1)})
 
     def penalty(self, s: Float[Tensor, "B T n"], targets: Int[Tensor, "B T"]) -> Tensor:
-        """The penalty on the mean shares over the tokens that have a target and so weigh the loss (0 if none has).
-        It is linear in s, so E[k] of the mean is the mean of E[k]."""
+        """The penalty on the mean shares of the tokens that have a target; 0 if none has.
+
+        E[k] is linear in s, so E[k] of the mean shares is the mean of E[k].
+        """
         predicts = targets != IGNORE
         mean = (s * predicts[..., None]).sum((0, 1)) / predicts.sum().clamp(min=1)
         if self.options.penalty == "prior":

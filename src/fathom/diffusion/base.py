@@ -1,4 +1,4 @@
-"""The seam of the diffusion wing: what a sampler is put together from.
+"""The seam of the diffusion wing: the parts of a sampler.
 
 Four independent axes, each a frozen dataclass (or a name) whose fields are its options:
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Objective(Method):
-    """What the model predicts. It adds no parameters; `generate` is the sampler of models that it trains."""
+    """An objective: what the model predicts. It adds no parameters; models trained by it `generate` by the sampler."""
 
     wing: ClassVar[str] = "diffusion"
 
@@ -59,18 +59,20 @@ class Block:
 
 @dataclasses.dataclass
 class View:
-    """What a step knows about the current block.
+    """The facts about the current block that a step's policy reads.
 
     Attributes:
         candidates: tokens that are hidden, and predicted by this step's pass.
-        log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
+        log_probs: of the candidates, in the order of `candidates.nonzero()`, or of all tokens of the block (`whole`),
+            without noise; the mask token has none.
         tokens: what would be revealed where; 0 elsewhere.
         probability: of these tokens in `log_probs`; 0 elsewhere.
-        hidden: the states that predict the block's tokens, what the head reads; for policies that say `whole_block`.
+        hidden: the states that predict the block's tokens, which the head reads; for policies with `whole_block`.
         others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
-            policies that say `beyond_block`.
+            policies with `beyond_block`.
         step, steps: of this block.
         generators: of the rows.
+        whole: in a step of fixed shape, which policies that say `fixed_shape` have on a GPU.
     """
 
     candidates: Bool[Tensor, "B n"]
@@ -82,9 +84,12 @@ class View:
     step: int
     steps: int
     generators: Sequence[torch.Generator]
+    whole: bool = False
 
     def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B n"]:
-        """Values of the candidates at their places; 0 elsewhere."""
+        """Values of the candidates spread over the block; 0 elsewhere."""
+        if self.whole:
+            return values.view(self.candidates.shape).masked_fill(~self.candidates, 0)
         out = values.new_zeros(self.candidates.shape)
         out[self.candidates] = values
         return out
@@ -98,36 +103,39 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which candidates a step reveals: those of highest rank, as many as `count` says. Equal ranks: the earlier one.
+    """A policy: a step reveals the `count` candidates of highest rank. Among equal ranks the earlier one comes first.
 
     Attributes:
-        beyond_block: it reads `View.others`.
-        whole_block: it reads `View.hidden` of all tokens of the block.
+        fixed_shape: `rank` and `count` are of the view alone, of which they read no value and no step but whether it is
+            the last; so a step may be recorded.
+        beyond_block: whether it reads `View.others`.
+        whole_block: whether it reads `View.hidden` of all tokens of the block.
     """
 
     registry: ClassVar[str] = "policy"
+    fixed_shape: ClassVar[bool] = False
     beyond_block: ClassVar[bool] = False
     whole_block: ClassVar[bool] = False
 
     def new_memory(self, rows: int) -> Any:
-        """What the policy keeps from step to step of one generate() call."""
+        """The object in which the policy keeps values from step to step of one generate() call."""
         return None
 
     def rank(self, view: View, memory: Any) -> Float[Tensor, "B n"]:
-        """Higher is revealed earlier; only the candidates' ranks count."""
+        """The rank of every token: a higher one is revealed earlier. Only the candidates' ranks count."""
         raise NotImplementedError  # abstract
 
     def count(self, view: View, order: Int[Tensor, "B n"], quota: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """How many each row reveals, given the block's places in the order of their ranks and the schedule's quota."""
+        """The number of tokens that each row reveals, given the candidates sorted by rank and the schedule's quota."""
         return quota
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCache:
-    """Which columns a step computes. The base computes all of them and keeps nothing.
+    """A block cache: which columns a step computes. The base class computes all of them and keeps nothing.
 
     Attributes:
-        whole_block: every pass predicts all tokens of the block.
+        whole_block: whether every pass predicts all tokens of the block.
     """
 
     registry: ClassVar[str] = "block_cache"
@@ -151,7 +159,7 @@ class BlockState:
         self.method, self.passes = method, passes
 
     def begin(self, block: Block) -> None:
-        """A new block: what was kept of the one before is gone."""
+        """Begin a new block, and drop what was kept of the last one."""
         self.block = block
 
     def states(
@@ -175,8 +183,21 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
 
 
+def check_tokens(ids: Tensor, real: Bool[Tensor, "B L"], size: int) -> None:
+    """Raise ValueError for inputs that are no tokens of a model of `size` tokens; padding may have any id."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"inputs of {ids.dtype}: give token ids, which are whole numbers")
+    wrong = (real & ((ids < 0) | (ids >= size))).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        raise ValueError(
+            f"inputs: row {row} holds the id {int(ids[row, column])}, which must be at least 0 and below "
+            f"vocab_size={size}; use the model's own tokenizer"
+        )
+
+
 def own_blocks(model: Any) -> int | None:
-    """The block length that a model was trained on (`diffusion: block`); None: it sees all of a row."""
+    """The block length that a model was trained with (`diffusion: block`); None: its tokens see the whole row."""
     section = getattr(model.config, "diffusion", None) or {}
     return section["block_length"] if section.get("name") == "block" else None
 

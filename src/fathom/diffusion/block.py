@@ -4,9 +4,9 @@ filled in any order.
     p(x) = Π_b p(x_b | x_<b)
     −log p(x_b | x_<b) ≤ E_t E_hidden [1/t · Σ_{j hidden in b} −log p(x_j | x_<b, tokens of b not hidden)]
 
-A token sees all of its block and of earlier ones, so keys and values of a finished block never change: its cache is
-exact. Training runs both streams [hidden in part | as it is] at once; a token of the first sees its own block there and
-earlier blocks as they are. Blocks of one token are an autoregressive model, one block of the whole row a masked one.
+A token sees its whole block and all earlier ones, so keys and values of a finished block never change, and its cache is
+exact. Training runs two streams [noisy | clean] at once; a token of the noisy one sees its own block there and earlier
+blocks in the clean one. Blocks of one token are an autoregressive model; one block of the whole row is a masked model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fathom.ops.visibility import Blocks
 
 @register("diffusion", "block")
 class BlockDiffusion(Objective):
-    """The model predicts hidden tokens of a block, which it sees whole, after earlier blocks."""
+    """The model predicts hidden tokens of a block from the rest of that block and from earlier blocks."""
 
     summary = "Blocks from left to right, hidden tokens within one in any order; the cache of earlier blocks is exact."
     equation = "−log p(x) ≤ Σ_b E_t E_hidden [1/t · Σ_{j hidden in b} −log p(x_j | x_<b, tokens of b not hidden)]"
@@ -58,10 +58,11 @@ class BlockDiffusion(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(BlockCache):
-    """Keeps all earlier blocks, as they do not depend on later ones; what models of block diffusion are sampled with.
+    """Keeps all earlier blocks, which do not depend on later ones. Models of block diffusion are sampled with this
+    cache.
 
-    A finished block runs once more, as it is, before the next one begins. Tokens of the prompt behind its last whole
-    block belong to the first block that is filled, and run with it.
+    A finished block runs once more, without masks, before the next one begins. Tokens of the prompt after its last
+    whole block belong to the first block that is filled, and run with it.
     """
 
     name = "exact"
@@ -71,7 +72,7 @@ class Exact(BlockCache):
 
 
 class ExactState(BlockState):
-    """Keys and values [R, G, L, D] of all columns, of which passes write theirs and read those that `visible` says."""
+    """Keys and values [R, G, L, D] of all columns. A pass writes those of its columns and reads those in `visible`."""
 
     def __init__(self, method: Any, passes: Passes):
         super().__init__(method, passes)
@@ -82,7 +83,7 @@ class ExactState(BlockState):
         self.kept: int | None = None  # columns before this one are final
 
     def border(self, column: int) -> int:
-        """Where the block of a column begins."""
+        """The first column of the block that a column belongs to."""
         return column - (column - self.pads) % self.size
 
     def states(self, canvas, hidden, step, quota):
@@ -95,7 +96,7 @@ class ExactState(BlockState):
         return self.run(canvas, start, self.block.stop)
 
     def read_prompt(self, canvas: Tensor, stop: int) -> None:
-        """The whole blocks of the prompt, in one pass."""
+        """Run the whole blocks of the prompt in one pass."""
         if stop <= self.pads:
             return
         columns = Columns.stretch(0, stop, len(canvas), canvas.device)
@@ -105,7 +106,7 @@ class ExactState(BlockState):
         self.passes.run(canvas, columns, self.read, "full")
 
     def run(self, canvas: Tensor, start: int, stop: int) -> tuple[Tensor, Columns]:
-        """A pass over one block, which sees what is before it and itself."""
+        """Run a pass over one block, which sees itself and all columns before it."""
         columns = Columns.stretch(start, stop, len(canvas), canvas.device)
         self.visible[..., :stop] = self.passes.real[:, None, None, :stop]
         self.mask = self.visible

@@ -3,9 +3,9 @@
     every `cache_steps` steps of a block, from its first:   full pass
     other steps:   the tokens without kept K, V: hidden ones, and those revealed in the step before ("delayed")
 
-`mode` "greedy" computes only the tokens that were revealed in the step before and the hidden ones of the block within
-`window`/2 of them, and predicts these alone. Where that are fewer than the schedule's quota, the nearest others of the
-block join them, which the paper does not say. Kept states start anew with every block.
+`mode` "greedy" computes only the tokens that were revealed in the step before and hidden ones of the block within
+`window`/2 of them, and predicts only these. If they are fewer than the schedule's quota, the nearest others of the
+block are added; the paper does not cover this case. Nothing is kept from one block to the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fathom.models.method import check_choice, check_range
 class DKVCache(BlockCache):
     """Keeps revealed tokens, one step after they were revealed.
 
-    mode: "decode": a step computes all tokens that are not kept; "greedy": a neighbourhood of the newest ones.
+    mode: "decode": a step computes all tokens that are not kept; "greedy": only neighbours of the newest ones.
     cache_steps: steps of a block from one full pass to the next.
     window: width of the neighbourhood in tokens (greedy).
     """

@@ -1,15 +1,16 @@
-"""dLLM-Cache (arXiv 2506.06295): what a layer computed of a token is used again until its values have changed.
+"""dLLM-Cache (arXiv 2506.06295): a layer reuses what it computed for a token until the token's values have changed.
 
-Of every layer and token are kept: keys, values, the output of attention and that of the feed-forward network.
+For every layer and token it keeps keys, values, the output of attention and that of the feed-forward network.
 
-    prompt     computed anew every `prompt_interval` steps
-    answer     computed anew every `response_interval` steps, and in the first layer always; in between only the
-               ⌊ratio · n⌋ of its n tokens (at least one) whose values V are least like the kept ones, by their cosine
+    prompt     computed again every `prompt_interval` steps
+    answer     computed again every `response_interval` steps, and in the first layer always; in between only the
+               ⌊ratio · n⌋ of its n tokens (at least one) whose values V have the lowest cosine with the kept ones
 
-Steps count over the whole answer, also those that a block does not need because its tokens came early. Equally alike:
-the earlier token. A row whose block is done keeps what it has while others go on. A token that is not computed adds
-what is kept to its residual stream, and keeps its keys and values. On shifted models the answer begins with the column
-before it, which predicts its first token. The authors' code keeps one cache for all rows and layers of a process.
+Steps are counted over the whole answer, with those that a block skips because its tokens were revealed early. Among
+equal cosines the earlier token is computed. A row whose block is finished changes nothing while other rows go on. A
+token that is not computed adds the kept outputs to its residual stream. On shifted models the answer begins one column
+earlier, with the column that predicts its first token. The authors' code keeps one cache for all rows and layers of a
+process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class DLLMCache(BlockCache):
-    """Keeps what layers computed, and refreshes the tokens of the answer whose values changed most.
+    """Keeps the outputs of layers, and refreshes the tokens of the answer whose values changed most.
 
     prompt_interval: steps from one pass over the prompt to the next; the paper has 25 to 100.
     response_interval: of the answer; the paper has 4 to 8.
@@ -109,7 +110,7 @@ class DLLMState(BlockState):
 
     @contextlib.contextmanager
     def partial(self) -> Iterator[None]:
-        """While it lasts, the model's attention and feed-forward networks compute chosen columns alone."""
+        """A context in which the model's attention and feed-forward networks compute only chosen columns."""
         modules = [part for layer in self.passes.model.get_decoder().layers for part in (layer.self_attn, layer.mlp)]
         before = [module.__dict__.get("forward") for module in modules]  # None: the class's own
         try:
@@ -164,7 +165,7 @@ class DLLMState(BlockState):
         return x.gather(1, self.index[..., None].expand(-1, -1, x.shape[2]))
 
     def put(self, kept: Tensor | None, new: Float[Tensor, "R m d"]) -> Float[Tensor, "R L d"]:
-        """What is kept, with the computed columns in it; a copy, as the residual stream may hold the last one."""
+        """The kept tensor with the computed columns replaced; a copy, as the residual stream may hold the old one."""
         if kept is None:
             kept = new.new_zeros(len(new), self.passes.length, new.shape[2])
         index = self.index[..., None].expand_as(new)

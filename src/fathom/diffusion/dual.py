@@ -2,10 +2,10 @@
 
     step < delay:   full pass
     step = delay:   full pass, whose K, V of all columns are kept        (and every `refresh` steps after it)
-    later:          the block's columns alone, which rewrite their own K, V and read all
+    later:          only the block's columns, which rewrite their own K, V and read all
 
-Fast-dLLM keeps keys before their rotation and rotates all of them in every step; here they are kept as attention reads
-them. Its index of replaced positions mixes the rows of a batch.
+Fast-dLLM keeps unrotated keys and rotates all of them in every step; here rotated keys are kept. Its index of replaced
+positions mixes the rows of a batch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DualState(BlockState):
 
     @property
     def last(self) -> int:
-        """Where the columns end that a step computes."""
+        """The end of the columns that a step computes."""
         return self.block.stop
 
     def nbytes(self):

@@ -14,7 +14,7 @@ from fathom.diffusion.base import Policy, check_option
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Policy):
-    """Reveals the schedule's quota, or all tokens above some probability if these are more.
+    """Reveals the schedule's quota, or all tokens above a probability if these are more.
 
     threshold: θ, in [0, 1]; the paper uses 0.85 to 0.9.
     """
@@ -25,6 +25,7 @@ class Dynamic(Policy):
     paper = "2510.06303"
     summary = "Reveal the schedule's quota, or every token above `threshold` probability where these are more."
     equation = "revealed = top max(n_i, |{j: p_j(x_j) > θ}|) by p_j(x_j)"
+    fixed_shape = True
 
     def __post_init__(self):
         check_option(self.name, "threshold", self.threshold, 0 <= self.threshold <= 1, "between 0 and 1")

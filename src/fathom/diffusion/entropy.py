@@ -9,12 +9,13 @@ from fathom.diffusion.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Entropy(Policy):
-    """Reveals where the distribution has the least entropy; no options."""
+    """Reveals the tokens whose distribution has the least entropy; no options."""
 
     name = "entropy"
     paper = "2508.15487"
     summary = "Reveal where the predicted distribution has the least entropy."
     equation = "rank_j = Σ_v p_j(v) log p_j(v)"
+    fixed_shape = True
 
     def rank(self, view, memory):
         return -view.entropy

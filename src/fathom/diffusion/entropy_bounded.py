@@ -4,9 +4,8 @@ Candidates in the order of their entropies h_(1) ≤ h_(2) ≤ …: a step revea
 
     h_(1) + … + h_(k−1) ≤ γ
 
-(the sum over the revealed tokens without the largest of them, which bounds what predicting them independently can
-cost).
-So it is at least one; the block's last step reveals all that is left.
+The sum leaves out the largest entropy of the revealed tokens; it bounds the loss of predicting them independently. At
+least one token is revealed, and the block's last step reveals all that are left.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ class EntropyBounded(Policy):
     paper = "2505.24857"
     summary = "Reveal the most certain tokens, as many as keep their summed entropy within `bound`."
     equation = "k = max {k: h_(1) + … + h_(k−1) ≤ γ}"
+    fixed_shape = True
 
     def __post_init__(self):
         check_option(self.name, "bound", self.bound, 0 <= self.bound < float("inf"), "finite and at least 0")

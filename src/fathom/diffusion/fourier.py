@@ -8,9 +8,9 @@ h: the states that the head reads for the block's n tokens, [n, d]; step i of s,
     β = β_min + (1 − Φ(3 (pct − 50)/50)) (β_max − β_min)
     rank_j = p_j(x_j) + β φ_j
 
-Only the order of revealing changes, not what is predicted. Revealed tokens take part in the spectrum and in the
-maximum. The history holds the last `history_size` variances, the current one included; a single hidden token has none.
-The authors' code keeps one history for all rows and lets NaN into it.
+Only the order of revealing changes, not the predictions. Revealed tokens count in the spectrum and in the maximum. The
+history holds the last `history_size` variances, the current one included; a single hidden token has no variance. The
+authors' code keeps one history for all rows and lets NaN into it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def band(length: int, rho: float, step: int, steps: int) -> tuple[int, int, int]
 
 
 def band_score(hidden: Float[Tensor, "B n d"], first: int, width: int) -> Float[Tensor, "B n"]:
-    """φ: the energy of the bins first … first + width − 1 by token, over its maximum in the row."""
+    """φ: each token's energy in the bins first … first + width − 1 / the row's largest such energy."""
     length = hidden.shape[1]
     spectrum = torch.fft.rfft(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=1)
     inside = torch.zeros_like(spectrum)
@@ -48,7 +48,7 @@ def band_score(hidden: Float[Tensor, "B n d"], first: int, width: int) -> Float[
 
 
 def calibrate(history: collections.deque[float], value: float, low: float, high: float) -> float:
-    """β for a variance, which joins the history. An undefined one leaves it, and gives the largest β."""
+    """β for a variance, which is added to the history. An undefined variance is not added, and gives the largest β."""
     if math.isnan(value):
         return high
     history.append(value)
@@ -63,7 +63,7 @@ class Fourier(Policy):
 
     rho: ρ, the share of the bins that the band covers, in (0, 1]; the paper has 0.4 for LLaDA, 0.2 for LLaDA-1.5.
     beta_min, beta_max: range of the weight β of the energy.
-    history_size: variances that β compares with.
+    history_size: number of variances that β compares with.
     history: "per_row", or "global": one variance and history of the whole batch, as in the authors' code.
     variance_scope: "sequence": over all hidden tokens that a pass predicts; "block": those of the block.
     gate: g, reveal only among the share g + (1 − g)(i + 1)/s of the block with most energy first; None: no gate.
@@ -131,7 +131,9 @@ class Fourier(Policy):
         return band_score(view.hidden, 0 if self.phi == "low" else first, width)
 
     def variances(self, view: View) -> list[float]:
-        """Variance of the highest probabilities over hidden tokens, unbiased; NaN of fewer than two. One a history."""
+        """Unbiased variance of the highest probabilities over hidden tokens, for each history; NaN for
+        fewer than two.
+        """
         values = view.log_probs.amax(-1).exp()
         rows = view.candidates.nonzero()[:, 0]
         if view.others is not None:

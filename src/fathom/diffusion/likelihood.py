@@ -2,12 +2,13 @@
 
     −log p(y | c) ≤ E_l E_hidden [ L/l · Σ_{j hidden} −log p(x_j | tokens not hidden) ]
 
-L tokens in the answer; l ~ uniform on 1 … L of them are hidden, chosen without replacement. Of K draws the l are
-spread: l_k = 1 + ⌊L · frac(u + k/K)⌋ with one u ~ U(0, 1), which leaves each l uniform, whatever L and K. An answer of
-one token is exact with one draw. The mask token has no probability.
+The answer has L tokens; l of them, uniform on 1 … L, are hidden, chosen without replacement. The l of K draws are
+spread
+evenly: l_k = 1 + ⌊L · frac(u + k/K)⌋ with one u ~ U(0, 1), which leaves each l uniform for any L and K. For an answer
+of one token one draw is exact. The mask token has no probability.
 
-Of block diffusion (arXiv 2503.09573) the bound is the sum of those of the blocks, each given earlier ones as they are:
-every block has an l of its own, and one pass scores all of them. With blocks of one token it is exact.
+For block diffusion (arXiv 2503.09573) the bound is the sum over blocks, each given earlier blocks without masks. Every
+block has its own l, and one pass scores all blocks. With blocks of one token the bound is exact.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def bound(
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
     """The bound of every row in nats, and its standard error.
 
-    answer: tokens that are scored; the others are always seen.
-    samples: K, forward passes a row. The error is that of K independent draws, which spreading them makes smaller; NaN
-        for one draw of an answer of several tokens.
-    seed: with it and the row's tokens, its padding among them, the draws are fixed, whatever the other rows are.
+    answer: mask of the tokens that are scored; the others are always seen.
+    samples: K, forward passes a row. The error is that of K independent draws; spread draws have a smaller one. It is
+        NaN for one draw of an answer of several tokens.
+    seed: of the draws, which depend on it and on the row's tokens and padding, but not on other rows.
     """
     if samples < 1:
         raise ValueError(f"samples={samples}: must be at least 1")
@@ -107,7 +108,7 @@ def final_states(
     position_ids: Tensor | None,
     clean_ids: Int[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T d"]:
-    """What the head reads, of our models and of stock ones. `clean_ids`: as of FathomForMaskedDiffusion."""
+    """The states that the head reads, for our models and stock ones. clean_ids: as in FathomForMaskedDiffusion."""
     model = getattr(model, "module", model)  # under DDP
     if clean_ids is not None:
         ids, mask, positions, visibility = model.two_streams(input_ids, clean_ids, attention_mask, position_ids)

@@ -4,7 +4,7 @@ d channels of a head, β₀ the rotary base, T tokens a row in training, t the t
 
     d_ext = 2 ⌈d/2 · log_β₀(T/2π)⌉          channels below it saw a full period in training
     λ = (t/2π)^(d/d_ext) / β₀                rounded up;  β = λ β₀;  positions stay as they are
-    t(λ) = 2π (λ β₀)^(d_ext/d)               what a given λ reaches
+    t(λ) = 2π (λ β₀)^(d_ext/d)               the length that a given λ reaches
 
 `span` "bidirectional" counts distances of both signs, with 2T and 2t in place of T and t (UltraLLaDA, arXiv
 2510.10481). For t within t(1) the base is left alone. Unlike transformers' "dynamic" type the base does not change with
@@ -30,7 +30,7 @@ class LongLLaDA:
     target: t, the length to reach in tokens; or else
     factor: λ itself.
     trained: T, tokens a row in training; None: the model's max_position_embeddings.
-    rounding: of λ from a target, "ceil" to the next whole number, as the authors do, or "none".
+    rounding: of λ computed from a target: "ceil" to the next whole number, as in the authors' code, or "none".
     span: "causal", or "bidirectional".
     """
 
@@ -104,8 +104,8 @@ def rotary(model: Any) -> tuple[float, int, int]:
 
 @torch.no_grad()
 def rescale(model: Any, factor: float) -> None:
-    """Multiply the base by λ, in the config and in the table of frequencies. Twice is once by the product; 1 changes
-    nothing, to the last bit."""
+    """Multiply the base by λ, in the config and in the table of frequencies. Repeated factors multiply; a factor of 1
+    changes no bit."""
     base, width, _ = rotary(model)
     config, module = model.config, model.get_decoder().rotary_emb
     rope = dict(config.rope_parameters)
@@ -122,7 +122,7 @@ def rescale(model: Any, factor: float) -> None:
 
 
 def reset(model: Any) -> None:
-    """Give a rescaled model its own base again."""
+    """Restore the original base of a rescaled model."""
     rope = dict(model.config.rope_parameters)
     own = rope.pop("unscaled_rope_theta", rope["rope_theta"])
     rescale(model, own / rope["rope_theta"])

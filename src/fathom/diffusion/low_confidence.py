@@ -1,8 +1,8 @@
-"""Low-confidence remasking (LLaDA, arXiv 2502.09992): what the model is surest of is revealed first.
+"""Low-confidence remasking (LLaDA, arXiv 2502.09992): the tokens of highest probability are revealed first.
 
     rank_j = p(chosen token of j)
 
-The probability is that of the model, without noise of the sampling; all predictions that are not revealed are dropped.
+The probability is the model's, without sampling noise. Predictions that are not revealed are dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class LowConfidence(Policy):
     paper = "2502.09992"
     summary = "Reveal the tokens of highest probability: predictions of low confidence stay hidden."
     equation = "rank_j = p_j(x_j)"
+    fixed_shape = True
 
     def rank(self, view, memory):
         return view.probability

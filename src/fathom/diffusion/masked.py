@@ -1,11 +1,11 @@
-"""Masked diffusion (LLaDA, arXiv 2502.09992; MDLM, arXiv 2406.07524): text as the filling of hidden tokens.
+"""Masked diffusion (LLaDA, arXiv 2502.09992; MDLM, arXiv 2406.07524): writing by filling in hidden tokens.
 
     t ~ U(0, 1);   every token is hidden with probability t;   the model predicts hidden tokens from all others
 
     −log p(x) ≤ E_t E_hidden [ 1/t · Σ_{j hidden} −log p(x_j | the others) ]
 
-so it is a generative model, and no input tells it t. A model adapted from an autoregressive one may keep that model's
-`shift`: the state of token j − 1 predicts token j (Dream, arXiv 2508.15487). The task `masked_diffusion` trains it,
+so it is a generative model; t is no input. A model adapted from an autoregressive one may keep that model's `shift`:
+the state of token j − 1 predicts token j (Dream, arXiv 2508.15487). The task `masked_diffusion` trains it;
 `fathom.diffusion` samples and scores it.
 """
 
@@ -20,7 +20,7 @@ from fathom.models.registry import register
 
 @register("diffusion", "masked")
 class Masked(Objective):
-    """The model predicts hidden tokens of a row, which it sees whole."""
+    """The model predicts hidden tokens of a row from all of its other tokens."""
 
     summary = "The model predicts hidden tokens from all others of the row, so text is filled in any order."
     equation = "−log p(x) ≤ E_t E_hidden [1/t · Σ_{j hidden} −log p(x_j | tokens not hidden)]"

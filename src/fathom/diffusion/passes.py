@@ -1,11 +1,11 @@
 """Forward passes of a bidirectional model over some columns of a canvas, on our decoder and on stock models alike.
 
-A pass sends the tokens of some columns through the model. Every attention layer asks the pass what keys and values its
-queries read: `read(layer, query, key, value)`, with queries and keys after their rotation. Layers count up in the order
-in which they run, pass·L + ℓ for methods that run the stack several times.
+A pass sends the tokens of some columns through the model. Every attention layer calls the pass's `read(layer, query,
+key, value)`, with rotated queries and keys, for the keys and values that its queries read. Layers are numbered in the
+order in which they run, pass·L + ℓ for methods that run the stack several times.
 
-A step's pass over few columns costs its launches more than its work, so passes whose shape stays are recorded as CUDA
-graphs where the device has them (`recorded.py`).
+A pass over few columns spends more time on launches than on work. So passes of constant shape are recorded as CUDA
+graphs on devices that have them (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attention(
     diffusion_pass: Any = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "R m H D"], None]:
-    """The registered attention function: softmax over what the pass lets the queries read."""
+    """The registered attention function: softmax attention over the keys and values that the pass returns."""
     for name in ("softcap", "s_aux", "sliding_window"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not implemented in the sampler")
@@ -58,7 +58,7 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns of a canvas, by row; `start` where they are one stretch, the same in every row."""
+    """Columns of a canvas, by row. start: their first, if they are contiguous and the same in every row."""
 
     index: Int[Tensor, "R m"]
     start: int | None = None
@@ -69,13 +69,13 @@ class Columns:
 
     @classmethod
     def where(cls, chosen: Bool[Tensor, "R L"]) -> Columns:
-        """The columns chosen in each row. Rows with fewer repeat their first one, which computes the same again."""
+        """The columns chosen in each row. Rows with fewer repeat their first one, which changes no result."""
         most = max(1, int(chosen.sum(1).max()))
         index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         return cls(torch.where(chosen.gather(1, index), index, index[:, :1]))
 
     def places(self, asked: Int[Tensor, " n"], length: int) -> Int[Tensor, "R n"]:
-        """Where the asked columns of a canvas of `length` lie among these, below 0 where they do not."""
+        """The index of each asked column, on a canvas of `length`, among these; below 0 if it is not among them."""
         rows, size = self.index.shape
         if self.start is not None:
             at = asked - self.start
@@ -90,12 +90,12 @@ class Passes:
 
     Args:
         real: columns that are no padding, [R, L].
-        recorder: what records passes that say `fixed`; None: nothing does.
+        recorder: records passes that say `fixed`; None: none is recorded.
 
     Attributes:
         counts: forward evaluations by kind, "full" and "block".
         tokens: columns computed, all rows.
-        columns: of the pass that runs.
+        columns: those of the pass under way.
     """
 
     def __init__(self, model: Any, real: Bool[Tensor, "R L"], recorder: Recorder | None = None):
@@ -110,7 +110,7 @@ class Passes:
         self.times = 1  # evaluations that a pass counts for
 
     def plain(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a full pass reads: all real columns."""
+        """The keys and values that a full pass reads: those of all real columns."""
         return key, value, self.mask
 
     def full(self, canvas: Int[Tensor, "R L"], read: Read | None = None, fixed: bool = False) -> tuple[Tensor, Columns]:
@@ -123,8 +123,8 @@ class Passes:
     ) -> Float[Tensor, "R m d"]:
         """The states of some columns, after the final norm; the next pass may overwrite them.
 
-        fixed: later passes of the kind may have other values, while all that `read` names stays where it is and as
-            large as it is, and it looks up the columns here. Otherwise call `moved` before the next one.
+        fixed: whether later passes of this kind read tensors of the same addresses and shapes, with other values,
+            and look up their columns here. If an address changes, call `moved` before the next pass.
         """
         self.counts[kind] += self.times
         self.tokens += columns.index.numel()
@@ -132,21 +132,29 @@ class Passes:
         def forward(canvas: Tensor, index: Tensor) -> Tensor:
             return self.forward(canvas, Columns(index, columns.start), read)
 
-        if self.recorder is None or not fixed:
+        if not fixed:
             return forward(canvas, columns.index)
+        return self.replayed(kind, forward, canvas, columns.index)
+
+    def replayed(self, kind: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """The function of these inputs, recorded where passes are. One recording a kind, of the last shapes."""
+        if self.recorder is None:
+            return function(*inputs)
         found = self.recorded.get(kind)
-        if found is None or found.index.shape != columns.index.shape:
+        if found is None or any(kept.shape != x.shape for kept, x in zip(found.inputs, inputs, strict=True)):
             self.recorded.pop(kind, None)  # its memory first
-            found = self.recorded[kind] = Recorded(self.recorder, forward, canvas, columns.index)
-        return found(canvas, columns.index)
+            found = self.recorded[kind] = Recorded(self.recorder, function, *inputs)
+        return found(*inputs)
 
     def moved(self) -> None:
-        """What recorded passes read has got other addresses: they are recorded again."""
+        """Drop recordings because tensors that they read have other addresses; they are made again."""
         self.recorded = {}
 
     def release(self) -> None:
-        """The end of a call: recordings, and what passes kept, are free now and not when Python next looks for cycles.
-        Until then they would take memory, and a recording that is dropped while another one is made spoils it."""
+        """Free recordings and kept tensors at the end of a call, instead of when Python next collects cycles.
+
+        Until then they would take memory, and a recording that is freed while another is made would break that one.
+        """
         self.recorded, self.read = {}, None
 
     def forward(self, canvas: Int[Tensor, "R L"], columns: Columns, read: Read) -> Float[Tensor, "R m d"]:
@@ -172,15 +180,16 @@ class Passes:
 
 
 class Store:
-    """Keys and values of all columns, layer by layer, of which passes rewrite those that they compute. They stay where
-    they are from block to block."""
+    """Keys and values of all columns, layer by layer. A pass rewrites those of its columns. Addresses stay the same
+    from block to block.
+    """
 
     def __init__(self, passes: Passes):
         self.passes = passes
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def fill(self, canvas: Int[Tensor, "R L"]) -> tuple[Tensor, Columns]:
-        """A full pass, whose keys and values are kept."""
+        """The states of a full pass; its keys and values are kept."""
 
         def read(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             if layer == len(self.layers):
@@ -193,7 +202,7 @@ class Store:
         return self.passes.full(canvas, read)
 
     def update(self, canvas: Int[Tensor, "R L"], columns: Columns) -> tuple[Tensor, Columns]:
-        """A pass of some columns, which read the kept keys and values of the others."""
+        """The states of a pass over some columns, which read the kept keys and values of all others."""
         return self.passes.run(canvas, columns, self.read, "block", fixed=columns.start is not None), columns
 
     def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -211,7 +220,7 @@ class Store:
 
 @contextlib.contextmanager
 def sampling_attention(model: Any) -> Iterator[None]:
-    """While it lasts, the model's attention layers ask the pass that runs."""
+    """A context in which the model's attention layers read what the pass under way returns."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = NAME

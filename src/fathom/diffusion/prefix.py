@@ -24,7 +24,9 @@ class Prefix(Dual):
 
 
 class PrefixState(DualState):
-    """Columns after the block are rewritten in every step, so the store holds the same as of the prefix alone."""
+    """The state of a prefix cache. Columns after the block are rewritten in every step, so only the prefix
+    is reused.
+    """
 
     @property
     def last(self):

@@ -1,4 +1,4 @@
-"""Random order: what the training objective averages over."""
+"""Random order, over which the training objective is an average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that fills masks: block by block, step by step, whatever the policy, the schedule and the cache.
+"""The loop that fills masks, block by block and step by step, for every policy, schedule and cache.
 
     canvas = [prompt | mask × G],  nb = G / block_length blocks,  s = steps / nb steps each
     for each block, for each step:
@@ -7,7 +7,8 @@
         x̂      = argmax(l + T · Gumbel noise) in float64;   p = softmax(l) without noise
         reveal the candidates of highest rank (policy), as many as policy and schedule say
 
-The head runs only on hidden tokens that a pass predicts. A revealed token never changes. Rows are independent: noise,
+The head runs only on hidden tokens that a pass predicts; on a GPU on all tokens of the block where that keeps the shape
+of a step, so that it is recorded with its pass. A revealed token never changes. Rows are independent: noise,
 histories and counts are each row's own, and padding on the left is neither seen nor counted, so a row of a batch gets
 the tokens that it gets alone (up to rounding).
 """
@@ -24,9 +25,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fathom.decoding.graphs import recorder_for, unrecordable
+from fathom.decoding.graphs import recorder_for, records, unrecordable
 from fathom.decoding.switch import say
-from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
+from fathom.diffusion.base import Block, BlockCache, Policy, View, check_tokens, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
@@ -44,7 +45,7 @@ ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionGenerationConfig:
-    """How masks are filled.
+    """Options of the sampler that fills masks.
 
     Attributes:
         max_new_tokens: G, masks after the prompt.
@@ -52,16 +53,16 @@ class DiffusionGenerationConfig:
         steps: S, of all blocks together, at most G; None: G, one token a step.
         temperature: T of the sampling; 0 takes the likeliest token.
         top_k, top_p: sample among the k likeliest tokens, or the fewest with this mass (at temperature T).
-        policy: which tokens a step reveals, a method or its name (`fathom methods`).
-        schedule: how many, "linear", "dream" or "exact" (schedules.py).
-        block_cache: which columns a step computes, a method or its name; None computes all.
+        policy: which tokens a step reveals; a method or its name (`fathom methods`).
+        schedule: how many tokens a step reveals: "linear", "dream" or "exact" (schedules.py).
+        block_cache: which columns a step computes; a method or its name. None computes all.
         cfg_scale: w of l = l_u + (w + 1)(l_c − l_u), where l_u is for masks in place of the prompt; 0: none.
         cfg_keep_tokens: tokens of the prompt that stay under guidance.
         suppress_eos: "confidence" reveals EOS last; "logit" never predicts it; None: neither.
-        stop_at_eos: a row ends with its first EOS: padding follows it, and no more blocks once all rows have ended.
+        stop_at_eos: a row ends with its first EOS and is padded after it; no block follows once all rows have ended.
         infill: fill the masks within the prompt instead, as one block; max_new_tokens is 0 then.
         mask_token_id, shift, eos_token_id, pad_token_id: None takes the model's own; stock models need a mask token.
-        seed: of all noise; a list gives each row its own. Rows of one seed differ.
+        seed: of all noise; a list gives each row its own. Under one seed rows still get different noise.
         return_dict_in_generate: a `DiffusionOutput` instead of the ids alone.
 
     Raises ValueError for options out of range or that do not fit together.
@@ -139,7 +140,7 @@ class DiffusionGenerationConfig:
         return self.max_new_tokens if self.steps is None else self.steps
 
     def blocks(self, prompt: int, masks: int, shift: bool) -> list[Block]:
-        """The blocks after a prompt of so many columns; `masks`: the most that a row has to infill."""
+        """The blocks after a prompt of `prompt` columns. masks: the most masks that a row has to infill."""
         if self.infill:
             return [Block(0, 0, prompt, self.steps or masks, shift)]
         length = self.block_length or self.max_new_tokens
@@ -150,12 +151,12 @@ class DiffusionGenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionOutput:
-    """What was sampled, and how.
+    """Sampled tokens, with when and how they were revealed.
 
     Attributes:
         sequences: prompt and answer, [B, P + G].
         revealed: at which step each token was revealed, counted over all blocks; −1: it was given, or is padding.
-        confidence: the probability that the model gave it then; 0 where it was given.
+        confidence: the model's probability of each token when it was revealed; 0 where it was given.
         nfe: forward evaluations by kind of pass, "full" and "block"; guidance counts twice.
         columns: tokens that went through the model, of all rows.
         cache_bytes: the most that the block cache kept.
@@ -175,7 +176,7 @@ def configured(
     kind: Any = DiffusionGenerationConfig,
     elsewhere: Mapping[str, str] = MappingProxyType(ELSEWHERE),
 ) -> Any:
-    """A config of that kind with keyword arguments of generate() over it.
+    """A config of class `kind`, overridden by keyword arguments of generate().
 
     elsewhere: options of other models, and what to give instead. Raises ValueError for these, for unknown options and
     for another kind of config.
@@ -201,14 +202,14 @@ def generate(
     on_block: Callable[[Tensor, int], None] | None = None,
     **options: Any,
 ) -> Tensor | DiffusionOutput:
-    """Fill masks after the prompts, or within them, by any bidirectional model: ours, or a stock Llama, Qwen2 or Qwen3
-    model whose config says `is_causal=False`.
+    """Token ids with masks filled in, after the prompts or within them, by any bidirectional model: ours, or a stock
+    Llama, Qwen2 or Qwen3 model whose config says `is_causal=False`.
 
     inputs: prompts, padded on the left where `attention_mask` is 0.
-    on_block: called with the canvas and the column where the finished part ends, after every block.
-    options: fields of the config, over `generation_config`.
+    on_block: called after every block with the canvas and the end of its finished part.
+    options: fields of the config, which override `generation_config`.
 
-    Raises ValueError for what does not fit together, naming the argument.
+    Raises ValueError, naming the argument, for arguments that do not fit together.
     """
     sampler = Sampler(model, inputs, attention_mask, configured(generation_config, options))
     training = model.training
@@ -240,6 +241,7 @@ class Sampler:
                 f"attention_mask of shape {list(attention_mask.shape)}: must be that of inputs, {list(inputs.shape)}"
             )
         real = attention_mask.bool()
+        check_tokens(inputs, real, model.config.vocab_size)
         ended = (real[:, :-1] & ~real[:, 1:]).any(1)
         if ended.any():
             raise ValueError(
@@ -313,7 +315,7 @@ class Sampler:
             )
 
     def run(self, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
-        """One answer for every row."""
+        """Token ids, or a `DiffusionOutput`, with one answer for every row."""
         config, canvas = self.config, self.canvas
         guided = config.cfg_scale != 0
         real = torch.cat([self.real, self.real]) if guided else self.real
@@ -330,7 +332,7 @@ class Sampler:
             passes.release()
 
     def fill(self, passes: Passes, on_block: Callable[[Tensor, int], None] | None) -> DiffusionOutput:
-        """All blocks, one after the other."""
+        """Fill all blocks, one after the other."""
         config, canvas = self.config, self.canvas
         cache = config.block_cache.new_state(passes)  # type: ignore[union-attr]
         memory = config.policy.new_memory(len(canvas))  # type: ignore[union-attr]
@@ -368,7 +370,7 @@ class Sampler:
         return DiffusionOutput(canvas, revealed, confidence, dict(passes.counts), passes.tokens, bytes_kept)
 
     def recorder(self) -> Any:
-        """What records passes of fixed shape; None where the device has nothing for it, or the model forbids it."""
+        """The recorder of passes of fixed shape; None if the device has none or the model cannot be recorded."""
         recorder = recorder_for(self.canvas.device)
         reason = "" if recorder is None else unrecordable(self.model)
         if reason:
@@ -379,7 +381,7 @@ class Sampler:
         return (canvas == self.mask_id) & self.real
 
     def ended(self, canvas: Tensor) -> Bool[Tensor, "B m"]:
-        """The EOS tokens of the answers."""
+        """The mask of EOS tokens in the answers."""
         if not self.eos:
             raise ValueError("stop_at_eos=True: the model names no EOS token; give eos_token_id")
         ends = torch.isin(canvas, self.ends)
@@ -388,7 +390,7 @@ class Sampler:
     def step(
         self, canvas: Tensor, hidden: Tensor, block: Block, step: int, quota: Tensor, cache: Any, memory: Any
     ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
-        """The tokens that this step reveals, −1 elsewhere, and their probabilities."""
+        """The tokens that this step reveals (−1 elsewhere), and their probabilities."""
         config, policy, rows = self.config, self.config.policy, len(canvas)
         assert isinstance(policy, Policy)
         guided = config.cfg_scale != 0
@@ -397,10 +399,16 @@ class Sampler:
             states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
+        first_alone = config.block_cache.first_reveal(block, step)  # type: ignore[union-attr]
+        place = None if first_alone else self.fixed_place(block, columns)
+        if place is not None:
+            size = block.stop - block.start
+            inputs = states[:, place : place + size], hidden[:, block.start : block.stop], quota
+            return self.fixed_step(*inputs, passes=cache.passes, last=step == block.steps - 1)
         # guidance computes the same columns of both halves
         at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
         candidates = hidden[:, block.start : block.stop] & (at >= 0)
-        if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]
+        if first_alone:
             candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
             quota = candidates.sum(1)
 
@@ -440,6 +448,62 @@ class Sampler:
                 for r, c in zip(where.split(1024), there.split(1024), strict=True)
             ]
             view.others = torch.cat(most), where
+        return self.decide(view, quota, memory)
+
+    def fixed_place(self, block: Block, columns: Any) -> int | None:
+        """Where among the columns of a pass the states lie that predict the block, one after the other; None where they
+        do not, and where a step has no fixed shape."""
+        config, start = self.config, block.start - int(block.shift)
+        fixed = config.policy.fixed_shape and config.temperature == 0  # type: ignore[union-attr]
+        if not fixed or columns.start is None or start < 0 or not records(self.canvas.device):
+            return None
+        place = start - columns.start
+        return place if 0 <= place <= columns.index.shape[1] - (block.stop - block.start) else None
+
+    def fixed_step(
+        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], *, passes: Passes,
+        last: bool,
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
+        """`step` after its pass, of fixed shape: recorded, but for a block's last step."""
+        inputs = states, hidden, quota
+        if last:
+            return self.reveal(*inputs, last=True)
+        return passes.replayed("reveal", self.reveal, *inputs)
+
+    def reveal(
+        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], last: bool = False
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """The tokens that a step reveals, −1 elsewhere, and their probabilities, given the states that predict every
+        token of the block. It reads no value, and all shapes are those of its arguments."""
+        rows = len(hidden)
+        logits = self.head(states[:rows])
+        if self.config.cfg_scale != 0:
+            free = self.head(states[rows:])
+            logits = free + (self.config.cfg_scale + 1) * (logits - free)
+        logits = self.without_forbidden(logits.flatten(0, 1))
+        log_probs = logits.log_softmax(-1)
+        found = logits.argmax(-1)
+        probability = log_probs.gather(1, found[:, None]).exp()
+        view = View(
+            candidates=hidden,
+            log_probs=log_probs,
+            tokens=found.view_as(hidden).masked_fill(~hidden, 0),
+            probability=probability.view_as(hidden).masked_fill(~hidden, 0),
+            hidden=None,
+            others=None,
+            step=int(last),
+            steps=2,
+            generators=self.generators,
+            whole=True,
+        )
+        return self.decide(view, quota, None)
+
+    def decide(
+        self, view: View, quota: Int[Tensor, " B"], memory: Any
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """Of what a view predicts, the tokens to reveal, −1 elsewhere, and the probabilities of all."""
+        config, policy, candidates = self.config, self.config.policy, view.candidates
+        assert isinstance(policy, Policy)
         probability = view.probability
         held = None
         if config.suppress_eos == "confidence" and self.eos:
@@ -461,9 +525,9 @@ class Sampler:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        """The mask token, and EOS where it is suppressed, have no probability. In place: the head made them for us."""
+        """The logits with −∞ for the mask token, and for EOS where it is suppressed. They are changed in place."""
         for token in (self.mask_id, *(self.eos if self.config.suppress_eos == "logit" else ())):
-            logits[:, token] = -torch.inf
+            logits[:, token].fill_(-torch.inf)  # an assignment makes a tensor of the number, which no recording keeps
         return logits
 
     def choose(self, logits: Float[Tensor, "N V"], row: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
@@ -481,10 +545,10 @@ class Sampler:
 
 
 def aligned(config: DiffusionGenerationConfig, prompt: int, begun: int, size: int) -> list[Block]:
-    """The blocks after a prompt of so many columns, whose last block has `begun` tokens, 0 if it is whole.
+    """The blocks after a prompt of `prompt` columns, whose last block has `begun` tokens (0 if it is whole).
 
-    The first one is what that block lacks, and the last one may be short. Each has the steps of a whole block, but no
-    more than it has tokens.
+    The first block completes that one, and the last may be short. Each has as many steps as a whole block, but at most
+    one for each of its tokens.
     """
     stop, steps = prompt + config.max_new_tokens, config.blocks(prompt, 0, False)[0].steps
     starts = [prompt, *range(prompt - begun + size, stop, size)]
@@ -493,7 +557,7 @@ def aligned(config: DiffusionGenerationConfig, prompt: int, begun: int, size: in
 
 
 def for_blocks(config: DiffusionGenerationConfig, size: int) -> DiffusionGenerationConfig:
-    """The config for a model of block diffusion, with the cache that is its own."""
+    """The config for a model of block diffusion, with its exact cache."""
     from fathom.diffusion.block import Exact
 
     if config.infill:
@@ -540,6 +604,16 @@ def mask_token(model: Any, config: DiffusionGenerationConfig) -> tuple[int, bool
         token = found if token is None else token
     shift = config.shift if config.shift is not None else own.get("shift", getattr(model.config, "shift", False))
     size = model.config.vocab_size
+    used = config.eos_token_id is not None or config.suppress_eos == "logit"  # a model's own may lie outside, unused
+    asked = {
+        "eos_token_id": end_tokens(model, config) if used else [],
+        "pad_token_id": [] if config.pad_token_id is None else [config.pad_token_id],
+        "cfg_keep_tokens": config.cfg_keep_tokens,
+    }
+    for name, some in asked.items():
+        for one in some:
+            if not 0 <= one < size:
+                raise ValueError(f"{name}={one}: must be at least 0 and below vocab_size={size}")
     if token is None:
         raise ValueError(f"mask_token_id=None: {type(model).__name__} names no mask token; give its id, below {size}")
     if not 0 <= token < size:

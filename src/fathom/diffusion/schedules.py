@@ -1,8 +1,8 @@
-"""How many hidden tokens of a block a step reveals, by row: functions of what is hidden and of the step.
+"""Schedules: how many hidden tokens of a block a step reveals in each row.
 
 linear   ⌊k/s⌋, and one more in the first k mod s steps                           (LLaDA, arXiv 2502.09992)
-dream    ⌊n · (1 − t_{i+1}/t_i)⌋ of the n that are hidden now, t from 1 to 0.001 in s equal parts, so that rounding
-         leaves the more for the last step                                        (Dream, arXiv 2508.15487)
+dream    ⌊n · (1 − t_{i+1}/t_i)⌋ of the n that are hidden now, t from 1 to 0.001 in s equal parts; rounding leaves
+         extra tokens to the last step                                            (Dream, arXiv 2508.15487)
 exact    ⌊k (i+1)/s⌋ − ⌊k i/s⌋: after i + 1 steps the share (i+1)/s is revealed, in whole numbers
 
 k: hidden tokens of the row's block at its start; s: steps of the block; i: this step, from 0. The last step reveals all

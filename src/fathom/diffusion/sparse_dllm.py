@@ -1,13 +1,14 @@
-"""Sparse-dLLM (arXiv 2508.02558): of what lies outside the block, only the tokens that its queries look for are kept.
+"""Sparse-dLLM (arXiv 2508.02558): of the tokens outside the block, only those that its queries score highest are kept.
 
-Once a block and layer, after `delay_steps` full passes, with q̄ the mean of the block's queries and g(h) the key head of
-query head h:
+Once a block and layer, after `delay_steps` full passes, with q̄ the mean of the block's queries and g(h) the key head
+of query head h:
 
     s_hj = q̄_h · k_g(h)j;   I_j = mean_h s_hj;   Ĩ = max-pool(I, kernel_size)        j outside the block
     kept = the ⌊keep_ratio · n⌋ of highest Ĩ among n;   later steps: K, V = [kept; fresh block]
 
-One set a layer for all its heads. Equal scores: the earlier token. Pooling runs over the joint of prefix and suffix
-unless `pool_across_seam` is false. Padding is never kept, and n counts without it. The authors' code works for one row.
+All heads of a layer keep the same set. Among equal scores the earlier token stays. Pooling crosses the joint of prefix
+and suffix unless `pool_across_seam` is false. Padding is never kept nor counted in n. The authors' code works for one
+row.
 
 On shifted models the block's first token is predicted by the column before it. `first_step` "official" reveals that
 token, and it alone, in step 0; "extra_query" computes the column with the block, and keeps no other state of it.
@@ -39,12 +40,12 @@ class SparseDLLM(BlockCache):
     keep_ratio: share of the tokens outside the block that a layer keeps, in [0, 1]; or one a layer.
     kernel_size: width of the max-pooling of scores, odd; None: no pooling.
     delay_steps: full passes of a block before the one that evicts.
-    score: "dot", mean products of the block's mean query, as the authors' code; "softmax" of them, by head. Baselines:
-        "snapkv", every query's own softmax; "nearest" to the block; "random".
+    score: "dot", mean products with the block's mean query, as in the authors' code; "softmax", their softmax by head.
+        Baselines: "snapkv", every query's own softmax; "nearest" to the block; "random".
     score_dtype: "float32" (or wider), or "model".
     pool_across_seam: pooling joins the last token before the block and the first after it.
-    evict: "all", or "suffix": tokens before the block all stay.
-    first_step: of shifted models, "official" or "extra_query".
+    evict: "all", or "suffix", which keeps all tokens before the block.
+    first_step: for shifted models, "official" or "extra_query".
     seed: of random scores.
     """
 
@@ -101,8 +102,8 @@ class SparseDLLM(BlockCache):
 
 @dataclasses.dataclass
 class Kept:
-    """What a layer keeps: keys and values, after which a step of the block writes its own; which of them are real
-    (None: all), and their columns."""
+    """The keys and values that a layer keeps, followed by room for the block's own; which of them are real (None: all),
+    and their columns."""
 
     key: Float[Tensor, "R G m+n D"]
     value: Float[Tensor, "R G m+n D"]
@@ -148,7 +149,7 @@ class SparseState(BlockState):
         return self.passes.run(canvas, columns, self.read, "block", fixed=True), columns
 
     def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a step of the block reads."""
+        """The keys and values that a step of the block reads."""
         kept = self.layers[layer]
         size = kept.columns.shape[1]
         kept.key[:, :, size:], kept.value[:, :, size:] = key, value
@@ -156,7 +157,7 @@ class SparseState(BlockState):
         return kept.key, kept.value, mask
 
     def evict(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A full pass, which sees all and keeps what scores highest."""
+        """What a full pass reads, that is everything; keeps the tokens that score highest."""
         ratio = self.method.ratio(layer, self.passes.model.config.num_hidden_layers)
         scores = self.scores(layer, query, key)
         if self.method.evict == "suffix":
@@ -181,7 +182,7 @@ class SparseState(BlockState):
         return key, value, self.passes.mask
 
     def keep(self, layer: int, new: Kept) -> None:
-        """In the place of what the layer kept of the block before, where it is as large."""
+        """Keep new tensors, at the address of the last block's if they have the same shapes."""
         if layer == len(self.layers):
             self.layers.append(new)
         elif self.layers[layer].alike(new):
@@ -227,7 +228,7 @@ class SparseState(BlockState):
         return torch.cat([F.max_pool1d(part[:, None], width, 1, width // 2)[:, 0] for part in parts], dim=1)
 
     def nbytes(self):
-        """Bytes of what is kept, without the block's own states, which come and go."""
+        """Bytes of the kept keys and values, without the block's own."""
         return sum(
             x.numel() // x.shape[2] * kept.columns.shape[1] * x.element_size()
             for kept in self.layers

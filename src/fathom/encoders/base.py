@@ -6,8 +6,8 @@ An encoder is one of three, and its config says which (`config.host`):
     bart      transformers' BART                                          models/seq2seq_bart.py
     longt5    transformers' LongT5                                        models/seq2seq_longt5.py
 
-A method runs the host's layers (`forward`), or says what their self-attention is instead (`attention`). What follows
-the encoder, a decoder with its caches or a head, knows nothing of it but the mask of what it reads (`memory_mask`).
+A method runs the host's layers (`forward`), or replaces their self-attention (`attention`). What follows the encoder, a
+decoder with its caches or a head, learns only which positions of the output are real (`memory_mask`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Encoder(Method):
     def forward(
         self, x: Float[Tensor, "B T d"], mask: Bool[Tensor, "B T"] | None, layers: Sequence[Layer], first: int = 0
     ) -> Float[Tensor, "B S d"]:
-        """The layers, one after the other, on embedded tokens. The `first` tokens are no text (a CLS token)."""
+        """The output of the layers on embedded tokens. The `first` tokens are no text (a CLS token)."""
         for layer in layers:
             x = layer(x, mask)
         return x
 
     def memory_mask(self, mask: Bool[Tensor, "B T"] | None, layers: int, first: int = 0) -> Tensor | None:
-        """Which positions of the output are real, by which of the input's are; None: all."""
+        """The mask of the output's real positions, given that of the input; None: all are real."""
         return mask
 
     def attention(self, config: Any, has_relative_attention_bias: bool) -> nn.Module | None:
-        """What stands in LongT5's layers for their self-attention, with the parameters of that; None: nothing does."""
+        """The module that replaces self-attention in LongT5's layers, with the same parameters; None: none does."""
         return None
 
     @classmethod

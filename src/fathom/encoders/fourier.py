@@ -1,10 +1,10 @@
-"""Fourier Transformer (arXiv 2305.15099): between two encoder layers only the low frequencies of the sequence stay.
+"""Fourier Transformer (arXiv 2305.15099): a low-pass filter along the sequence between two encoder layers.
 
     C = DCT-II(X) along the tokens, orthonormal;   K = ⌈ρT⌉;   Y = inverse DCT of length K of C_{k<K}
 
 Y = A X with A Aᵀ = I, without parameters; in fp32 or wider. Energy is kept, so a constant grows by √(T/K);
-`rescale` "amplitude" undoes that. The official code casts to half precision, has the padding of a batch in every
-coefficient of every row (here `padding` "leak"), and counts a CLS token that it does not filter (`count_cls`).
+`rescale` "amplitude" undoes that. The official code casts to half precision, lets padding into every coefficient of
+every row (here `padding` "leak"), and counts a CLS token that it does not filter (`count_cls`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Fourier(Shortening):
 
     @dataclasses.dataclass(frozen=True)
     class Options(ShorteningOptions):
-        """rescale: "none" keeps the energy, as in the official code; "amplitude" what is constant.
+        """rescale: "none" keeps the energy, as in the official code; "amplitude" keeps constants.
         transform: "fft", "matmul" or "auto", which chooses by length.
         """
 
@@ -44,7 +44,7 @@ class Fourier(Shortening):
 
     @classmethod
     def map_flops(cls, options, before, after):
-        """2·K·T as a product, about 2·T·log₂T by FFT."""
+        """FLOPs of the filter on one channel: 2·K·T as a matrix product, about 2·T·log₂T by FFT."""
         by_fft = options.transform == "fft" or (options.transform == "auto" and before > LONGEST_PRODUCT)
         return 2 * before * math.log2(before) if by_fft else 2 * after * before
 

@@ -2,12 +2,12 @@
 
     y_b = softmax(q_b K_bᵀ + bias) V_b,   K_b = own block and neighbours in full, then means of 2, 4, … tokens
 
-The equation of the tree and of the choice of nodes is in ops/fovea_attention. T5's conventions: no scaling, one bias
-table, in the first layer, for all. Distances are counted in slots, so beyond the direct neighbours the bias is that of
-the farthest bucket where block_len ≥ `relative_attention_max_distance`.
+The equation of the tree and of the choice of nodes is in ops/fovea_attention. Conventions are T5's: no scaling, and one
+bias table, in the first layer, for all layers. Distances are counted in slots, so if block_len ≥
+`relative_attention_max_distance`, all but direct neighbours get the bias of the farthest bucket.
 
 The official code lets padding into the means of real tokens (`pool` "pairwise"), builds its lists in every forward, and
-chooses nodes by the batch's length; here they are those of the row's own length.
+chooses nodes by the length of the batch; here a row's nodes depend on its own length.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Fovea(Encoder):
         """wing_size: w, nodes of every level on each side, at least 1.
         block_len: L, tokens of a block; even.
         stop_level: levels of the tree, at least 1; 1 is full attention.
-        steps: from level to level, "gradual", or from full resolution to the coarsest, "two": the control.
-        boundary: what no whole node covers at the ends stays unseen, "drop", or is covered by smaller ones, "fill".
-        pool: a node is the mean of its real tokens, "count", or of its halves, padding and all, "pairwise", as in the
-            official code.
+        steps: "gradual" goes from level to level; "two", the control, from full resolution to the coarsest level.
+        boundary: tokens at the ends that no whole node covers: "drop" leaves them unseen, "fill" covers them by
+            smaller nodes.
+        pool: "count" makes a node the mean of its real tokens; "pairwise", as in the official code, the mean of its two
+            halves, padding included.
         preserve_mass: a mean of n tokens weighs as n tokens.
         """
 
@@ -71,7 +72,9 @@ class Fovea(Encoder):
 
     @classmethod
     def flops(cls, config, options, length):
-        """4·N·L·n̄·h·d a layer for scores and weighted values, n̄ the mean nodes of a block and N whole blocks."""
+        """FLOPs of the layers: scores and weighted values take 4·N·L·n̄·h·d each layer, n̄ the mean nodes
+        of a block.
+        """
         size = options.block_len
         blocks = -(-length // size)
         nodes = mean_nodes(blocks, options.wing_size, options.stop_level, options.boundary, options.steps)
@@ -91,7 +94,7 @@ class FoveaAttention(LongT5LocalAttention):
         )
 
     def bias_by_distance(self) -> Tensor:
-        """The table read at every distance −D … D: beyond, the bucket is the last."""
+        """The bias table read at every distance −D … D; beyond, all distances share the last bucket."""
         farthest = self.relative_attention_max_distance
         distance = torch.arange(-farthest, farthest + 1, device=self.relative_attention_bias.weight.device)
         bucket = self._relative_position_bucket(
@@ -106,7 +109,7 @@ class FoveaAttention(LongT5LocalAttention):
         position_bias: tuple[Tensor, Reads] | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, Reads]]:
-        """Returns the output, and what the first layer makes for all: the bias by distance, and the lists of nodes.
+        """The output, and what the first layer makes for all layers: the bias by distance, and the lists of nodes.
         `mask` [B, N]."""
         if output_attentions:
             raise ValueError("output_attentions=True with encoder='fovea': weights are of means, not of tokens")

@@ -1,4 +1,4 @@
-"""The host's own encoder, every layer on every token: what the other methods are compared with."""
+"""The host's own encoder, every layer on every token: the baseline of the other methods."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fathom.models.registry import register
 
 @register("encoder", "mean_pool")
 class MeanPool(Shortening):
-    """Neighbouring tokens become their mean; K and everything else are as with `fourier`."""
+    """Neighbouring tokens become their mean; K and everything else as in `fourier`."""
 
     summary = "Between two layers neighbouring tokens become their mean: K = ⌈ρT⌉ tokens."
     equation = "Y_n = mean X_t,  ⌊nT/K⌋ ≤ t < ⌈(n+1)T/K⌉"
@@ -25,7 +25,7 @@ class MeanPool(Shortening):
 
     @dataclasses.dataclass(frozen=True)
     class Options(ShorteningOptions):
-        """As of `fourier`."""
+        """The options of `fourier` but for `rescale` and `transform`."""
 
     def resample(self, x, cut):
         n = torch.arange(cut.most, device=x.device)

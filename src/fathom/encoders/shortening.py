@@ -1,10 +1,9 @@
-"""What Fourier's filter and its controls share: between two layers the sequence becomes K ≤ T tokens, Y = A X.
+"""Shortening, as `fourier` and its controls do it: between two layers the sequence becomes K ≤ T tokens, Y = A X.
 
     K = ⌈ρT⌉;   every layer from there on works on K tokens
 
-with A [K, T] a fixed map along the sequence, without parameters: a low-pass filter, means, every n-th token, or the
-first ones. A method is one `resample`. The rest (where, of which rows, what the residuals are) is here once, so that
-all of them differ in A alone.
+A [K, T] is a fixed map along the sequence, without parameters: a low-pass filter, means, every n-th token, or the first
+K. A method is one `resample`, that is A. All else (layers, rows, residuals) is here once for all methods.
 
     post-norm (BART):   x ← layer(A x)
     pre-norm (ours):    S = A norm₁(x);   x ← R + attention(S),  R = S, or A x under `residual` "filtered"
@@ -37,11 +36,11 @@ class Cut:
     """One shortening of a batch. Rows are first aligned to the left, without their padding.
 
     Attributes:
-        method: whose map it is.
+        method: the method whose map this is.
         first: leading tokens that stay as they are.
         lengths, kept: tokens of each row before and after, without the first ones [B], or [1] where rows are alike.
-        longest, most: their maxima.
-        order: where the tokens of an aligned row come from, real ones first; None: they are where they were.
+        longest, most: maxima of `lengths` and of `kept`.
+        order: source index of each token of an aligned row, real ones first; None: no token moved.
     """
 
     method: Shortening
@@ -54,20 +53,20 @@ class Cut:
 
     @property
     def mask(self) -> Bool[Tensor, "B K"] | None:
-        """Which tokens are real afterwards; None: all."""
+        """The mask of real tokens after the shortening; None: all are real."""
         if self.order is None:
             return None
         return torch.arange(self.first + self.most, device=self.kept.device) < (self.first + self.kept)[:, None]
 
     def down(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B K d"]:
-        """The shorter rows."""
+        """The shortened rows of x."""
         if self.order is not None:
             x = x.gather(1, self.order[..., None].expand_as(x))
         short = self.method.resample(x[:, self.first :], self)
         return torch.cat((x[:, : self.first], short), dim=1) if self.first else short
 
     def positions(self, positions: Tensor) -> Tensor:
-        """Where the shorter tokens stand: the centre of the stretch that each stands for."""
+        """Positions of the shortened tokens: each has the centre of the stretch of tokens that it replaces."""
         if self.order is not None:
             positions = positions.expand(len(self.order), -1).gather(1, self.order)
         positions = positions.to(torch.float64)
@@ -78,8 +77,11 @@ class Cut:
 def stretch(
     x: Float[Tensor, "B S d"], lengths: Int[Tensor, " R"], wanted: Int[Tensor, " R"], longest: int, how: str
 ) -> Float[Tensor, "B longest d"]:
-    """Rows of `lengths` tokens as rows of `wanted` tokens, each from the "nearest" (the one at ⌊tS/T⌋) or "linear" from
-    the two around it, tokens being the centres of equal cells."""
+    """Rows of S = `lengths` tokens as rows of T = `wanted` tokens.
+
+    how: "nearest" (token t is the old one at ⌊tS/T⌋) or "linear" (from the two around it, with tokens as the centres of
+        equal cells).
+    """
     t = torch.arange(longest, device=x.device)
 
     def pick(index: Tensor) -> Tensor:
@@ -104,11 +106,11 @@ class Shortening(Encoder):
     options: Any
 
     def resample(self, x: Float[Tensor, "B T d"], cut: Cut) -> Float[Tensor, "B K d"]:
-        """A x for left-aligned rows of `cut.lengths` tokens; what lies past a row's `cut.kept` tokens is masked."""
+        """A x for left-aligned rows of `cut.lengths` tokens; outputs after a row's first `cut.kept` are masked."""
         raise NotImplementedError  # abstract
 
     def cut(self, mask: Bool[Tensor, "B T"] | None, length: int, device: Any, first: int) -> Cut:
-        """The shortening of rows of `length` tokens, of which `mask` says the real ones."""
+        """The shortening of a batch with `length` columns; `mask` marks the real tokens."""
         order = None
         lengths = torch.tensor([length], device=device)
         if mask is not None:
@@ -141,7 +143,7 @@ class Shortening(Encoder):
         return x
 
     def restored(self, blocks: list[Tensor], cuts: list[Cut]) -> Float[Tensor, "B T d"]:
-        """x₀ + Σ_j up(x_j): the source's length again, every row's tokens where they were."""
+        """x₀ + Σ_j up(x_j): the output at the source's length, with every token in its old place."""
         whole, source = blocks[0], cuts[0]
         lengths = [cut.lengths for cut in cuts[1:]] + [cuts[-1].kept]
         for x, length in zip(blocks[1:], lengths, strict=True):
@@ -169,7 +171,7 @@ class Shortening(Encoder):
 
     @classmethod
     def lengths(cls, config: Any, options: Any, length: int) -> list[tuple[int, int]]:
-        """For every layer the tokens that come to it and those that it reads, of `length` without padding."""
+        """For every layer, the number of tokens before and after its shortening, out of `length` unpadded ones."""
         layers, first = config.num_hidden_layers, getattr(config, "first", 0)
         found = []
         for index in range(layers):
@@ -181,7 +183,7 @@ class Shortening(Encoder):
 
     @classmethod
     def flops(cls, config, options, length):
-        """Every layer at its own length, and the map to it."""
+        """FLOPs of all layers, each at its own length, and of the maps between lengths."""
         total = 0.0
         for before, after in cls.lengths(config, options, length):
             total += config.layer_flops(after, after)
@@ -215,8 +217,8 @@ class Shortening(Encoder):
 
 
 def kept_tokens(options: Any, lengths: Any, first: int) -> Any:
-    """K = ⌈ρT⌉ in exact arithmetic, for whole numbers or tensors of them. T is without the `first` tokens, or with them
-    under `count_cls`; there are never more than there were."""
+    """K = ⌈ρT⌉ in exact arithmetic, for whole numbers or tensors of them. T excludes the `first` tokens unless
+    `count_cls`; K is at most the number of tokens that there were."""
     ratio = Fraction(str(options.ratio))
     counted = lengths if options.count_cls else lengths - first
     kept = -(-counted * ratio.numerator // ratio.denominator)
@@ -224,7 +226,7 @@ def kept_tokens(options: Any, lengths: Any, first: int) -> Any:
 
 
 def options_places(options: Any, host: str, layers: int) -> tuple[int, ...]:
-    """The shortening layers: those of the options, or the host's."""
+    """The shortening layers: those of the options, or the host's default."""
     return PLACES[host] if options.filter_layers is None else options.filter_layers
 
 
@@ -234,7 +236,7 @@ def global_residual(options: Any, host: str) -> bool:
 
 
 def two_sided(mask: Tensor | None) -> Bool[Tensor, "B T"] | None:
-    """The mask as bool, None where it hides nothing. Raises ValueError for one that is not of tokens."""
+    """The mask as bool, None where it hides nothing. Raises ValueError for a mask that is not [batch, tokens]."""
     if mask is None:
         return None
     if mask.ndim != 2:
@@ -249,9 +251,9 @@ class ShorteningOptions:
 
     ratio: ρ, the share of the tokens that is kept; in (0, 1].
     filter_layers: layers that read fewer tokens, from 0; None: 2 in BART (after two layers), 0 in a classifier.
-    residual: in a classifier, what the layer's output is added to: the shortened norm of its input, "filtered_norm", as
-        in the official code, or the shortened input, "filtered".
-    global_residual: the output has the source's length; None: in BART.
+    residual: in a classifier, what the layer's output is added to: "filtered_norm", the shortened norm of its input, as
+        in the official code, or "filtered", the shortened input.
+    global_residual: whether the output has the source's length; None: only in BART.
     upsample: how a shorter sequence is added to a longer one, "nearest" or "linear".
     padding: "per_sample" shortens every row by itself; "leak" the padded batch, whose padding counts from then on.
     count_cls: K counts a CLS token that is not filtered, as the official code does.

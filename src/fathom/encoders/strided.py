@@ -1,4 +1,4 @@
-"""Every n-th token alone goes on between two encoder layers.
+"""Every n-th token is kept between two encoder layers.
 
 Y_n = X_⌊nT/K⌋
 """
@@ -14,7 +14,7 @@ from fathom.models.registry import register
 
 @register("encoder", "strided")
 class Strided(Shortening):
-    """Tokens at equal distances; K and everything else are as with `fourier`."""
+    """Tokens at equal distances; K and everything else as in `fourier`."""
 
     summary = "Between two layers every n-th token goes on: K = ⌈ρT⌉ tokens."
     equation = "Y_n = X_⌊nT/K⌋"
@@ -23,7 +23,7 @@ class Strided(Shortening):
 
     @dataclasses.dataclass(frozen=True)
     class Options(ShorteningOptions):
-        """As of `fourier`."""
+        """The options of `fourier` but for `rescale` and `transform`."""
 
     def resample(self, x: Any, cut: Cut) -> Any:
         return stretch(x, cut.lengths, cut.kept, cut.most, "nearest")

@@ -1,4 +1,4 @@
-"""The source cut to its first K tokens: what is done where an encoder is too dear.
+"""The source cut to its first K tokens: the usual remedy where an encoder is too expensive.
 
 Y = X_{t<K}
 """
@@ -22,8 +22,8 @@ class Truncation(Shortening):
 
     @dataclasses.dataclass(frozen=True)
     class Options(ShorteningOptions):
-        """filter_layers: as of `fourier`; (0,), the source itself is cut.
-        global_residual: as of `fourier`.
+        """filter_layers: as in `fourier`; (0,) cuts the source itself.
+        global_residual: as in `fourier`.
         """
 
         filter_layers: tuple[int, ...] | None = (0,)

@@ -1,4 +1,4 @@
-"""From a checkpoint to numbers: perplexity, bits per byte, lm_eval tasks, retrieval from long texts."""
+"""Evaluation of checkpoints: perplexity, bits per byte, lm_eval tasks, retrieval from long texts."""
 
 from fathom.evaluate.load_model import load_checkpoint
 from fathom.evaluate.long_context import evaluate_long, nats_by_position

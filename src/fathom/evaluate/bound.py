@@ -1,7 +1,7 @@
 """Text under a masked diffusion model: an upper bound on its loss, over the windows and targets of `text.py`.
 
-A window's targets are hidden in part, draw by draw (fathom.diffusion.likelihood); what precedes them is always seen,
-and nothing follows. So the numbers stand beside those of an autoregressive model, as bounds.
+In each draw some of a window's targets are hidden (fathom.diffusion.likelihood). Tokens before the targets are always
+seen, and none follow. So the numbers compare with those of an autoregressive model, as upper bounds.
 """
 
 from __future__ import annotations

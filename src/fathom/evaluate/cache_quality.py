@@ -1,7 +1,7 @@
 """Quality under a cache: perplexity by position (teacher forced through the cache), passkey and needle grids.
 
-Text is fed `chunk` tokens at a time: a chunk attends to the cache and to itself, then the cache is compressed. Nothing
-is ever scored under full attention unless the method is `Full`.
+Text is fed `chunk` tokens at a time: a chunk attends to the cache and to itself, then the cache is compressed. So only
+the method `Full` is scored under full attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fathom.evaluate.long_context import FRUITS, TASKS, hidden
 def perplexity(
     model: nn.Module, input_ids: Tensor, method: CacheMethod, chunk: int = 64, bins: int = 8
 ) -> dict[str, Any]:
-    """Teacher-forced negative log-likelihood (nats a token) of rows [B,T] of equal length, but for the first token.
+    """Teacher-forced negative log-likelihood, in nats per token, of all but the first token of rows [B,T].
 
     Returns nll (mean), perplexity, nll_by_position (means over `bins` equal stretches), nll_by_row, and bytes,
     real_ratio and note (CompressionReport) after the last chunk.
@@ -70,7 +70,7 @@ def retrieval(
     method: CacheMethod,
     chunk: int,
 ) -> list[bool]:
-    """For each row of contexts [B,T] whether the greedy continuation of the question begins with the row's answer.
+    """Whether, for each row of contexts [B,T], the greedy continuation of the question begins with the row's answer.
 
     Contexts are read alone, `chunk` tokens at a time (the method does not see the question), then the question.
     """

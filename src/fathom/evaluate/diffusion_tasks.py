@@ -5,7 +5,7 @@
                      upper bounds. "Greedy" is what the sampler writes at temperature 0, one token a step
     generate_until   blocks of at most `BLOCK` tokens from left to right, one token a step, cut at the stop sequences
 
-Nothing follows a continuation, and the draws of a request follow from its tokens: batches do not change a score.
+Nothing follows a continuation, and a request's draws depend only on its tokens, so batches do not change a score.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 32
 
 
 class DiffusionLM(HFLM):
-    """A model of the section `diffusion` in lm_eval's terms; tokens, chat templates and lengths are as of any other."""
+    """A diffusion model as a model of lm_eval; tokens, chat templates and lengths are handled as for any other."""
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None
@@ -47,7 +47,7 @@ class DiffusionLM(HFLM):
         return found
 
     def scores(self, ids: torch.Tensor, size: int) -> list[tuple[float, bool]]:
-        """The bound of each row's last `size` tokens, and whether the model writes them itself."""
+        """The bound of each row's last `size` tokens, and whether the sampler writes the same ones."""
         if size == 0:
             return [(0.0, True)] * len(ids)
         model: Any = self.model

@@ -1,4 +1,4 @@
-"""Downstream accuracies of a comparison's models, by lm_eval, and which tasks tell the models from guessing."""
+"""Downstream accuracies of a comparison's models, by lm_eval, and the tasks on which they differ from guessing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Accuracy:
     """A model's accuracy on one task. Attributes:
     metric: lm_eval's name of it.
     value, error: the share of documents that it has right, and the standard error over documents.
-    chance: what guessing gets: 1/choices, on average; 0 where a text must be written.
-    documents: how many.
+    chance: accuracy of guessing: the mean of 1/choices; 0 where a text must be written.
+    documents: number of documents.
     """
 
     metric: str
@@ -34,12 +34,12 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Downstream:
-    """The section `downstream` of a recipe: what every model is scored on after its training.
+    """The section `downstream` of a recipe: tasks on which every trained model is scored.
 
     Attributes:
         tasks: names of lm_eval tasks, groups or tags.
         task_dir: folder of task YAML files of your own; they go before lm_eval's.
-        limit: only so many documents of each task.
+        limit: the most documents of each task.
         num_fewshot: examples before each question; None: as each task says.
         batch_size: questions at a time.
     """
@@ -59,15 +59,17 @@ class Downstream:
                 raise ValueError(f"downstream.{name}={value}: must be at least {least}")
 
     def load(self) -> dict[str, Any]:
-        """lm_eval's tasks by name, groups taken apart. Raises ImportError without lm_eval, FileNotFoundError for a
-        folder that is not there, ValueError for a task that is unknown or whose metrics are no accuracy."""
+        """lm_eval's tasks by name, with groups replaced by their tasks. Raises ImportError without lm_eval,
+        FileNotFoundError for a missing folder, ValueError for a task that is unknown or has no accuracy."""
         found = find_tasks(list(self.tasks), self.task_dir).load(list(self.tasks))["tasks"]
         for name, task in found.items():
             _metric(name, [entry["metric"] for entry in task.config.metric_list or ()])
         return found
 
     def digest(self) -> str:
-        """What decides the scores of a given model: the options but `batch_size`, and every file of `task_dir`."""
+        """A digest of everything that decides a model's scores: the options but `batch_size`, and files of
+        `task_dir`.
+        """
         said = hashlib.sha256(repr({**asdict(self), "batch_size": None}).encode())
         files = Path(self.task_dir).rglob("*") if self.task_dir is not None else ()
         for path in sorted(path for path in files if path.is_file()):
@@ -91,10 +93,10 @@ class Downstream:
 
 
 def signal(scores: Sequence[Accuracy]) -> bool:
-    """Whether the mean of one contestant's runs on a task is more than two standard errors from guessing.
+    """Whether the mean of a contestant's runs on a task is more than two standard errors from guessing.
 
-    The runs answer the same documents, so the error of their mean is taken as that of one. The error of guessing itself
-    is known exactly, and the larger of the two counts: all answers wrong have no spread.
+    The runs answer the same documents, so the error of their mean is taken to be that of one run. The error of guessing
+    is known exactly; the larger of the two is used, as a model with all answers wrong has no spread.
     """
     value, error, chance = (
         sum(getattr(s, name) for s in scores) / len(scores) for name in ("value", "error", "chance")
@@ -136,7 +138,7 @@ def _metric(task: str, known: Any) -> str:
 
 
 def _guessing(task: Any, limit: int | None) -> tuple[float, int]:
-    """What guessing gets on the documents that are scored, and how many those are."""
+    """The accuracy of guessing on the scored documents, and the number of these."""
     documents = list(task.eval_docs)[:limit]
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0, len(documents)

@@ -1,9 +1,9 @@
-"""The held-out loss in pieces, so that a difference of two models can be told from the choice of texts.
+"""The held-out loss in pieces, to test whether a difference of two models depends on the choice of texts.
 
     score = Σ values / Σ weights over the pieces;   values: bits of a piece's targets,   weights: its bytes
 
-Pieces are documents, or runs of neighbouring ones where there are more than `PIECES`; of a text with fewer than
-`FEWEST` documents, its blocks.
+Pieces are documents, or groups of neighbouring ones if there are more than `PIECES`; a text with fewer than `FEWEST`
+documents is cut into its blocks instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def bits_of_pieces(model: Any, data: PreparedData, collate: Callable[..., dict[s
 
 
 def bootstrap(differences: list[float], weights: list[float], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """The 95 % interval of Σ differences / Σ weights where the pieces are drawn anew, with replacement."""
+    """The 95 % bootstrap interval of Σ differences / Σ weights, with pieces drawn with replacement."""
     draws = np.random.default_rng(0).integers(0, len(weights), (resamples, len(weights)))
     means = np.asarray(differences)[draws].sum(1) / np.asarray(weights)[draws].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])

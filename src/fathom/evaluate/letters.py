@@ -1,9 +1,9 @@
 """Multiple choice and true/false by the next token, as GeoBench scores them (arXiv 2306.05064, 2401.00434).
 
-A prompt shows a few questions with their letters, then the question with its options; of the softmax over the whole
-vocabulary at the last position only the letters' probabilities are compared. The accuracy counts a tie of k letters
-that holds the right one as 1/k, which is its expectation under random tie breaking: a uniform model has exactly the
-accuracy of guessing, Σ 1/options / N.
+A prompt shows a few questions with their letters, then the question with its options. At the last position only the
+letters' probabilities are compared, from the softmax over the whole vocabulary. If k letters tie and one is right, the
+question counts 1/k, the expectation under random tie breaking. So a uniform model has exactly the accuracy of guessing,
+Σ 1/options / N.
 
     woa   the prompt ends with "### Response:\\n", a letter follows
     wa    the prompt ends with "### Response:\\nThe answer is:\\n"
@@ -67,8 +67,8 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ChoiceQuestion:
-    """A question, its options (none: a statement that is true or false), the index of the right one, the group that its
-    score belongs to, and its subject, of which the questions are that are shown before it."""
+    """A question, its options (none: a statement that is true or false), the index of the right one, the group for its
+    score, and its subject, from which examples are shown before it."""
 
     question: str
     options: tuple[str, ...]
@@ -89,8 +89,9 @@ class ChoiceQuestion:
 
 
 def split_options(text: str) -> list[str]:
-    """The options of a free text: its lines "A. …", "B. …" in the order of their letters, or else what follows its
-    capital letters, as long as they are consecutive and no letter, digit or hyphen touches them."""
+    """The options in a free text: its lines "A. …", "B. …" in the order of their letters, or else the text after each
+    of its capital letters, if these are consecutive and no letter, digit or hyphen touches them.
+    """
     lines = dict(re.findall(r"^([A-Z])[.)] *(.*\S)", text, re.M))
     if len(lines) > 1 and sorted(lines) == list(LETTERS[: len(lines)]):
         return [lines[letter] for letter in sorted(lines)]
@@ -108,8 +109,8 @@ def split_options(text: str) -> list[str]:
 def read_choices(path: str | Path) -> list[ChoiceQuestion]:
     """The questions of a file: JSON lines with "question", "query" or "ctx", "choices" and "gold", such as ARC, PIQA,
     HellaSwag and MMLU (whose subjects become lm_eval's four groups); BoolQ's "yes" and "no"; or GeoBench's JSON, AP and
-    NPEE, which must be on your disk. Of NPEE questions are left out whose key is none of their options, nor says true
-    or false.
+    NPEE, which must be on your disk. NPEE's questions whose key is neither one of their options nor true or false are
+    left out.
 
     Raises OSError, or ValueError that names the file and the row.
     """
@@ -190,10 +191,10 @@ def _geobench(path: Path) -> Iterator[ChoiceQuestion]:
 
 
 def label_ids(tokenizer: Any, prompt: str, labels: Sequence[str]) -> list[int]:
-    """The token of each label after a prompt: of "A" where the prompt ends with white space, and of " A" where not.
+    """The token of each label after a prompt: that of "A" if the prompt ends with white space, else that of " A".
 
-    Where the tokenizer joins no space to words but writes the label in one token after one of its own, as SentencePiece
-    does at the start of a text, that one is taken. Raises ValueError for a label of several tokens.
+    If a tokenizer writes a label as a token of its own (a space, as SentencePiece does) followed by one token, that
+    second token is taken. Raises ValueError for a label of several tokens.
     """
     spaced = not prompt[-1:].isspace()
     before = encode([prompt[-1:]], tokenizer)[0]
@@ -214,8 +215,8 @@ def label_ids(tokenizer: Any, prompt: str, labels: Sequence[str]) -> list[int]:
 def prompts(
     questions: Sequence[ChoiceQuestion], shots: Sequence[ChoiceQuestion], style: str, count: int = SHOTS
 ) -> list[str]:
-    """What the model reads of each question: the first `count` of `shots` with their answers, of its subject if there
-    are any of it, and the question."""
+    """The prompt of each question: the first `count` of `shots` with their answers, from its subject if there are any,
+    and the question."""
     check_choice("evaluate_choices", "style", style, tuple(STYLES))
     check_range("evaluate_choices", "count", count, 0)
     by_subject: dict[str, list[ChoiceQuestion]] = {}
@@ -279,8 +280,8 @@ def evaluate_choices(
 ) -> dict[str, Any]:
     """Accuracy by letters with its standard error, the accuracy of guessing, and means by group.
 
-    "entropy" is of the labels' normalised probabilities, in bits; "mass" what they have of the whole vocabulary's. A
-    score that lies within 1.96 standard errors of guessing has "signal" False.
+    "entropy" is that of the labels' normalised probabilities, in bits; "mass" is their share of the whole vocabulary's
+    probability. A score within 1.96 standard errors of guessing has "signal" False.
 
     Raises ValueError for no questions, a style that does not exist, labels of several tokens, and prompts that are
     longer than the model's positions.
@@ -303,7 +304,7 @@ def evaluate_choices(
 
 
 def mean_with_signal(scores: dict[str, dict[str, Any]]) -> float | None:
-    """The mean accuracy of the tasks that can be told from guessing; None where none can."""
+    """The mean accuracy over tasks that differ from guessing; None if none does."""
     told = [score["accuracy"] for score in scores.values() if score["signal"]]
     return math.fsum(told) / len(told) if told else None
 
@@ -317,7 +318,7 @@ def _scored(chances: Tensor, gold: int) -> float:
 def _summary(questions: Sequence[ChoiceQuestion], scored: Sequence[float]) -> dict[str, Any]:
     share = Share.of(scored)
     guessing = math.fsum(1 / len(question.labels) for question in questions) / len(questions)
-    signal = share.n > 1 and share.share - guessing > Z * share.error
+    signal = share.error is not None and share.share - guessing > Z * share.error
     return {
         "accuracy": share.share, "error": share.error, "n": share.n, "guessing": guessing, "signal": signal,
     }  # fmt: skip
@@ -336,8 +337,10 @@ def export_choices(
     shots: Sequence[ChoiceQuestion] = (),
     count: int = SHOTS,
 ) -> Path:
-    """Write an lm_eval task of the same prompts and labels, NAME.yaml with NAME.jsonl, into a folder for
-    `fathom evaluate --tasks NAME --task-dir FOLDER`. Its "acc" is `evaluate_choices`' accuracy where no letters tie."""
+    """Write an lm_eval task with the same prompts and labels, NAME.yaml and NAME.jsonl, into a folder for
+    `fathom evaluate --tasks NAME --task-dir FOLDER`. Unless letters tie, its "acc" is the accuracy of
+    `evaluate_choices`.
+    """
     if not re.fullmatch(r"[\w-]+", name):
         raise ValueError(f"name={name!r}: letters, digits, '_' and '-' make the name of a task")
     folder = Path(folder)
@@ -360,9 +363,11 @@ def export_choices(
 
 def scores_of(result: dict[str, Any]) -> list[str]:
     """Lines of a result for the terminal."""
-    parts = {"all": result, **result.get("groups", {})}
-    return [
-        f"{name:16} {part['accuracy']:.4f} ± {part['error']:.4f}  guessing {part['guessing']:.4f}  n {part['n']:,}"
-        + ("" if part["signal"] else "  no signal")
-        for name, part in parts.items()
-    ]
+    lines = []
+    for name, part in {"all": result, **result.get("groups", {})}.items():
+        error = "" if part["error"] is None else f" ± {part['error']:.4f}"
+        signal = "" if part["signal"] else "  no signal"
+        lines.append(
+            f"{name:16} {part['accuracy']:.4f}{error}  guessing {part['guessing']:.4f}  n {part['n']:,}{signal}"
+        )
+    return lines

@@ -1,4 +1,5 @@
-"""How far back does a model see? Retrieval tasks of exact lengths, for any causal language model, cached as one likes.
+"""How far back does a model see? Retrieval tasks of exact lengths, for any causal language model under any cache
+method.
 
 A sample is a text of exactly the asked number of tokens, its question included. The answer is a string, and the text
 holds three distractors of the same form. Each sample is scored twice:
@@ -6,9 +7,10 @@ holds three distractors of the same form. Each sample is scored twice:
     generation   the greedy continuation of the question begins with the answer, whole words      (chance 0)
     likelihood   Σ log p of the answer exceeds that of each distractor                            (chance 1/4)
 
-Shares come with Wilson's 95 % interval. Where the interval of a task at the shortest length reaches down to chance, the
-model shows no signal there: the task is marked so and stays out of the mean. Needles and variable tracking follow RULER
-(arXiv 2404.06654) in their idea; numbers are not comparable with its own.
+Shares have Wilson's 95 % interval. If a task's interval at the shortest length includes chance, the model shows no
+signal
+there: the task is marked and left out of the mean. Needles and variable tracking follow the idea of RULER (arXiv
+2404.06654), but the numbers are not comparable with RULER's.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class Puzzle:
 
 
 def passkey(draw: random.Random) -> Puzzle:
-    """One number is the pass key. The others are stated as often and are none."""
+    """A pass key: one number is called the key; the other numbers are stated as often, as no keys."""
     hide, question = TASKS["passkey"]
     decoy = " The room number is {0}. Forget it. {0} is the room number. "
     values = _numbers(draw, CHOICES)
@@ -159,7 +161,7 @@ def common_words(draw: random.Random) -> Puzzle:
 
 
 def frequent_words(draw: random.Random) -> Puzzle:
-    """A list of words of which one makes a quarter, one a sixth and one a twelfth; the three are asked for."""
+    """A list of words in which three have shares of 1/4, 1/6 and 1/12; these three are asked for."""
     first, second, third, *others = draw.sample(WORDS, 15)
     block = [first] * 6 + [second] * 4 + [third] * 2 + others
     many = [word for _ in range(1 << 12) for word in _shuffled(draw, block)]
@@ -169,8 +171,10 @@ def frequent_words(draw: random.Random) -> Puzzle:
 
 
 def facts(draw: random.Random, asked: int) -> Puzzle:
-    """Four people move about, by the idea of bAbI's first three tasks (arXiv 1502.05698): where somebody is (1 fact),
-    where a thing is that somebody took along (2), or was before (3). Distractors are the others' answers."""
+    """Four people move between places, as in bAbI's first three tasks (arXiv 1502.05698). Asked is where somebody is
+    (1 fact), where a thing is that somebody carries (2), or where it was before (3). Distractors are
+    others' answers.
+    """
     people, things = draw.sample(PEOPLE, CHOICES), draw.sample(THINGS, CHOICES)
     places = draw.sample(PLACES, 2 * CHOICES)
     before, last = places[:CHOICES], places[CHOICES:]
@@ -203,7 +207,7 @@ GROUPS = {group: [name for name in LONG_TASKS if name.startswith(group)] for gro
 
 
 def task_names(names: list[str]) -> list[str]:
-    """The tasks, groups replaced by theirs, each once. Raises ValueError for an unknown one."""
+    """The names of tasks, with groups replaced by their tasks, each once. Raises ValueError for an unknown one."""
     found: list[str] = []
     for name in names:
         if name not in GROUPS and name not in LONG_TASKS:
@@ -215,8 +219,8 @@ def task_names(names: list[str]) -> list[str]:
 def samples(task: str, tokenizer: Any, filler: Sequence[int], tokens: int, count: int, seed: int = 0) -> list[Sample]:
     """`count` samples of exactly `tokens` tokens, question included, the same for the same seed.
 
-    Sentences stand at random places of a stretch of `filler`, tokens of some text, that begins at a random one of them.
-    Special tokens come first.
+    Sentences are put at random places into a stretch of `filler` (tokens of some text) with a random beginning. Special
+    tokens come first.
 
     Raises:
         ValueError: too few tokens for the task, or no filler text.
@@ -405,8 +409,8 @@ def evaluate_long(
 def nats_by_position(
     model: Any, documents: Sequence[Sequence[int]], edges: Sequence[int], windows: int = 4
 ) -> list[list[float]]:
-    """Mean −log p of the tokens at positions [edges[i], edges[i + 1]) of a window: one row a document that is longer
-    than the last edge, a mean over `windows` windows spread over it.
+    """Mean −log p of the tokens at positions [edges[i], edges[i + 1]) of a window. There is one row for each document
+    longer than the last edge, a mean over `windows` windows spread over the document.
 
     Raises:
         ValueError: a diffusion model, whose outputs are of the tokens that it reads and not of the next ones; no
@@ -433,7 +437,7 @@ def nats_by_position(
 
 
 def _check_positions(model: Any, length: int, answer: int) -> None:
-    """Refuse texts past a table of learned positions. Rotary positions go on, and how well is what is asked."""
+    """Refuse texts longer than a table of learned positions. Rotary positions have no limit, and are to be tested."""
     config = model.config
     name = getattr(config, "positions", None)
     learned = name["name"] == "learned" if isinstance(name, dict) else getattr(config, "rope_parameters", None) is None

@@ -19,7 +19,7 @@ from fathom.models.registry import REGISTRIES
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What every token but the last ran and how well it predicts: entry i reads token i and predicts token i + 1.
+    """Steps and losses of every token but the last: entry i is of reading token i and predicting token i + 1.
 
     Attributes:
         passes: steps that the token ran.

@@ -24,16 +24,16 @@ def evaluate_tasks(
     apply_chat_template: bool = False,
     manager: Any = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …), and their standard errors. Of a
-    diffusion model they stand on bounds of likelihoods (diffusion_tasks.py).
+    """Metrics by task, as lm_eval names them ("acc", "acc_stderr", "perplexity", …), with their standard errors. For a
+    diffusion model they are computed from bounds on likelihoods (diffusion_tasks.py).
 
     Args:
         tasks: names of lm_eval tasks, groups or tags.
         task_dir: folder of further task YAML files; they go before lm_eval's own.
-        limit: score only so many documents of each task.
+        limit: the most documents of each task to score.
         num_fewshot: examples before each question; None: as each task says.
-        apply_chat_template: write every question as the tokenizer's chat template has a user write it.
-        manager: what `find_tasks` gave for these tasks, if it was asked before.
+        apply_chat_template: write every question as a user's message in the tokenizer's chat template.
+        manager: the result of `find_tasks` for these tasks, if there is one.
 
     Raises:
         ImportError: lm_eval is not installed.

@@ -3,8 +3,8 @@
     perplexity = exp(nats / tokens)        bits per byte = nats / (ln 2 · bytes)
 
 Windows of W tokens slide by S ≤ W over the sequence. The first window scores its W targets, every later one only the
-targets that no window before it has scored, at most S of them; so each token is scored once, and beyond the first
-window with at least W − S tokens of context. The last window is moved back to end with the text: it too is full.
+targets that no earlier window has scored, at most S. So each token is scored once, and after the first window with at
+least W − S tokens of context. The last window is moved back to end with the text, so that it is full, too.
 
 The text is preceded by the tokenizer's BOS token, or by its EOS token if it has no BOS (lm_eval's convention and, for
 models trained on documents separated by EOS, what they have seen), so that the first token of the text is scored too.
@@ -41,7 +41,7 @@ class TextScore:
         tokens: scored tokens: all of the text's.
         bytes: UTF-8 bytes of the text.
         window, stride: W and S.
-        documents: how many texts were scored, each by itself.
+        documents: number of texts, each scored by itself.
     """
 
     nats: float
@@ -62,8 +62,10 @@ class TextScore:
 
 @dataclasses.dataclass(frozen=True)
 class TextBound(TextScore):
-    """The same of a diffusion model: an upper bound by Monte Carlo, with `nats_error`, the standard error of `nats`, of
-    `draws` forward passes a window."""
+    """An upper bound on a text's loss under a diffusion model, by Monte Carlo with `draws` forward passes a window.
+
+    nats_error: standard error of `nats`.
+    """
 
     nats_error: float = 0.0
     draws: int = DRAWS
@@ -116,8 +118,8 @@ def evaluate_text(
 ) -> TextScore:
     """Score `text` with a sliding window (this module's docstring says how, and what precedes the text).
 
-    Of several texts each is scored by itself, and the loss is that of all their tokens. Of a diffusion model the score
-    is a `TextBound`, over the same windows and targets.
+    Several texts are scored one by one, and the loss is that of all their tokens. For a diffusion model the score is a
+    `TextBound` over the same windows and targets.
 
     Special tokens written out in the text ("<|endoftext|>") are read as ordinary characters.
 

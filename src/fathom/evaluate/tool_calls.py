@@ -1,4 +1,4 @@
-"""How well a model calls its tools: on questions of which the calls and the answer are known."""
+"""Scores of a model's tool calls, on questions with known calls and answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ToolQuestion:
 
 @dataclass(frozen=True)
 class Share:
-    """A share of n, and its standard error √(p (1 − p) / (n − 1)), as lm_eval's."""
+    """A share of n, and its standard error √(p (1 − p) / (n − 1)), as lm_eval's; None for one."""
 
     share: float
-    error: float
+    error: float | None
     n: int
 
     @classmethod
@@ -36,7 +36,7 @@ class Share:
         n = len(right)
         mean = math.fsum(right) / n
         spread = math.fsum((value - mean) ** 2 for value in right)
-        return cls(mean, math.sqrt(spread / (n - 1) / n) if n > 1 else math.nan, n)
+        return cls(mean, math.sqrt(spread / (n - 1) / n) if n > 1 else None, n)
 
 
 def read_questions(path: str | Path) -> list[ToolQuestion]:
@@ -64,12 +64,13 @@ def evaluate_tool_calls(
     rounds: int = 5,
     max_new_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Shares of questions, each with its standard error: whose calls are the right ones, in order and with no other
-    ("calls"); whose answer is right with the tools ("answer"), and without any ("answer_without_tools"); of which a
-    call failed ("failed_calls"). Greedy decoding. With them the first traces, for a reader.
+    """Shares of questions with their standard errors, and the first traces for a reader. Decoding is greedy.
 
-    An answer is right whose text is the right one, without case, spaces at its ends and a full stop; or whose number
-    is: the same of two whole ones, else within a millionth of it.
+    "calls": exactly the right calls, in order.   "answer": the answer is right with the tools.
+    "answer_without_tools": it is right without any.   "failed_calls": a call failed.
+
+    An answer is right if its text is the expected one, apart from case, spaces at its ends and a full stop; or if both
+    are numbers that are equal, or that differ by at most a millionth if one of them is not whole.
 
     Raises ValueError for no questions, and as `answer_with_tools` does.
     """

@@ -1,5 +1,5 @@
-"""The `feed_forward` section: what a layer does with every token by itself. One file a method; importing this registers
-them."""
+"""The `feed_forward` section: the network that a layer applies to every token by itself. One file a method; importing
+this registers them."""
 
 import importlib
 import pkgutil

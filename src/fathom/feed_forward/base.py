@@ -16,8 +16,8 @@ __all__ = ["Counts", "FeedForward", "NoOptions", "TokenFacts"]
 class FeedForward(Method):
     """One layer's feed-forward network; every layer has a module of its own, named `mlp`.
 
-    `forward(x)` returns the output, or the output and a dict of tensors by name: what the layer says beside it (router
-    statistics, losses). They leave the model's forward under these names (`Stack.auxiliary`).
+    `forward(x)` returns the output, or the output and a dict of tensors by name (router statistics, losses). These
+    leave the model's forward under their names (`Stack.auxiliary`).
     """
 
     wing: ClassVar[str] = "growth"
@@ -28,12 +28,12 @@ class FeedForward(Method):
     reads_tokens: ClassVar[bool] = False
 
     def forward(self, x: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"] | tuple[Tensor, dict[str, Tensor]]:
-        """x: [B, T, d], normalised."""
+        """The output for normalised x [B, T, d], alone or with a dict of tensors."""
         raise NotImplementedError  # abstract
 
     @classmethod
     def describe(cls, means: dict[str, Tensor]) -> dict[str, Any]:
-        """What goes to metrics.jsonl of the values `by_layer`, each [layers, …], a mean over forwards."""
+        """What metrics.jsonl gets from the values `by_layer`, each [layers, …] and a mean over forwards."""
         return {name: value.tolist() for name, value in means.items()}
 
     @classmethod

@@ -22,7 +22,7 @@ class Dense(FeedForward):
     equation = "y = W_down (act(W_gate x) ⊙ W_up x)"
 
     def __init__(self, config: Any, options: Any, width: int | None = None):
-        """`width` instead of the config's intermediate_size, where it is part of another network."""
+        """width: hidden width, where this is part of another network; None: the config's intermediate_size."""
         super().__init__(config, options)
         width = config.intermediate_size if width is None else width
         self.gated = config.gated_mlp

@@ -1,16 +1,16 @@
-"""A mixture of experts, with an expert that every token runs beside those that a router chooses.
+"""A mixture of experts: every token runs a shared expert, and those that a router chooses for it.
 
     z = W_r x                                  router, in fp32 or wider
     p = softmax(z)                             or sigmoid(z)
     g_e = p_e / Σ_{top k} p                    or p_e
     y = a · F_shared(x) + ρ · Σ_{e in top k} g_e F_e(x)
 
-No token is dropped, whatever the load of an expert. With renormalised gates the two orders of softmax and top-k are one
-function: p_e / Σ_{top k} p = softmax of the k largest z. Tensors have the names and layouts of transformers' Qwen2-MoE;
-the products are torch's grouped ones, or those of its `ExpertsInterface`.
+No token is dropped, whatever the load of an expert. With renormalised gates it makes no difference whether softmax or
+top-k comes first: p_e / Σ_{top k} p = softmax of the k largest z. Tensors have the names and layouts of transformers'
+Qwen2-MoE; products are torch's grouped ones, or those of transformers' `ExpertsInterface`.
 
 Experts e = d·G + j, j < G, form group d: the slices of one network (Innovator, arXiv 2507.18671; virtual groups, arXiv
-2410.07524). In training a layer says, over the tokens that are not padding:
+2410.07524). In training a layer returns, over the tokens that are not padding:
 
     balance      E · Σ_e f_e P_e       f_e: share of the token-expert pairs of e, in the batch of all processes;
                                        P_e: mean of p_e. 1 for a uniform router (transformers' function gives k)
@@ -49,7 +49,7 @@ ALIGNMENT = 8  # grouped kernels read rows of multiples of 16 bytes
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """The experts as a function of transformers' `ExpertsInterface` reads them, in the dtype of the products."""
+    """The experts' weights, in the products' dtype, as functions of transformers' `ExpertsInterface` read them."""
 
     num_experts: int
     act_fn: Any
@@ -74,7 +74,7 @@ class ExpertWeights:
 def one_by_one(
     experts: ExpertWeights, x: Float[Tensor, "N d"], chosen: Int[Tensor, "N k"], gates: Float[Tensor, "N k"]
 ) -> Float[Tensor, "N d"]:
-    """Σ_e g_e F_e(x), expert after expert: where no grouped product serves, as in float64."""
+    """Σ_e g_e F_e(x), expert after expert, for dtypes without a grouped product, such as float64."""
     out = torch.zeros_like(x)
     first, bias = (experts.gate_up_proj, experts.gate_up_proj_bias) if experts.has_gate else (
         experts.up_proj, experts.up_proj_bias
@@ -182,7 +182,7 @@ class SharedGate(nn.Module):
 
 @register("feed_forward", "moe")
 class MixtureOfExperts(FeedForward):
-    """A router's choice of `active` out of `experts` networks, beside one that every token runs."""
+    """`experts` networks, of which a router chooses `active` for every token, beside one that every token runs."""
 
     summary = "A router chooses some of many small networks for each token; one more serves every token."
     equation = "y = a · F_shared(x) + ρ · Σ_{e in top k} g_e F_e(x)"
@@ -205,19 +205,19 @@ class MixtureOfExperts(FeedForward):
         """experts: E, networks that the router chooses from, at least 1.
         active: k, how many of them a token runs; from 1 to `experts`.
         slices: G, experts of one group, the slices of one network; divides `experts`.
-        width: of each of these networks; None: intermediate_size / slices.
+        width: of each expert; None: intermediate_size / slices.
         shared: width of the network that every token runs; 0: none; None: intermediate_size.
         shared_gate: a, a number from 0, or "sigmoid" of a learned projection of the token.
-        routed_scaling: ρ, a number from 0, or "G", "k", or "match": (1 − a)·G, with which whole copies of a network
-            reproduce it.
+        routed_scaling: ρ, a number from 0, or "G", "k", or "match": (1 − a)·G, with which experts that are copies of
+            one network compute what it did.
         score: what p is: "softmax" over all experts, "topk_softmax" over the k largest alone (with `norm_topk_prob`
             the same function), or "sigmoid".
         norm_topk_prob: the k gates of a token sum to 1.
-        selection: the k best scores of an "expert", or all slices of the k/G groups of the best scores: "group", which
-            does not depend on how equal rows round.
+        selection: "expert" takes the k experts with the best scores; "group" takes all slices of the k/G groups with
+            the best scores, which does not depend on how equal scores round.
         balance: weight of the balance loss, at least 0.
         z: weight of the z loss, at least 0.
-        discipline: weight of the discipline loss, at least 0; the batch then says the domain of its rows.
+        discipline: weight of the discipline loss, at least 0; above 0 the batch must say the domain of its rows.
         discipline_anneals: this weight falls to 0 over the training, in equal steps.
         jitter: in training the router sees x ⊙ u, u uniform in 1 ± jitter; from 0 to below 1.
         """
@@ -355,7 +355,7 @@ class MixtureOfExperts(FeedForward):
     def say(
         self, z: Float[Tensor, "N E"], p: Float[Tensor, "N E"], chosen: Int[Tensor, "N k"], tokens: TokenFacts
     ) -> dict[str, Tensor]:
-        """Losses (in training) and statistics, over the real tokens."""
+        """The layer's losses (in training) and statistics by name, over the tokens that are not padding."""
         options, experts, groups = self.options, self.options.experts, self.options.groups
         real = z.new_ones(len(z)) if tokens.real is None else tokens.real.flatten().to(z.dtype)
         if options.score == "sigmoid":
@@ -406,7 +406,7 @@ class MixtureOfExperts(FeedForward):
         return said
 
     def on_step(self, step: int, of_steps: int) -> None:
-        """How far training is; `train.Phases` says it before every step."""
+        """Note how far training is; `train.Phases` calls this before every step."""
         if self.options.discipline_anneals:
             if self.left is None:
                 self.left = torch.ones((), device=self.gate.weight.device)
@@ -430,9 +430,9 @@ class MixtureOfExperts(FeedForward):
 
     @classmethod
     def describe(cls, means: dict[str, Tensor]) -> dict[str, Any]:
-        """What the mean statistics of many forwards say, a number a layer.
+        """Quantities by name from the mean statistics of many forwards, each with a number for every layer.
 
-        expert_load, router_entropy, router_z, group_agreement as they are, and
+        expert_load, router_entropy, router_z and group_agreement unchanged, and
 
             load_max_over_mean     largest share of an expert · E
             load_entropy           −Σ_e f_e log f_e

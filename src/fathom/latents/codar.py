@@ -1,7 +1,7 @@
-"""CoDAR (arXiv 2603.02547): continuous diffusion, and an autoregressive decoder that reads what it leaves.
+"""CoDAR (arXiv 2603.02547): continuous diffusion, and an autoregressive decoder that reads its result.
 
-The paper's body and code could not be read. What is not in its abstract and first figure follows its relatives (TEncDM,
-LD4LG, an independent survey), and every such choice is an option here.
+The paper's body and code were not available. Choices that its abstract and first figure do not settle follow related
+work (TEncDM, LD4LG, an independent survey), and every such choice is an option here.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class CoDAR:
-    """What a latent diffusion model computes; the sizes of its parts are fields of its config.
+    """The method of a latent diffusion model; the sizes of its parts are fields of its config.
 
     Options:
 
     source: a token's vector: the encoder's "states" of the whole row, its input "embeddings", or "learned" ones.
     layer: of the encoder, after which states are taken; None: the last, after its final norm. A masked model's last
-        states say little of the token that they are of (docs/results/codar.md): take an early layer's.
+        states say little about their own token (docs/results/codar.md): take an early layer's.
     latent_dim: width of a vector; None: that of `source`. Smaller needs a bottleneck, or learned embeddings.
     bottleneck: to `latent_dim`: "pca", the directions of most variance, or "linear", random orthonormal ones; "none".
     normalisation: "per_dim": every dimension of the training set to mean 0, variance 1; "scalar": all by one mean and
         deviation; "l2": every vector to the length √latent_dim.
-    specials: "replaced": vectors of special tokens are their input embeddings, to mean 0 and variance 1, as states of
-        them lie far from all others; "kept".
+    specials: "replaced": vectors of special tokens are their input embeddings, scaled to mean 0 and variance 1, as
+        their states lie far from all others; "kept": they are states.
     process: "vp": α² + σ² = 1; "rectified": α = 1 − t, σ = t.
     schedule: of "vp": "tangent", "cosine" (tangent with δ = 1), "linear" (β from 0.1 to 20), "sqrt".
     delta: δ of "tangent"; more is noisier.
-    prediction: what the denoiser's output is: "x0", "eps", or "v": α·ε − σ·x₀, or ε − x₀ of the rectified process.
+    prediction: what the denoiser's output is: "x0", "eps", or "v": α·ε − σ·x₀, or ε − x₀ in the rectified process.
     time: how t reaches a layer: "layer", added to its input, or "adaln", scale, shift and gate of both halves.
-    skips: inputs of the second half of the layers have the outputs of the first half added, the last first.
-    self_conditioning: how the estimate of the step before reaches the denoiser: "add", by a linear map a layer;
+    skips: outputs of the first half of the layers are added to the inputs of the second half, the last first.
+    self_conditioning: how the estimate of the last step reaches the denoiser: "add", by a linear map for each layer;
         "concat", beside x_t; "none".
     ema: decay of the running mean of the denoiser's weights, which samples use; 0: none.
-    memory_positions: how the decoder finds row i of the vectors: "rotary", keys turned by i and queries by their own
-        place; "learned", a table added to both; "none".
+    memory_positions: how the decoder finds row i of the vectors: "rotary", keys rotated by i and queries by their own
+        position; "learned", a table added to both; "none".
     diagonal: W·z_i is added to the decoder's input where token i is predicted.
-    padding: "targets": vectors of padding are 0 and learned, so that length is generated; "masked": nobody sees them.
+    padding: "targets": vectors of padding are 0 and learned, so that length is generated; "masked": they are masked.
     """
 
     source: str = "states"

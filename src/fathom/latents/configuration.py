@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from fathom.latents.codar import CoDAR
-from fathom.models import saved_files
+from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import check_type, nearest
 
@@ -26,11 +26,11 @@ class FathomLatentConfig(PreTrainedConfig):
         denoiser, decoder: fields of FathomConfig, the sizes of their blocks; what is left out is as in FathomConfig.
             A `decoder` with a `model_type` is an encoder-decoder of transformers (T5, BART), whose decoder is used.
         codar: options of `CoDAR`.
-        length: the most tokens of a row, those of training.
+        length: the most tokens of a row, as in training.
         vocab_size, start_token_id, mask_token_id, pad_token_id, special_token_ids: of the tokenizer, which encoder and
-            decoder share. The start token stands before the first token of a text; a decoder's input that is dropped
-            out is the mask token, and so is a token that an encoder is not to know.
-        trained: the stages that the weights have been through, of "latent_diffusion" and "contextual_decoder".
+            decoder share. The start token stands before the first token of a text. The mask token replaces inputs of
+            the decoder that are dropped out, and tokens that the encoder must not know.
+        trained: the stages that have trained the weights, of "latent_diffusion" and "contextual_decoder".
 
     Raises:
         ValueError: an unknown option, or parts that do not fit together.
@@ -148,11 +148,11 @@ class FathomLatentConfig(PreTrainedConfig):
         return self.length
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
-        """This config: `decoder` is no config of a model, for which transformers would take it."""
+        """This config itself; transformers would otherwise return `decoder`, which is no config of a model."""
         return self
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
+        """As in transformers, plus the file by which Auto classes find Fathom in a process that has not imported it."""
         names = {"AutoConfig": type(self).__name__, "AutoModel": "FathomForLatentDiffusion"}
         self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
         saved_files.write_code(save_directory)
@@ -160,4 +160,7 @@ class FathomLatentConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+
+
+lazy_configs.register(FathomLatentConfig)

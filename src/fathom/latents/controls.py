@@ -1,11 +1,11 @@
-"""Whether the decoder reads the vectors: the controls that stand in every table of results.
+"""Controls that show whether the decoder reads the vectors; every table of results has them.
 
     i    noise memory      the loss with z ~ N(0, I)
     ii   shuffled memory   the loss with the vectors of another row
     iii  reconstruction    tokens that greedy decoding gets right from x₀, and from corrupt(x₀)
     iv   memory_gap        NLL(shuffled) − NLL(true): near 0 the decoder is a language model that ignores the vectors
 
-The decoder is a language model by itself: text that reads well says nothing of the diffusion.
+The decoder alone is a language model, so fluent text is no evidence that the diffusion works.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SEED = 1  # of the noise memory
 
 @torch.no_grad()
 def controls(model: Any, input_ids: Int[Tensor, "B L"], attention_mask: Tensor | None, task: Any) -> dict[str, float]:
-    """The controls on some rows of text, each corrupted as `task` (ContextualDecoding) says, of each row its own.
+    """The controls on rows of text, each corrupted by `task` (ContextualDecoding) with its own noise.
 
     Returns nll_true, nll_noise, nll_shuffled, noise_gap, memory_gap in nats per token; reconstruction,
-    reconstruction_corrupted as shares of tokens, and exact, exact_corrupted as shares of rows. Raises ValueError for
-    one row, which has no other.
+    reconstruction_corrupted as shares of tokens, and exact, exact_corrupted as shares of rows. Raises ValueError for a
+    single row, as there is no other to shuffle with.
     """
     if len(input_ids) < 2:
         raise ValueError(f"input_ids of {len(input_ids)} row: at least 2, as one is given the vectors of another")
@@ -59,7 +59,7 @@ def nll(
     model: Any, input_ids: Int[Tensor, "B L"], mask: Tensor | None, z: Float[Tensor, "B L k"] | None,
     use_memory: bool = True,
 ) -> float:  # fmt: skip
-    """−log p(y | z) in nats per token but the first of each row, which is context in every score."""
+    """−log p(y | z) in nats per token; the first token of each row is only context, as in every score."""
     logits = model.decoder_logits(input_ids, mask, z, use_memory=use_memory).float()
     each = F.cross_entropy(logits.flatten(0, 1), input_ids.flatten(), reduction="none").view_as(input_ids).double()
     kept = torch.ones_like(each) if mask is None else mask.to(each)

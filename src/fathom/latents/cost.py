@@ -1,10 +1,10 @@
-"""What a latent diffusion model costs: matrix-product FLOPs of its parts per token, a multiply-add counted as 2.
+"""Cost of a latent diffusion model: matrix-product FLOPs of its parts per token, a multiply-add counted as 2.
 
     denoiser   its blocks, all rows seen; W_in and W_out, 2·2kd;  "add": 2kd a layer       (N passes a sample)
     decoder    its blocks in causal order and the head;  cross-attention 2·(2·d·H·D + 2·d·G·D) and 4·L·H·D a layer;
                W of the memory, 2kd                                                        (once a token)
 
-Both for rows of `length` tokens. What depends on t alone is counted once a row.
+Both are for rows of `length` tokens. Work that depends on t alone is counted once a row.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decoder_flops(config: FathomLatentConfig, length: int, memory: int | None = 
 
 
 def cache_bytes(config: FathomLatentConfig, bytes_each: int) -> float:
-    """What decoding keeps of a token: its keys and values, and those of its row of the memory."""
+    """Bytes that decoding keeps for a token: its keys and values, and those of its row of the memory."""
     backbone = config.decoder_config
     if backbone.model_type != FathomConfig.model_type:
         width = backbone.d_model if backbone.model_type == "bart" else backbone.num_heads * backbone.d_kv

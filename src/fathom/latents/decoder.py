@@ -3,8 +3,8 @@
     x ← x + self_attention(norm x);   x ← x + cross_attention(norm x, memory);   x ← x + feed_forward(norm x)
     memory = W z;   keys and values of it are computed once, by `read`
 
-Row i of the memory is where token i is predicted: both count from 0, and the start token stands before the first token.
-With `memory_positions="rotary"` keys are turned by i and queries by their own place.
+Row i of the memory belongs to the prediction of token i; both count from 0, and the start token stands before the first
+token. With `memory_positions="rotary"` keys are rotated by i and queries by their own position.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fathom.models.registry import build_options, lookup
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What the layers read of the vectors.
+    """The vectors in the form that the decoder's layers read.
 
     Attributes:
         layers: keys and values of every layer, each [B, G, L, D].
         mask: rows that are seen, [B, 1, 1, L]; None: all.
-        added: what the decoder's inputs have added, by row of the memory [B, L, d]; None: nothing.
+        added: what is added to the decoder's inputs, by row of the memory [B, L, d]; None: nothing.
         first: columns of padding before the first row of each text, [B].
     """
 
@@ -61,7 +61,7 @@ class CrossAttention(nn.Module):
         self.o_proj.writes_residual = True  # type: ignore[assignment]  # models/initialization.py
 
     def heads(self, x: Tensor, tables: Any) -> Tensor:
-        """[B, T, H·D] to [B, H, T, D], turned by their places where they are."""
+        """x [B, T, H·D] as heads [B, H, T, D], rotated by position if there are tables."""
         x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.placed == "rotary" and tables is not None:
             (x,) = self.rotate(tables, x.dtype, x)
@@ -100,7 +100,7 @@ class CrossBlock(Block):
 
 
 class ContextualDecoder(FathomForCausalLM):
-    """The decoder. `read` makes a `Memory` of vectors; `forward` and, within `reading`, `generate` take it."""
+    """The decoder. `read` makes a `Memory` from vectors; `forward`, and `generate` within `reading`, read it."""
 
     def __init__(self, config: FathomConfig, width: int, options: CoDAR):
         super().__init__(config)
@@ -159,9 +159,9 @@ class ContextualDecoder(FathomForCausalLM):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> Any:
-        """As of FathomForCausalLM, of the tokens and a memory; without one it is a plain language model.
+        """As in FathomForCausalLM, given tokens and a memory; without a memory it is a plain language model.
 
-        `input_ids` start with the start token; logits [:, i] are of token i.
+        `input_ids` start with the start token; logits [:, i] predict token i.
         """
         memory = self.memory if memory is None else memory
         given: dict[str, Any] = {"input_ids": input_ids}
@@ -194,7 +194,7 @@ class ContextualDecoder(FathomForCausalLM):
 
     @contextlib.contextmanager
     def reading(self, memory: Memory | None) -> Iterator[None]:
-        """While it lasts, forward and generate() read this memory."""
+        """A context in which forward and generate() read this memory."""
         before, self.memory = self.memory, memory
         try:
             yield

@@ -1,10 +1,10 @@
-"""The denoiser D(x_t, t, x̂_prev): the decoder's blocks, every row of vectors seen whole, each layer told the time.
+"""The denoiser D(x_t, t, x̂_prev): the decoder's blocks without a causal mask; every layer gets the time t.
 
     h = W_in x_t (+ positions);   τ = mlp(sin and cos of t)
     layer ℓ reads h + W_ℓ τ + S_ℓ x̂_prev + (second half) the output of layer L − 1 − ℓ
 
-with `time="adaln"` τ scales, shifts and gates the two halves of a layer instead. No estimate of the step before counts
-as zeros.
+With `time="adaln"` τ instead scales, shifts and gates the two halves of a layer. Without an estimate of the last step
+x̂_prev is zero.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCALE = 1000.0  # t counts as this many steps, which the frequencies were made f
 
 
 class Denoiser(PreTrainedModel):
-    """Vectors [B, L, k] at times t [B] to what the process predicts, [B, L, k]."""
+    """The map from vectors [B, L, k] at times t [B] to what the process predicts, [B, L, k]."""
 
     config_class = FathomConfig
     config: FathomConfig
@@ -76,7 +76,7 @@ class Denoiser(PreTrainedModel):
         mask: Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
     ) -> Float[Tensor, "B L k"]:
-        """`mask`: rows that are no padding; positions count them, so that padding on the left changes nothing."""
+        """The prediction. mask: vectors that are no padding; positions count these, so left padding changes nothing."""
         config, options, count = self.config, self.options, len(self.layers)
         dtype = self.input.weight.dtype
         x = x.to(dtype)
@@ -120,7 +120,7 @@ def sines(t: Float[Tensor, " B"], dtype: torch.dtype) -> Float[Tensor, "B n"]:
 
 
 def modulated(layer: Any, h: Float[Tensor, "B L d"], said: Float[Tensor, "B 1 6d"], inputs: dict[str, Any]) -> Tensor:
-    """A layer by adaLN: each half reads (1 + scale)·norm(h) + shift, and (1 + gate) times what it says is added."""
+    """A layer under adaLN: each half reads (1 + scale)·norm(h) + shift, and its output times (1 + gate) is added."""
     scale, shift, gate, scale_ff, shift_ff, gate_ff = said.chunk(6, dim=-1)
     read = layer.input_layernorm(h) * (1 + scale) + shift
     h = h + (1 + gate) * layer.drop(layer.self_attn(hidden_states=read, **inputs)[0])

@@ -1,4 +1,4 @@
-"""The vectors of a text: x₀ = norm(P f(y)), one a token.
+"""The vectors of a text: x₀ = norm(P f(y)), one for each token.
 
     f(y)      states of a frozen encoder that reads the whole row, its input embeddings, or embeddings that learn
     P         none, or k directions: those of most variance (pca), or random orthonormal ones (linear)
@@ -30,7 +30,7 @@ LEAST = 1e-6  # a smaller deviation is of a dimension that says nothing
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """Vectors of texts, and by which norm they were made.
+    """Vectors of texts, and the norm that they were made with.
 
     Attributes:
         values: [B, L, k].
@@ -55,17 +55,19 @@ def new_encoder(config: FathomLatentConfig) -> nn.Module:
 
 
 def tied_below(name: str, model: Any) -> dict[str, str]:
-    """The tied weights of a model of transformers, by their names in a module that holds it as `name`: transformers
-    asks the modules right below a model for them, and looks no deeper."""
+    """Tied weights of a transformers model, by their names in a module that holds the model as `name`.
+
+    transformers looks for tied weights only in modules directly below a model.
+    """
     return {f"{name}.{one}": f"{name}.{other}" for one, other in model.all_tied_weights_keys.items()}
 
 
 class Reached(Exception):
-    """The layer is reached whose input is wanted: those behind it need not run."""
+    """Raised when the layer is reached whose input is wanted, so that later layers do not run."""
 
 
 class Taken(list[Tensor]):
-    """The inputs of layers, as a stack notes them, up to that of one."""
+    """A list of layer inputs, as a stack records them, up to that of one layer."""
 
     def __init__(self, layer: int):
         super().__init__()
@@ -78,7 +80,7 @@ class Taken(list[Tensor]):
 
 
 class LatentSpace(nn.Module):
-    """The frozen encoder, and the norm of its vectors. Embeddings that learn are the only weights that train."""
+    """The frozen encoder, and the norm of its vectors. Only learned embeddings have weights that train."""
 
     mean: Tensor
     deviation: Tensor
@@ -103,13 +105,13 @@ class LatentSpace(nn.Module):
 
     @torch.no_grad()
     def initialize_parameters(self) -> None:
-        """The norm before it is fitted."""
+        """Set the norm to its values before it is fitted."""
         self.mean.zero_()
         self.deviation.fill_(1.0)
         self.fitted.fill_(self.options.source == "learned")
 
     def train(self, mode: bool = True) -> LatentSpace:
-        """The frozen encoder has no dropout in training either."""
+        """As in torch, but the frozen encoder stays in eval mode, without dropout."""
         super().train(mode)
         self.encoder.eval()
         return self
@@ -117,7 +119,7 @@ class LatentSpace(nn.Module):
     def features(
         self, input_ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"] | None = None
     ) -> Float[Tensor, "B L d"]:
-        """f(y). A token that is not known is written as the mask token."""
+        """f(y). An unknown token is replaced by the mask token."""
         if self.options.source == "learned":
             return self.table(input_ids)
         with torch.no_grad():
@@ -143,7 +145,7 @@ class LatentSpace(nn.Module):
             return stack.hidden_states[layer]
 
     def projected(self, features: Float[Tensor, "*n d"]) -> Float[Tensor, "*n k"]:
-        """P f, from the center of the training set."""
+        """P f, with f centred on the training set's mean."""
         if self.options.bottleneck == "none":
             return features
         return (features.to(self.center.dtype) - self.center) @ self.directions
@@ -155,7 +157,7 @@ class LatentSpace(nn.Module):
         return (z - self.mean) / self.deviation
 
     def denormalise(self, x: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """The inverse; a length that "l2" took away does not come back."""
+        """The inverse of `normalise`; with "l2" the length is lost."""
         return x if self.options.normalisation == "l2" else x * self.deviation + self.mean
 
     def encode(self, input_ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"] | None = None) -> Float[Tensor, "B L k"]:
@@ -176,7 +178,7 @@ class LatentSpace(nn.Module):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Mean, deviation and directions over the tokens of batches of (input_ids, mask), special ones left out.
+        """Fit mean, deviation and directions on the tokens of batches of (input_ids, mask), without special tokens.
 
         Raises ValueError for no tokens.
         """
@@ -214,7 +216,7 @@ class LatentSpace(nn.Module):
         return torch.linalg.qr(drawn).Q.to(covariance.device)
 
     def fingerprint(self) -> int:
-        """A number of the norm: vectors of another one mean something else."""
+        """A number that identifies the norm; vectors of different norms do not compare."""
         parts = [self.mean, self.deviation]
         parts += [self.center, self.directions] if self.options.bottleneck != "none" else []
         said = f"{self.options.source} {self.options.layer} {self.options.normalisation} {self.options.specials}"

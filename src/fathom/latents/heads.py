@@ -1,6 +1,6 @@
-"""From vectors to words in six ways, which the token-recovery study compares.
+"""Six ways from vectors to words, which the token-recovery study compares.
 
-    a  nearest      p(v) ∝ exp(−‖z_i − α e_v‖²/2σ²): the noise is known; of embeddings alone
+    a  nearest      p(v) ∝ exp(−‖z_i − α e_v‖²/2σ²), with the known noise; for embeddings only
     b  linear       softmax(W z_i)
     c  mlp          softmax(W₂ gelu(W₁ z_i))
     d  factorised   softmax(W h_i), h of blocks that see all of z: TEncDM's decoder
@@ -34,7 +34,7 @@ class Head(nn.Module):
     """Base of the heads.
 
     Attributes:
-        trains: whether there is anything to learn.
+        trains: whether the head has weights to learn.
     """
 
     trains = True
@@ -52,7 +52,7 @@ class Head(nn.Module):
     def write(
         self, z: Float[Tensor, "B L k"], noise: tuple[Tensor, Tensor], temperature: float = 0.0
     ) -> Int[Tensor, "B L"]:
-        """Tokens, each drawn by itself at a temperature; 0: the likeliest."""
+        """Tokens, each drawn independently at a temperature; 0: the likeliest."""
         none = z.new_zeros(z.shape[:2], dtype=torch.long)
         logits = self.logits(z, none, noise)
         if not temperature:
@@ -62,7 +62,7 @@ class Head(nn.Module):
 
 
 class Nearest(Head):
-    """The token whose vector is nearest, by the noise that is known."""
+    """The token with the nearest embedding, given the known noise."""
 
     trains = False
 
@@ -137,7 +137,7 @@ class Contextual(Head):
 
     @torch.no_grad()
     def write(self, z, noise, temperature=0.0):
-        """Token after token, by its own ones."""
+        """Tokens written one after another, each given the ones written before."""
         start = torch.full((len(z), 1), self.start, device=z.device)
         options: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:

@@ -1,7 +1,7 @@
 """`FathomForLatentDiffusion`: encoder, denoiser and contextual decoder in one checkpoint, trained one stage at a time.
 
-    stage latent_diffusion      mean |D(x_t, t, x̂') − target|²;   half of the steps x̂' = D(x_t, t, 0), without gradient
-    stage contextual_decoder    mean −log p(y_i | y_<i, z),   z = x₀ corrupted, without gradient
+    stage latent_diffusion      mean |D(x_t, t, x̂') − target|²;   half of the steps x̂' = D(x_t, t, 0), without
+    gradient stage contextual_decoder    mean −log p(y_i | y_<i, z),   z = x₀ corrupted, without gradient
 
 A stage trains its part alone; no gradient crosses.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers import initialization as init
 
+from fathom.diffusion.base import check_tokens
 from fathom.latents.configuration import STAGES, FathomLatentConfig
 from fathom.latents.decoder import ContextualDecoder, Memory
 from fathom.latents.denoiser import Denoiser
@@ -33,8 +34,8 @@ from fathom.ops.cross_entropy import IGNORE
 
 
 class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc]
-    """CoDAR: `encode` makes vectors of tokens, `denoise` estimates them from noised ones, `decode` writes the text,
-    `generate` does it all from noise.
+    """CoDAR: `encode` turns tokens into vectors, `denoise` estimates these from noised ones, `decode` writes the text,
+    and `generate` does all of it from noise.
 
     `from_encoder` makes a new one on a trained encoder; `space.fit` then fits the norm of the vectors.
     """
@@ -67,7 +68,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """What no part fills by its own rule: the norm, tables, and the map to a stock decoder."""
+        """Initialise what no part fills by its own rule: the norm, tables, and the map to a stock decoder."""
         if isinstance(module, LatentSpace):
             module.initialize_parameters()
         elif isinstance(module, nn.Embedding):
@@ -102,10 +103,11 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
     # ---------------------------------------------------------------- the parts
 
     def encode(self, input_ids: Int[Tensor, "B L"], attention_mask: Tensor | None = None) -> Latents:
-        """x₀ of texts. Raises ValueError for rows longer than those of training."""
+        """x₀ of texts. Raises ValueError for rows longer than those of training and for ids outside the vocabulary."""
         self.check_length(input_ids.shape[1])
         self.check_fitted()
         mask = None if attention_mask is None else attention_mask.bool()
+        check_tokens(input_ids, torch.ones_like(input_ids, dtype=torch.bool), self.config.vocab_size)
         return Latents(self.space.encode(input_ids, mask), mask, self.space.fingerprint())
 
     def denoise(
@@ -115,8 +117,9 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         previous: Float[Tensor, "B L k"] | None = None,
         mask: Bool[Tensor, "B L"] | None = None,
     ) -> Float[Tensor, "B L k"]:
-        """x̂₀, by the running mean of the weights where there is one, but in training. Raises ValueError for a time
-        outside (0, 1], another width and longer rows than those of training."""
+        """x̂₀, outside training by the running mean of the weights if there is one. Raises ValueError for a time
+        outside (0, 1], another width, and rows longer than in training.
+        """
         self.process.check(t)
         self.check_width(x)
         self.check_length(x.shape[1])
@@ -132,7 +135,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         return self.process.denoised(denoiser(x, t, previous, seen), x, t)
 
     def read(self, latents: Latents) -> Memory:
-        """What the decoder reads of vectors. Raises ValueError for those of another norm, width or length."""
+        """The memory that the decoder reads. Raises ValueError for vectors of another norm, width or length."""
         if latents.space != self.space.fingerprint():
             raise ValueError(
                 f"space={latents.space}: these vectors have another norm than the decoder was trained with, "
@@ -146,7 +149,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         return self.decoder.read(latents.values, mask)
 
     def decode(self, latents: Latents, **options: Any) -> Tensor:
-        """The text of vectors: token ids [B, L], by the options `temperature`, `top_p`, `seed` and `stop_at_eos` of
+        """The text for vectors, as token ids [B, L]. Options are `temperature`, `top_p`, `seed` and `stop_at_eos` of
         `LatentGenerationConfig`."""
         from fathom.latents.sampling import decode
 
@@ -156,8 +159,8 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
     def generate(
         self, inputs: Tensor | None = None, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """New texts, or texts that go on or are filled in: see `LatentGenerationConfig`, whose fields may be given as
-        keyword arguments."""
+        """New texts, continued texts or filled-in texts. Fields of `LatentGenerationConfig` may be given as keyword
+        arguments."""
         from fathom.latents.sampling import generate
 
         return generate(self, inputs, attention_mask, *args, **kwargs)
@@ -193,7 +196,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         learned = own
         if self.options.padding == "targets" and mask is not None:
             learned = own | ~mask  # that a text has ended is learned, too
-        loss = (each * learned).sum() / learned.sum()
+        loss = (each * learned).sum() / learned.sum().clamp(min=1)
         if num_items_in_batch is not None:  # weighted by its labels among the batches of a step
             loss = loss * own.sum() / num_items_in_batch
         return FathomOutput(loss=loss)
@@ -206,10 +209,10 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         noise: Float[Tensor, "B L k"] | None = None,
         self_condition: bool = False,
     ) -> Float[Tensor, "B L"]:
-        """|D − target|² of every token, the mean over its dimensions, in fp32 or wider; with embeddings that learn plus
-        −log p(token) of rounding x̂₀ to the nearest of them, without which they would fall together.
+        """|D − target|² of every token, averaged over dimensions, in fp32 or wider. With learned embeddings, plus −log
+        p(token) of rounding x̂₀ to the nearest embedding, without which all embeddings would become equal.
 
-        self_condition: a first estimate, without gradient, is given to a second one.
+        self_condition: the model gets its own first estimate, without gradient, and makes a second one.
         """
         x0 = self.space.encode(input_ids, mask)
         if self.options.source != "learned":
@@ -235,7 +238,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
     def held_out_errors(
         self, input_ids: Tensor, mask: Tensor | None, t: Float[Tensor, " B"], noise: Float[Tensor, "B L k"]
     ) -> Float[Tensor, "B L"]:
-        """|x̂₀ − x₀|² of every token, the mean over its dimensions, whatever is predicted; by one estimate."""
+        """|x̂₀ − x₀|² of every token, averaged over dimensions, for any kind of prediction; from one estimate."""
         x0 = self.space.encode(input_ids, mask)
         t = t.to(device=x0.device, dtype=x0.dtype)
         x = self.process.corrupt(x0, t, noise.to(x0))
@@ -256,7 +259,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
     ) -> Any:
         """Teacher-forced output for every token given those before it and vectors z (None: x₀).
 
-        dropped: tokens that the decoder's input has masked. use_memory=False: without vectors, a plain language model.
+        dropped: mask of the tokens that are masked in the decoder's input. use_memory=False: a plain language model.
         """
         start = input_ids.new_full((len(input_ids), 1), self.config.start_token_id)
         seen = input_ids if dropped is None else input_ids.masked_fill(dropped, self.mask_token_id())
@@ -268,7 +271,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         return self.decoder(input_ids=inputs, memory=memory, use_cache=False, **labels)
 
     def train_stage(self, stage: str) -> None:
-        """Leave gradients to the part of a stage alone."""
+        """Freeze all parameters but those of this stage's part."""
         self.requires_grad_(False)
         if stage == "latent_diffusion":
             self.denoiser.requires_grad_(True)
@@ -279,7 +282,9 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
 
     @torch.no_grad()
     def update_mean(self, step: int) -> None:
-        """The running mean of the denoiser's weights after an optimiser step; its decay grows to `ema` from 2/11."""
+        """Update the running mean of the denoiser's weights after an optimiser step; its decay grows from 2/11 to
+        `ema`.
+        """
         if not self.options.ema:
             return
         share = 1 - min(self.options.ema, (1 + step) / (10 + step))
@@ -306,7 +311,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
             raise ValueError(f"vectors of width {x.shape[-1]}: the model's have latent_dim={self.config.latent_dim}")
 
     def part_parameters(self) -> dict[str, int]:
-        """Parameters by part; the running mean is not counted."""
+        """The number of parameters of each part; the running mean is not counted."""
         parts = {"encoder": self.space, "denoiser": self.denoiser, "decoder": self.decoder}
         return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 

@@ -1,4 +1,4 @@
-"""The way from vectors to noise: x_t = α_t x₀ + σ_t ε, t from 0 to 1, and what a step back needs of it.
+"""The noise process x_t = α_t x₀ + σ_t ε, t from 0 to 1, with the terms that a step back needs.
 
     vp         α² + σ² = 1:
       tangent    α = 1/√(1 + δ² tan²(πt/2))                TEncDM; δ = 1 is the cosine schedule
@@ -9,7 +9,7 @@
     ε̂ = (x − α x̂₀)/σ;   ODE  dx = (α' x̂₀ + σ' ε̂) dt;   SDE  dx = (f x − g² · score) dt + g dw
     f = α'/α,   g² = 2σσ' − 2fσ²  (of vp: −β/2 and β),   score = (α x̂₀ − x)/σ²
 
-Constants are computed in fp32 or wider: in bf16 they are wrong near both ends.
+Constants are computed in fp32 or wider: in bf16 they would be wrong near both ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EARLIEST = 1e-5  # of the times in training
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """α, σ and their derivatives by t, and what a prediction says of x₀ and ε."""
+    """α, σ and their derivatives by t, and the maps from a prediction to x₀ and ε."""
 
     kind: str = "vp"
     schedule: str = "tangent"
@@ -98,7 +98,7 @@ class Process:
         return (alpha * x0 + sigma * noise).to(x0.dtype)
 
     def target(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """What the denoiser is to say."""
+        """The denoiser's target."""
         if self.prediction == "x0":
             return x0
         if self.prediction == "eps":
@@ -107,7 +107,7 @@ class Process:
         return a * noise - b * x0
 
     def denoised(self, said: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """x̂₀ of what the denoiser said of x at t, in fp32 or wider."""
+        """x̂₀ from the denoiser's output for x at t, in fp32 or wider."""
         said = said.to(torch.promote_types(said.dtype, torch.float32))
         if self.prediction == "x0":
             return said
@@ -118,7 +118,7 @@ class Process:
         return (a * x - sigma * said) / (a * alpha + b * sigma)
 
     def noise(self, x0: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """ε̂ of an estimate of x₀."""
+        """ε̂ that follows from an estimate of x₀."""
         alpha, sigma = (self._spread(part, x) for part in self.alpha_sigma(t.to(x.device)))
         return (x - alpha * x0) / sigma
 

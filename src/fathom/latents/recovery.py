@@ -1,7 +1,7 @@
-"""The token-recovery study: how much of a text is left in its noised vectors, and which head gets it back.
+"""The token-recovery study: how much of a text each head recovers from its noised vectors.
 
-Every head learns on the same vectors, x_t with t ~ U(0, t_max), in the same order and for the same steps, and is then
-asked for held-out text at fixed noise levels:
+All heads learn on the same vectors, x_t with t ~ U(0, t_max), in the same order and for the same steps. They are scored
+on held-out text at fixed noise levels:
 
     NLL of pointwise heads = H(y|z) + TC(y|z) + Σ_i I(y_i; z_−i | z_i)      at best
     NLL of factorised ones = H(y|z) + TC(y|z)                               context removes the last sum
@@ -33,15 +33,14 @@ EVALUATED = 64  # rows at once
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryConfig:
-    """How heads are trained and asked.
+    """Options of how heads are trained and scored.
 
     Attributes:
-        heads: which, of `HEADS`.
-        steps, rows, lr: of training each: optimiser steps, rows of a step, and the peak learning rate, which falls to 0
-            along a cosine.
-        t_max: the noisiest vectors that heads learn from.
-        levels: times at which they are asked; 0: clean vectors.
-        examples: held-out rows.
+        heads: names of `HEADS`.
+        steps, rows, lr: optimiser steps, rows of a step, and the peak learning rate, which falls to 0 along a cosine.
+        t_max: time of the noisiest vectors that heads learn from.
+        levels: times at which heads are scored; 0: clean vectors.
+        examples: number of held-out rows.
         seed: of weights, order and noise.
     """
 
@@ -73,10 +72,12 @@ def study(
     say: Callable[[str], None] = print,
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train the heads on the vectors of a model and ask them. Returns the `config`, `parameters` of the heads, and
-    `rows`: head, t, sigma, accuracy, nll (nats a token), exact (rows), free_accuracy and free_exact (written without
-    the true tokens before; of heads that write token after token alone another number). After each head, `keep` is
-    given what has been found so far."""
+    """Train the heads on a model's vectors and score them.
+
+    Returns `config`, `parameters` of the heads, and `rows`: head, t, sigma, accuracy, nll (nats per token), exact
+    (share of rows), free_accuracy and free_exact. The free scores are of text written without the true earlier tokens;
+    they differ only for heads that write token after token. After each head, `keep` gets the results so far.
+    """
     rows: list[dict[str, Any]] = []
     parameters: dict[str, int] = {}
     found = {"config": dataclasses.asdict(config), "parameters": parameters, "rows": rows}
@@ -93,7 +94,7 @@ def study(
 
 
 def trained_head(model: Any, name: str, train: Int[Tensor, "N L"], config: RecoveryConfig) -> Head:
-    """A head after its training. Of one seed all heads see the same rows, times and noise in the same order."""
+    """A trained head. Under one seed all heads see the same rows, times and noise in the same order."""
     torch.manual_seed(config.seed)
     head = new_head(name, model).to(model.device)
     if not head.trains:
@@ -120,7 +121,7 @@ def trained_head(model: Any, name: str, train: Int[Tensor, "N L"], config: Recov
 
 
 def share_of_peak(step: int, steps: int) -> float:
-    """The learning rate over its peak: a warm-up over a twentieth of the steps, then a cosine to 0."""
+    """Learning rate / peak learning rate: a warm-up over a twentieth of the steps, then a cosine to 0."""
     return min(1.0, (step + 1) / (0.05 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -141,8 +142,10 @@ def noised(
 def asked(
     model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int, estimated: bool = False
 ) -> dict[str, float]:
-    """What a head gets right of held-out texts at one noise level, the same noise for every head; with `estimated` of
-    what the denoiser makes of them, in two passes."""
+    """A head's scores on held-out texts at one noise level, with the same noise for every head.
+
+    estimated: score on the denoiser's estimates (two passes) instead of on noised vectors.
+    """
     generator = torch.Generator(model.device).manual_seed(seed + 1)
     total = right = free = exact = free_exact = 0.0
     for text in held_out.split(EVALUATED):
@@ -173,7 +176,7 @@ def agreement_language(rows: int, half: int, words: int, first: int, seed: int =
 
 
 def draw(found: dict[str, Any], path: Path, title: str, colours: dict[str, str]) -> None:
-    """The plot: NLL and free-running accuracy against the noise level, a line a head."""
+    """Draw NLL and free-running accuracy against the noise level, with one line for each head."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -201,8 +204,9 @@ def draw(found: dict[str, Any], path: Path, title: str, colours: dict[str, str])
 
 
 def terms(found: dict[str, Any]) -> Sequence[dict[str, float]]:
-    """What context and order add at every level: pointwise (mlp) − factorised, and factorised − contextual, nats a
-    token."""
+    """The gains from context and from order at every level, in nats per token: NLL of pointwise (mlp) − NLL of
+    factorised, and NLL of factorised − NLL of contextual.
+    """
     nll = {(row["head"], row["t"]): row["nll"] for row in found["rows"]}
     out = []
     for t in dict.fromkeys(row["t"] for row in found["rows"]):

@@ -1,10 +1,10 @@
-"""A rival with compressed latents, as LD4LG (arXiv 2212.09462) has them: a text is m vectors, whatever its length.
+"""A rival with compressed latents, as in LD4LG (arXiv 2212.09462): a text of any length is m vectors.
 
     z = l2(W · perceiver(f(y)))   m learned queries read the encoder's states;  √k per vector
     y ~ p(y_i | y_<i, z)          CoDAR's decoder, learned positions of the m vectors;  both learn together
     then D(z_t, t) with v-prediction, as CoDAR's denoiser, on vectors of mean 0 and variance 1 by dimension
 
-Training loops are short and plain: the rival is made beside a trained CoDAR for a table (writers.py), not kept.
+Training loops are short and plain: the rival is only made for a table beside a trained CoDAR (writers.py).
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def trained_compressed(
     model: Any, train: Int[Tensor, "N L"], config: RecoveryConfig, denoiser_steps: int | None = None,
     count: int | None = None, width: int = 64,
 ) -> Compressed:  # fmt: skip
-    """The rival after `config.steps` of the autoencoder and as many of the denoiser, or `denoiser_steps`; m is a
-    quarter of the length, as LD4LG's 32 of 128, unless `count` says otherwise."""
+    """The rival, trained for `config.steps` steps of the autoencoder and `denoiser_steps` (default: as many) of the
+    denoiser. m is `count`, by default a quarter of the length, as LD4LG's 32 of 128."""
     torch.manual_seed(config.seed)
     made = Compressed(model, count or max(1, model.config.length // 4), width).to(model.device)
     for stage, steps in (("autoencoder_loss", config.steps), ("diffusion_loss", denoiser_steps or config.steps)):

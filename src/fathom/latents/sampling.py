@@ -1,4 +1,4 @@
-"""From noise to a text: N steps of a solver from t = 1 (0.95 where ε is predicted) to `t_end`, then the decoder.
+"""Sampling a text from noise: N steps of a solver from t = 1 (0.95 if ε is predicted) to `t_end`, then the decoder.
 
     x ~ N(0, I);   for t → s:   x̂₀ = D(x, t, x̂₀ of the step before)
       ddim        x ← α_s x̂₀ + σ_s ε̂
@@ -8,10 +8,11 @@
     memory = the last x̂₀;   y_1 … y_L by the decoder
 
 At t_end σ is not 0, so the last state is not x₀, and the memory is the last estimate. Euler's SDE needs thousands of
-steps for the right variance; `ancestral` has it at any number. The decoder's tokens are counted apart from the passes.
+steps for the right variance; `ancestral` has it at any number. The decoder's tokens are counted separately from passes.
 
-What is known (a prompt, or a text with mask tokens) is held by replacement: its rows of x are α_t x₀ + σ_t ε in every
-step, of vectors that the encoder makes with the rest masked, and the decoder is given its tokens.
+Known tokens (of a prompt, or of a text with mask tokens) are kept by replacement. In every step their rows of x are α_t
+x₀ + σ_t ε, with vectors that the encoder makes while the other tokens are masked; the decoder gets the tokens
+themselves.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from fathom.diffusion.base import check_tokens
 from fathom.diffusion.sampling import configured, seeds
 from fathom.latents.encoder import Latents
 from fathom.latents.process import LATEST, Process
@@ -36,7 +38,7 @@ SOLVERS = ("ddim", "ancestral", "ode", "sde")
 
 @dataclasses.dataclass(frozen=True)
 class LatentGenerationConfig:
-    """How texts are sampled.
+    """Options of sampling.
 
     Attributes:
         max_new_tokens: tokens after the prompt; None: as many as the model's rows have left. 0 with `infill`.
@@ -45,13 +47,13 @@ class LatentGenerationConfig:
         t_end: the time at which the last step ends.
         temperature: τ of the decoder; 0 takes the likeliest token.
         top_p: the decoder samples among the likeliest tokens of this mass.
-        restandardise: the memory's dimensions get mean 0 and variance 1 again, as estimates vary less than vectors do.
-            Mean and variance are those of all rows together: a text then depends on the others of its batch.
+        restandardise: scale the memory's dimensions to mean 0 and variance 1, as estimates vary less than vectors do.
+            Mean and variance are over all rows, so a text then depends on the others of its batch.
         infill: fill the mask tokens within the inputs instead.
-        rows: texts, where there are no inputs.
-        stop_at_eos: a row ends with the first EOS that it writes: padding follows it, and decoding stops once all rows
-            have ended. A text that is filled in does not end before what is known of it.
-        seed: of the noise, a list gives each row its own; the decoder's draws follow from the first.
+        rows: number of texts if there are no inputs.
+        stop_at_eos: a row ends with the first EOS that it writes and is padded after it; decoding stops once all rows
+            have ended. A text that is filled in does not end before its last known token.
+        seed: of the noise; a list gives each row its own. The decoder's draws follow from the first.
         return_dict_in_generate: a `LatentGenerationOutput` instead of the ids alone.
 
     Raises ValueError for options out of range.
@@ -88,13 +90,13 @@ class LatentGenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LatentGenerationOutput:
-    """What was sampled, and what it took.
+    """Sampled texts, and the passes that they took.
 
     Attributes:
         sequences: prompt and answer, [B, P + G].
         latents: the memory that the decoder read.
         nfe: passes of the denoiser.
-        decoder_steps: tokens that the decoder wrote, of the longest row.
+        decoder_steps: number of tokens that the decoder wrote for the longest row.
     """
 
     sequences: Int[Tensor, "B L"]
@@ -112,7 +114,8 @@ def generate(
     **options: Any,
 ) -> Tensor | LatentGenerationOutput:
     """Texts from noise. `inputs` are prompts, padded on the left where `attention_mask` is 0, or with `infill` texts
-    with mask tokens; None: texts of no prompt. Raises ValueError for what does not fit together."""
+    with mask tokens; None: texts without a prompt. Raises ValueError for arguments that do not fit together.
+    """
     config = configured(generation_config, options, LatentGenerationConfig, elsewhere={})
     training = model.training
     model.eval()
@@ -137,6 +140,7 @@ def _run(model: Any, inputs: Any, attention_mask: Any, config: LatentGenerationC
     real = torch.ones_like(inputs, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if real.shape != inputs.shape:
         raise ValueError(f"attention_mask of shape {list(real.shape)}: must be that of inputs, {list(inputs.shape)}")
+    check_tokens(inputs, real, model.config.vocab_size)
     if (real[:, :-1] & ~real[:, 1:]).any():
         raise ValueError("attention_mask: a row is padded on the right; pad on the left")
     new = 0 if config.infill else config.max_new_tokens
@@ -214,7 +218,7 @@ def denoised(
 
 
 def passed(model: Any, x: Tensor, t: Tensor, previous: Tensor | None, mask: Tensor | None) -> Tensor:
-    """x̂₀ of one pass, in which nobody sees padding on the left."""
+    """x̂₀ of one pass, in which left padding is masked."""
     denoiser = model.denoiser_mean if model.options.ema else model.denoiser
     previous = None if model.options.self_conditioning == "none" else previous
     return model.process.denoised(denoiser(x, t, previous, mask), x, t)
@@ -241,7 +245,7 @@ def stepped(
 
 
 def known_vectors(model: Any, canvas: Tensor, real: Tensor, known: Tensor) -> Float[Tensor, "B L k"]:
-    """x₀ of the known tokens. The encoder reads the others as masks, or not at all where there is no mask token."""
+    """x₀ of the known tokens. The encoder reads the others as mask tokens, or not at all if there is none."""
     token = model.config.mask_token_id
     seen = real if token is not None else known
     ids = canvas.masked_fill(~known, model.config.start_token_id if token is None else token)
@@ -249,7 +253,7 @@ def known_vectors(model: Any, canvas: Tensor, real: Tensor, known: Tensor) -> Fl
 
 
 class Known(LogitsProcessor):
-    """The decoder writes the tokens that are known where they are."""
+    """A logits processor that makes the decoder write known tokens in their places."""
 
     def __init__(self, canvas: Tensor, known: Tensor):
         self.canvas, self.known = canvas, known
@@ -261,7 +265,7 @@ class Known(LogitsProcessor):
 
 
 class Ended(StoppingCriteria):
-    """Rows that wrote EOS. One that is known, or that comes before what is known, ends nothing."""
+    """A stopping criterion for rows that wrote EOS. A known EOS, or one before a known token, does not count."""
 
     def __init__(self, eos: int, known: Tensor):
         self.eos_token_id = eos  # by this name transformers knows that rows which end are padded
@@ -276,9 +280,9 @@ def decode(
     model: Any, latents: Latents, *, temperature: float = 0.0, top_p: float | None = None, stop_at_eos: bool = False,
     seed: int = 0, known: Bool[Tensor, "B L"] | None = None, canvas: Int[Tensor, "B L"] | None = None,
 ) -> Int[Tensor, "B L"]:  # fmt: skip
-    """Token ids of vectors, one a row of them; `known` tokens of `canvas` are given. Padding keeps the ids of `canvas`.
+    """Token ids decoded from vectors, one for each vector. `known` tokens, and padding, keep their ids of `canvas`.
 
-    The draws follow from `seed`, and torch's own random numbers stay as they are.
+    Draws follow from `seed` and leave torch's random state unchanged.
     """
     values = latents.values
     rows, length = values.shape[:2]
@@ -289,9 +293,10 @@ def decode(
     begun = real.int().cummax(1).values.bool()  # no padding on the left
     prefix = int((known | ~begun).long().cumprod(1).sum(1).min())  # columns that all rows know, or that pad them
     start = canvas.new_full((rows, 1), model.config.start_token_id)
+    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.start_token_id
     decoder = model.decoder
     # the start token stands in the last column of padding before a text, so that texts of all lengths end together
-    ids = torch.cat([start, canvas[:, :prefix]], dim=1)
+    ids = torch.cat([start, torch.where(real, canvas, pad)[:, :prefix]], dim=1)  # padding may have any id
     first = (~begun).sum(1)
     ids.scatter_(1, first[:, None].clamp(max=prefix), model.config.start_token_id)
     columns = torch.arange(prefix + 1, device=ids.device)
@@ -299,7 +304,6 @@ def decode(
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options.update(temperature=temperature, top_k=0, top_p=1.0 if top_p is None else top_p)
-    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.start_token_id
     if stop_at_eos:
         if model.config.eos_token_id is None:
             raise ValueError("stop_at_eos=True: the tokenizer has no EOS token")

@@ -1,8 +1,8 @@
-"""The decoder of a stock encoder-decoder (T5, BART) as the contextual decoder: it reads W z for encoder states.
+"""The decoder of a stock encoder-decoder (T5, BART) as the contextual decoder: it reads W z instead of encoder states.
 
-Its cross-attention has no positions, so that a row of the memory is found by what it holds, or, with
-`memory_positions="learned"`, by a table added to the memory. transformers' own cache keeps the keys and values of the
-memory, computed once. The stock encoder is dropped.
+Its cross-attention has no positions, so a row of the memory is found by its content, or with
+`memory_positions="learned"` by a table added to the memory. transformers' own cache keeps the memory's keys and values,
+computed once. The stock encoder is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENCODER_LAYERS = {"t5": "block", "bart": "layers"}  # by model type
 
 @dataclasses.dataclass(frozen=True)
 class StockMemory:
-    """What stands for the encoder's output.
+    """The vectors in place of an encoder's output.
 
     Attributes:
         states: [B, L, d].
@@ -39,8 +39,9 @@ class StockMemory:
 
 
 class StockDecoder(nn.Module):
-    """`read`, `forward`, `reading` and `generate` as of `ContextualDecoder`. It cannot be without a memory, and prompts
-    of one batch have one length."""
+    """A stock decoder with `read`, `forward`, `reading` and `generate` as in `ContextualDecoder`. It always needs a
+    memory, and prompts of a batch must have equal lengths.
+    """
 
     def __init__(self, config: Any, width: int, options: CoDAR, length: int):
         super().__init__()
@@ -82,12 +83,13 @@ class StockDecoder(nn.Module):
         if shift_labels is not None:
             targets = shift_labels.flatten()
             total = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
-            loss = total / ((targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch)
+            own = (targets != IGNORE).sum().clamp(min=1)
+            loss = total / (own if num_items_in_batch is None else num_items_in_batch)
         return Seq2SeqLMOutput(loss=loss, logits=logits)
 
     @contextlib.contextmanager
     def reading(self, memory: StockMemory | None) -> Iterator[None]:
-        """While it lasts, forward and generate() read this memory."""
+        """A context in which forward and generate() read this memory."""
         before, self.memory = self.memory, memory  # type: ignore[assignment]
         try:
             yield
@@ -95,7 +97,7 @@ class StockDecoder(nn.Module):
             self.memory = before
 
     def generate(self, input_ids: Int[Tensor, "B P"], attention_mask: Tensor, **options: Any) -> Int[Tensor, "B T"]:
-        """As of transformers, from the decoder's own tokens. Raises ValueError for padded prompts."""
+        """As in transformers, from the decoder's own tokens. Raises ValueError for padded prompts."""
         if not bool(attention_mask.bool().all()):
             raise ValueError("attention_mask: a stock decoder reads prompts of one length; give rows one by one")
         assert self.memory is not None

@@ -1,4 +1,4 @@
-"""CoDAR beside its rivals as writers: texts from nothing, and what an outside judge and a count of words say of them.
+"""CoDAR and its rivals as writers: texts without a prompt, scored by an outside judge and by counts of words.
 
     codar        noise → denoiser → the contextual decoder
     linear, mlp  the same estimates, each token by its own vector
@@ -8,8 +8,9 @@
     compressed   a text as a quarter as many vectors, autoencoded: LD4LG (rivals.py)
     noise        control i: the decoder given pure noise for vectors
 
-All draw tokens at several temperatures τ. Fluency is the judge's perplexity, which a text of few words wins: compare it
-at equal entropy alone. `at_entropy` reads it off a writer's line over τ.
+All draw tokens at several temperatures τ. Fluency is the judge's perplexity, which favours texts of few different
+words, so
+compare it only at equal entropy: `at_entropy` interpolates a writer's values over τ.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ OVERLAP = 8  # tokens of a stretch that may stand in the training text
 
 @dataclasses.dataclass(frozen=True)
 class WritersConfig:
-    """What is written, and how the rivals' heads are trained.
+    """Options of the table of writers, and of the training of the rivals' heads.
 
     Attributes:
-        writers: of `WRITERS`.
-        samples: texts of each writer and temperature.
+        writers: names of `WRITERS`.
+        samples: number of texts for each writer and temperature.
         temperatures: τ at which tokens are drawn.
         steps, solver: of the denoiser.
         head_steps, rows, lr, t_max: of the training of heads, on x_t with t ~ U(0, t_max), the decoder's range.
         denoiser_steps: of the training of the compressed rival's denoiser; None: `head_steps`.
-        seed: of everything drawn.
+        seed: of all random numbers.
     """
 
     writers: tuple[str, ...] = WRITERS
@@ -102,10 +103,10 @@ def table(
 ) -> list[dict[str, Any]]:
     """A row for every writer and temperature, and one of held-out text ("data").
 
-    `judge` gives −Σ log p in nats and the number of tokens of texts. Rows: writer, temperature, perplexity (None
-    without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (share of different pairs of
-    tokens), overlap (share of stretches of 8 tokens that the training text has), nfe, decoder_steps, and a `text`.
-    After each, `keep` is given the rows so far and the texts of the last. Heads in `made`, by name, are not trained.
+    `judge` gives −Σ log p in nats and the number of tokens of texts. Rows have writer, temperature, perplexity (None
+    without a judge), entropy (of a text's words, nats, mean over texts), distinct_2 (different pairs of tokens / all
+    pairs), overlap (runs of 8 tokens that the training text has / all such runs), nfe, decoder_steps, and a `text`.
+    After each row `keep` gets the rows so far and the last texts. Heads in `made`, by name, are not trained again.
     """
     seen, rows = np.unique(stretches(train)), []
 
@@ -225,8 +226,9 @@ def entropy(row: Sequence[int]) -> float:
 
 
 def stretches(rows: Int[Tensor, "N L"]) -> np.ndarray:
-    """A number of 64 bits for every stretch of 8 tokens within a row: the same of the same tokens, and of others but by
-    a chance of 2⁻⁶⁴ or so. [N · (L − 7)]."""
+    """A 64-bit hash of every run of 8 tokens within a row, [N · (L − 7)]: equal for equal tokens, and for others only
+    with a chance of about 2⁻⁶⁴.
+    """
     if rows.shape[1] < OVERLAP:
         return np.zeros(0, dtype=np.uint64)
     drawn = np.random.default_rng(0).integers(2**63, size=OVERLAP, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -239,8 +241,8 @@ def stretches(rows: Int[Tensor, "N L"]) -> np.ndarray:
 
 
 def at_entropy(rows: Sequence[dict[str, Any]], writer: str, wanted: float) -> float | None:
-    """A writer's perplexity at this entropy, its logarithm between two temperatures on a straight line; None where the
-    entropy lies outside them."""
+    """A writer's perplexity at this entropy, interpolated between two temperatures (linearly in its logarithm); None if
+    the entropy is outside their range."""
     points = sorted(
         (r["entropy"], math.log(r["perplexity"])) for r in rows if r["writer"] == writer and r["perplexity"]
     )

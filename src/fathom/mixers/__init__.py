@@ -1,4 +1,4 @@
-"""The `mixer` section: what attention reads of earlier layers. One file a method; importing this registers them."""
+"""The `mixer` section: what attention reads from earlier layers. One file a method; importing this registers them."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""The seam of the `mixer` section: cross-layer mixing, what attention reads of earlier layers."""
+"""The seam of the `mixer` section: cross-layer mixing, what attention reads from earlier layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Mixer(Method):
     def ask(
         self, query: Float[Tensor, "B T H D"], sources: tuple[tuple[Tensor, ...], ...]
     ) -> Float[Tensor, "B T n D"] | None:
-        """What `forward` wants to know of the queries before their rotation; it gets that rotated, as [B, n, T, D].
-        None: the queries themselves."""
+        """What `forward` needs from the queries, taken before the rotation, and gets rotated, as [B, n, T, D].
+        None: `forward` gets the rotated queries themselves."""
         return None
 
     def forward(

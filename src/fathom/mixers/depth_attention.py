@@ -9,8 +9,8 @@ The mix runs after QK-norm and rotation and before the cache write, at key/value
 in the ordinary slot: no new parameters, no new state, and a new token's sources come from the same forward pass. (The
 authors' code writes the raw value first, which makes its cached decoding wrong, and drops the padding mask.)
 
-Under a multi-pass depth method each (pass, layer) counts as a layer of index pass·L + ℓ; the paper names no exact
-source set there, so `loop_sources` is ours to choose.
+Under a multi-pass depth method each (pass, layer) counts as a layer of index pass·L + ℓ. The paper does not define the
+sources there; `loop_sources` chooses between ours.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class DepthAttention(Mixer):
         return index in self.read
 
     def ask(self, query, sources):
-        """q̄. The mean commutes with the rotation; taken behind it, its gradient would be added to the queries' before
-        these are turned back, which goes through memory."""
+        """The mean query q̄, taken before the rotation, with which it commutes. Taken after it, its gradient would be
+        added to the queries' in memory before these are rotated back."""
         if not sources or self.options.mix_rule == "uniform" or query.shape[2] == self.groups:
             return None
         return query.unflatten(2, (self.groups, -1)).mean(3)
@@ -170,7 +170,7 @@ class DepthAttention(Mixer):
         return mixed.get("k", key), mixed.get("v", value), (key, *(mixed[letter] for letter in target))
 
     def weights(self, query, key, sources):
-        """α_j: one [B, G, T, 1] a source, the layer itself last."""
+        """The weights α_j: one [B, G, T, 1] for each source, the layer itself last."""
         if self.options.mix_rule == "uniform":
             count = len(sources) + 1
             wide = torch.promote_types(key.dtype, torch.float32)

@@ -1,1 +1,1 @@
-"""The decoder and the Hugging Face face of it."""
+"""The decoder, and the transformers classes around it."""

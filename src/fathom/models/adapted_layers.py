@@ -1,9 +1,9 @@
-"""The matrix of a layer whose weight a method reads, as a call of the layer would use it.
+"""The matrix that a call of a layer would use, for methods that read a layer's weight.
 
-Two things stand between a layer's `weight` and its call. peft puts a module around a layer: calling it adds the
-adapter, its `weight` is still the layer's own. accelerate keeps the weights of offloaded layers elsewhere and loads
-them for a call only: before it `weight` is on the meta device. A method that read `weight` would leave the adapter out,
-or read nothing. So parameters are used in their own module's forward, or read here.
+A layer's `weight` may differ from what its call uses. peft wraps a layer in a module whose call adds the adapter, while
+its `weight` is still the layer's own. accelerate loads the weights of an offloaded layer only for a call; before it,
+`weight` is on the meta device. A method that read `weight` would miss the adapter, or read nothing. So parameters are
+used in their own module's forward, or read by these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def plain_weight(layer: nn.Module, device: torch.device) -> Tensor | None:
-    """The weight, on `device`, of a linear layer or an embedding that uses it as it is; None if only a call has it."""
+    """The weight, on `device`, of a linear layer or embedding whose call uses just that weight; else None."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     if type(layer) not in (nn.Linear, nn.Embedding) or (weight.is_meta and device.type != "meta"):
         return None
@@ -22,8 +22,8 @@ def plain_weight(layer: nn.Module, device: torch.device) -> Tensor | None:
 
 
 def linear_matrix(layer: nn.Module, device: torch.device) -> Float[Tensor, "out in"]:
-    """W of y = W x, on `device`. Of an adapted or offloaded layer, what it makes of the unit vectors: as much work as
-    `in` tokens."""
+    """The matrix W of y = W x, on `device`. An adapted or offloaded layer is called on the unit vectors, which costs as
+    much as a call on `in` tokens."""
     weight = plain_weight(layer, device)
     if weight is not None:
         return weight
@@ -31,6 +31,6 @@ def linear_matrix(layer: nn.Module, device: torch.device) -> Float[Tensor, "out 
 
 
 def table_matrix(layer: nn.Module, device: torch.device) -> Float[Tensor, "V d"]:
-    """The rows of an embedding, on `device`. Of an adapted or offloaded one, all its rows looked up."""
+    """The rows of an embedding, on `device`. In an adapted or offloaded one all rows are looked up by a call."""
     weight = plain_weight(layer, device)
     return weight if weight is not None else layer(torch.arange(len(layer.weight), device=device)).to(device)  # type: ignore

@@ -120,15 +120,15 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         positions count the attended tokens of `attention_mask`, so left-padded rows equal the same rows alone. In
         training mode with labels the logits are not materialised (`logits` is None), as the loss needs none.
         `visibility` says who sees whom (ops/visibility.py) instead of `config.is_causal`.
-        `output_auxiliary=True` returns what the methods say by name beside the logits (`FathomOutput`). `domains`, from
-        which source of text each row comes, is for losses and statistics of routers alone.
+        `output_auxiliary=True` also returns losses, traces and statistics of the methods by name (`FathomOutput`).
+        `domains` [B], the number of the source that each row comes from, is read by losses and statistics of routers.
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; one with the
-                wrong number of layers, that another method filled with slots, or that holds tokens where gradient
-                checkpointing keeps layers from reading it; where tokens have several slots, an
-                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without
-                `position_ids` or with an `attention_mask`.
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; no token in them; two caches; a cache with
+                the wrong number of layers, one that another method filled with slots, or one that holds tokens where
+                gradient checkpointing keeps layers from reading it; where tokens have several slots, an
+                `attention_mask` that is not [batch, cached and new tokens], or `cu_seq_lens_q` without `position_ids`
+                or with an `attention_mask`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -189,7 +189,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
                 each = cross_entropy(logits.flatten(0, 1), targets.flatten())
                 total = (each if scales is None else each * scales.flatten()).sum()
                 logits = slice_positions(logits, logits_to_keep)
-            items = own if num_items_in_batch is None else num_items_in_batch
+            items = own.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / items
             if losses:  # means over this batch, weighted like it among the batches of a step
                 loss = loss + sum(losses.values()) * own / items
@@ -207,7 +207,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         )
 
     def losses_of_layers(self, stack: Stack) -> dict[str, Tensor]:
-        """The losses among what layers said, summed over the layers that ran."""
+        """The auxiliary losses of the layers by name, summed over the layers that ran."""
         names = lookup("feed_forward", self.config.feed_forward["name"]).losses  # type: ignore[attr-defined]
         return {name: torch.stack(stack.auxiliary[name]).sum() for name in names if name in stack.auxiliary}
 
@@ -281,8 +281,9 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
     def without_boundaries(
         self, layer_kwargs: dict[str, Any], position_ids: Int[Tensor, "B T"] | None, attention_mask: Any, rows: int
     ) -> dict[str, Any]:
-        """Without the boundaries of packed documents in tokens: a pass runs over other numbers of slots, whose ids say
-        where documents start. Raises ValueError where these cannot say it."""
+        """`layer_kwargs` without boundaries of packed documents that are counted in tokens. A pass runs over slots,
+        whose position ids say where documents start. Raises ValueError where these cannot say it.
+        """
         if layer_kwargs.get("cu_seq_lens_q") is not None:
             needs = None
             if position_ids is None:
@@ -303,8 +304,8 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         return Vocabulary(self.lm_head, self.model.embed_tokens, self.config.embed_scale, self.compiled)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Refuses reentrant checkpointing where more than one tensor passes from layer to layer, or layers read a bias
-        or earlier slots that have a gradient: it would lose gradients without a word."""
+        """As in transformers. Refuses reentrant checkpointing where more than one tensor passes from layer to layer, or
+        layers read a bias or earlier slots with a gradient: it would lose gradients silently."""
         function = args[0] if args else kwargs.get("gradient_checkpointing_func")
         reentrant = getattr(function, "keywords", {}).get("use_reentrant")
         depth, mixer, residual = (getattr(self.config, section)["name"] for section in ("depth", "mixer", "residual"))
@@ -331,11 +332,11 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def generate(self, *args: Any, draft_passes: int | None = None, draft_tokens: int = 4, **kwargs: Any) -> Any:
-        """As in transformers. Greedy decoding and sampling run in Fathom's own loop, token for token the same, and long
-        prompts are read in parts (`fathom.decoding`).
+        """As in transformers. Greedy decoding and sampling run in Fathom's own loop, which gives the same tokens, and
+        long prompts are read in parts (`fathom.decoding`).
 
-        `draft_passes` drafts `draft_tokens` tokens at a time with so few passes, and verifies them in one full forward:
-        the outputs are distributed as without it, and `model.speculation` then says how many were accepted.
+        draft_passes: passes of a draft of `draft_tokens` tokens at a time, which one full forward verifies. Outputs are
+            distributed as without a draft; `model.speculation` counts how many drafted tokens were accepted.
         """
         if draft_passes is not None:
             kwargs = entry.named(args, kwargs)
@@ -362,13 +363,16 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         """As in transformers, and a stock checkpoint of GPT-2, GPT-NeoX, Llama, Qwen2, Qwen3, Qwen2-MoE, Mixtral or
         Qwen3-MoE loads too.
 
-        `depth`, `mixer` and `residual` (and other config fields) may be given to put methods on the checkpoint, for a
-        Fathom checkpoint also a `config` with them. Only such a method's parameters may be absent from the files.
-        `rope_pp_mode` ("imag1" for EH, "imag2" for EC) reads a checkpoint of RoPE++'s authors, whose config lacks it. A
-        head that differs from the input table is kept, whatever `tie_word_embeddings` says. An adapter of peft beside
-        the weights, or alone and naming them, comes with them: merged into a stock checkpoint's, attached to a Fathom
-        checkpoint's. Raises ValueError for any other tensor that is absent or has no place, another family, a config
-        field of the family that the decoder lacks, and a damaged file.
+        `depth`, `mixer`, `residual` and other config fields put methods on the checkpoint; a Fathom checkpoint also
+        takes a `config` with them. Only parameters of these methods may be absent from the files. `rope_pp_mode`
+        ("imag1" for EH, "imag2" for EC) reads a checkpoint of RoPE++'s authors, whose config lacks it. A head that
+        differs from the input table is kept, whatever `tie_word_embeddings` says. A peft adapter beside the
+        weights, or alone in a folder and naming them, is loaded too: merged into a stock checkpoint's weights, attached
+        to a Fathom checkpoint's.
+
+        Raises:
+            ValueError: any other tensor that is absent or has no place, another family, a config field of the family
+                that the decoder does not implement, or a damaged file.
         """
         path = pretrained_model_name_or_path
         if path is None:
@@ -442,8 +446,9 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
 
     @classmethod
     def _placed(cls, model: FathomForCausalLM, places: dict[str, Any]) -> FathomForCausalLM:
-        """A model, complete in memory, moved to where `places` say. Loading it there at once would look on the disk for
-        the parameters of a new method, which no file has."""
+        """A model that is complete in memory, moved to the devices of `places`. Loaded there directly, transformers
+        would look for the parameters of a new method on the disk, where they are not.
+        """
         if places.get("device_map") is None:
             return model
         placed: Any = super().from_pretrained(
@@ -460,16 +465,16 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write a vanilla model as the stock checkpoint of its family, a mixture of experts as Qwen2-MoE, Mixtral or
-        Qwen3-MoE. Raises ValueError where that is impossible."""
+        """Write a vanilla model as its family's stock checkpoint, or a mixture of experts as Qwen2-MoE, Mixtral or
+        Qwen3-MoE. Raises ValueError for any other model."""
         checkpoints.save_stock(self, folder)
 
 
 def hold_tokens(cache: Cache, depth: str) -> None:
-    """Make layers of slots in an empty cache ordinary ones; refuse a cache with slots of another method in it."""
+    """Replace layers of slots in an empty cache by ordinary ones; refuse a cache that holds another method's slots."""
     slotted = [layer for layer in cache.layers if isinstance(layer, SlotLayer | StepLayer)]
     if any(layer.get_seq_length() for layer in slotted):
         raise ValueError(
@@ -483,7 +488,7 @@ def hold_tokens(cache: Cache, depth: str) -> None:
 def token_facts(
     embeddings: Float[Tensor, "B T d"], attention_mask: Any, domains: Int[Tensor, " B"] | None
 ) -> TokenFacts:
-    """What layers may know of the new tokens. Raises ValueError for domains that are not one a row."""
+    """The facts about the new tokens that layers may read. Raises ValueError unless `domains` has one number a row."""
     rows, length = embeddings.shape[:2]
     if domains is not None and domains.shape != (rows,):
         raise ValueError(f"domains of shape {list(domains.shape)}: give one a row, [{rows}]")

@@ -116,8 +116,8 @@ class FathomConfig(PreTrainedConfig):
             Learned positions are not scaled.
         depth, mixer, residual, positions, feed_forward: `{"name": …, options}`, the methods; see `fathom methods`.
             `positions` defaults to the family's.
-        diffusion: what the model predicts: "none" the next token; others hidden tokens of a row, seen from both
-            sides, so that `is_causal` is False with them.
+        diffusion: what the model predicts: with "none" the next token; with another method hidden tokens of a row, seen
+            from both sides, so that `is_causal` is False.
 
     Raises:
         ValueError: an unknown family, method or option, a size that does not divide, an unsupported combination.
@@ -245,7 +245,7 @@ class FathomConfig(PreTrainedConfig):
             ) from error
 
     def _validate_yarn_by_turns_rope_parameters(self, rope: dict[str, Any], ignore_keys: set[str] | None = None):
-        """Where transformers looks for the check of a RoPE type of our own (positions/rotary.py)."""
+        """Check the parameters of our own RoPE type (positions/rotary.py). transformers requires this name."""
         optional = {"original_max_position_embeddings", "beta_fast", "beta_slow", "partial_rotary_factor"}
         required = {"rope_type", "rope_theta", "factor"}
         self._check_received_keys(rope["rope_type"], set(rope), required, optional, ignore_keys=ignore_keys)
@@ -255,20 +255,20 @@ class FathomConfig(PreTrainedConfig):
         return {**super().to_dict(), "fathom_version": __version__}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
+        """As in transformers, plus the file by which Auto classes find Fathom in a process that has not imported it."""
         plain = self.diffusion["name"] == "none"
         self.auto_map = dict(saved_files.AUTO_MAP if plain else saved_files.DIFFUSION_AUTO_MAP)
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
+        """As in transformers; also registers the model with the Auto classes, which unpickling alone would not do."""
         filled()
         self.__dict__.update(state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     @classmethod
     def types(cls) -> dict[str, Any]:
@@ -322,20 +322,20 @@ class FathomConfig(PreTrainedConfig):
 
     @property
     def heads_seen(self) -> int:
-        """Query heads that attention sees: the projected ones, times what the positions make of each."""
+        """Query heads that attention sees: projected heads times the heads that `positions` makes of each."""
         method: Any = lookup("positions", self.positions["name"])
         return self.num_attention_heads * method.heads(build_options("positions", self.positions))
 
     @property
     def score_channels(self) -> int:
-        """Channels of keys beside `head_dim`, by which the positions bias scores."""
+        """Channels of keys beyond `head_dim`, through which `positions` adds a bias to scores."""
         method: Any = lookup("positions", self.positions["name"])
         return method.channels(self, build_options("positions", self.positions))
 
     @property
     def most_steps(self) -> int:
-        """Forwards of the stack, one on the other's output, per token at inference: the passes, or the slots that a
-        method runs one by one (Jacobi sweeps, which only parallelise them, not counted)."""
+        """Forwards of the stack that follow on one another for a token at inference: passes, or slots run one by one.
+        Jacobi sweeps, which only run slots in parallel, do not count."""
         method: Any = lookup("depth", self.depth["name"])
         return method.most_steps(build_options("depth", self.depth))
 

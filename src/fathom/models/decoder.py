@@ -39,7 +39,7 @@ def make_norm(config: FathomConfig, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with optional QK-norm; a method of `positions` says what queries and keys become.
+    """Grouped-query attention with optional QK-norm; queries and keys go through the config's `positions` method.
 
         q, k, v = x W_q, x W_k, x W_v;   softmax(q kᵀ/√D + mask) v W_o
 
@@ -91,8 +91,8 @@ class Attention(nn.Module):
         earlier: Any = None,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B T d"], Tensor | None, tuple[Tensor, ...] | None, Any]:
-        """Returns the output, the attention weights (backends that compute them), the mixer's state of this layer, and
-        what `read` leaves for later steps.
+        """The output, the attention weights (from backends that compute them), this layer's mixer state, and what
+        `read` keeps for later steps.
 
         `cache_layer` is the index in the cache, pass·L + layer_idx; `sources` are earlier layers' mixer states;
         `read(key, value, earlier)` joins the keys and values of earlier steps (models/steps/stack.py).
@@ -175,9 +175,12 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, stream: Any, residual: Any, tokens: TokenFacts | None = None, **attention_inputs: Any
     ) -> tuple[Any, ...]:
-        """`stream` is the residual stream (a tensor under the standard topology), `tokens` what a feed-forward network
-        that reads it may know of them. Returns the stream with the layer added; attention's weights, mixer state and
-        slots for later steps; and what the feed-forward network says by name."""
+        """The stream with the layer added; attention weights, mixer state and slots for later steps; and the
+        feed-forward network's tensors by name.
+
+        `stream` is the residual stream (a tensor under the standard topology); `tokens` are facts about the tokens for
+        a feed-forward network that reads them.
+        """
         first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
         x, carry = residual.read(stream, first)
         attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
@@ -191,7 +194,7 @@ class Block(GradientCheckpointingLayer):
         return residual.write(stream, second, fed, carry), *found, auxiliary
 
     def feed_forward(self, x: Tensor, tokens: TokenFacts | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The second half, from its norm to its dropout, and what it says beside its output."""
+        """The output of the second half, from its norm to its dropout, and its tensors by name."""
         x = self.post_attention_layernorm(x)
         out = self.mlp(x) if tokens is None else self.mlp(x, tokens)
         out, auxiliary = out if isinstance(out, tuple) else (out, {})
@@ -202,7 +205,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class LayerGroup(nn.Module):
-    """Some layers in a row as one function."""
+    """Consecutive layers as one function."""
 
     def __init__(self, layers: list[Block]):
         super().__init__()
@@ -211,8 +214,10 @@ class LayerGroup(nn.Module):
     def forward(
         self, stream: Any, residual: Any, earlier: list[Any], *, weights: list[dict[str, Tensor]], **inputs: Any
     ) -> tuple[Any, list[Any], list[dict[str, Tensor]]]:
-        """Returns the stream, what `read` leaves of each layer (models/steps/stack.py), and what layers say by name.
-        `weights`: of each layer, what stands for its own of that name."""
+        """The stream, what `read` keeps of each layer (models/steps/stack.py), and the layers' tensors by name.
+
+        weights: for each layer, tensors that replace its own parameters of these names.
+        """
         next_kv, auxiliary = [], []
         for layer, slots, others in zip(self.layers, earlier, weights, strict=True):
             given = dict(inputs, earlier=slots)
@@ -246,7 +251,7 @@ class Decoder(nn.Module):
 
     @property
     def positions(self) -> Any:
-        """The method of the `positions` section, under the name that checkpoints hold it by."""
+        """The method of the `positions` section; checkpoints store it under another name."""
         return getattr(self, self.place)
 
     def embed(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
@@ -259,7 +264,7 @@ class Decoder(nn.Module):
 
 @dataclasses.dataclass
 class Stack:
-    """The layer stack, bound to the positions, mask and cache of one forward: what a depth method calls, pass by pass.
+    """The layer stack with the positions, mask and cache of one forward; a depth method calls it pass by pass.
 
     All passes see the same positions and mask; pass r of layer ℓ has its own cache layer r·L + ℓ.
     """
@@ -288,13 +293,13 @@ class Stack:
         return self.normalize(self.layers(self.add_positions(embeddings), pass_index))
 
     def add_positions(self, embeddings: Tensor) -> Tensor:
-        """What the positions add to the embeddings, then embedding dropout; rotary ones add nothing here."""
+        """The embeddings plus what positions add (rotary ones add nothing), then embedding dropout."""
         embeddings = self.decoder.positions.add(embeddings, self.position_ids)
         rate = self.decoder.config.embedding_dropout
         return F.dropout(embeddings, rate, self.decoder.training) if rate else embeddings
 
     def layers(self, hidden_states: Tensor, pass_index: int = 0) -> Tensor:
-        """The L layers, without input positions and final norm."""
+        """The output of the L layers, without input positions and final norm."""
         decoder = self.decoder
         residual, mixer = decoder.residual, decoder.mixer
         stream = residual.start(hidden_states)
@@ -330,7 +335,7 @@ class Stack:
         return residual.finish(stream)
 
     def grouped(self, stream: Any) -> Any:
-        """The layers by compiled groups; nothing of them is wanted but the stream and what `read` leaves."""
+        """The output of the layers as compiled groups, which return only the stream and what `read` keeps."""
         together = len(self.decoder.layers) // len(self.groups)  # type: ignore[arg-type]
         facts = {} if self.tokens is None else {"tokens": self.tokens}
         for number, group in enumerate(self.groups):  # type: ignore[arg-type]
@@ -351,7 +356,7 @@ class Stack:
         return stream
 
     def note(self, auxiliary: dict[str, Tensor]) -> None:
-        """Keep what a layer says beside its output."""
+        """Keep the tensors by name that a layer returns beside its output."""
         for name, value in auxiliary.items():
             self.auxiliary.setdefault(name, []).append(value)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import BartConfig, LongT5Config, PreTrainedConfig, T5Config
 
-from fathom.models import saved_files
+from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import ENCODER, RELATIONS, build_options, filled, lookup, override_section, resolve_section
 
@@ -22,7 +22,7 @@ class EncoderSection:
     auto_class: ClassVar[tuple[str, str]]  # of transformers, and the model's class
 
     def layer_flops(self, tokens: float, keys: float) -> float:
-        """Matrix-product FLOPs of one encoder layer on `tokens` that each read `keys`, a multiply-add counted as 2."""
+        """Matrix-product FLOPs of an encoder layer in which each of `tokens` reads `keys`; a multiply-add is 2."""
         raise NotImplementedError  # abstract
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -36,7 +36,7 @@ class EncoderSection:
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers; a stock config of the family is read as this one with the plain method."""
+        """As in transformers; a stock config of the family is read with the plain method."""
         found, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)  # type: ignore[misc]
         kind, own = found.get("model_type"), cls.model_type  # type: ignore[attr-defined]
         stock = None if cls.stock is None else cls.stock.model_type  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ class EncoderSection:
         return super().from_dict({**config_dict, **own}, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with the file that leads the Auto classes here where nobody has imported fathom."""
+        """As in transformers, plus the file by which Auto classes find Fathom in a process that has not imported it."""
         auto, model = self.auto_class
         names = {"AutoConfig": type(self).__name__, auto: model}
         self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
@@ -64,13 +64,13 @@ class EncoderSection:
         PreTrainedConfig.save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A config from a pickle looks nothing up, and the model must be known to the Auto classes all the same."""
+        """As in transformers; also registers the model with the Auto classes, which unpickling alone would not do."""
         filled()
         self.__dict__.update(state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def stock_config(self) -> Any:
         """The config of the same model as a stock one of its family."""
@@ -115,8 +115,8 @@ class FathomBartConfig(EncoderSection, BartConfig):
         return 2 * tokens * (4 * d * d + 2 * d * inner) + 4 * tokens * keys * d
 
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
-        """Matrix-product FLOPs of the decoder and its head on `target` tokens, of which each sees `keys`, and the keys
-        and values of `memory` positions."""
+        """Matrix-product FLOPs of the decoder and its head on `target` tokens that each see `keys`, with the keys and
+        values of `memory` positions."""
         d: Any = self.d_model
         layers: Any = self.decoder_layers
         return (
@@ -158,8 +158,9 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
         return 2 * tokens * (4 * self.d_model * self.inner + self.feed_forward_weights) + 4 * tokens * keys * self.inner
 
     def own_flops(self, length: int) -> float:
-        """FLOPs of the encoder with the attention that `encoder_attention_type` names: three blocks of keys for each of
-        queries, and one key for every `global_block_size` tokens."""
+        """FLOPs of the encoder with the attention that `encoder_attention_type` names. Each block of queries reads
+        three blocks of keys, and with transient-global attention one key for every `global_block_size` tokens.
+        """
         size = self.local_radius + 1
         padded = -(-length // size) * size
         layer = self.layer_flops(length, 0) + 4 * padded * 3 * size * self.inner
@@ -170,7 +171,7 @@ class FathomLongT5Config(EncoderSection, LongT5Config):
         return self.num_layers * layer
 
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
-        """As of BART's config."""
+        """As in BART's config."""
         layer = _decoder_layer(self.d_model, self.inner, self.feed_forward_weights, target, memory, keys)
         layers = self.num_decoder_layers or self.num_layers
         return layers * layer + 2 * target * self.d_model * self.vocab_size
@@ -183,8 +184,8 @@ class FathomT5Config(EncoderSection, T5Config):
         relations: `{"name": …, options}`; see `fathom methods`. None: none, T5 as it is.
         source: how a question and its database are written for this model, as `Source` of fathom.tables writes it;
             None: that class's defaults.
-        embedding_std: of a new model's embeddings; None: `initializer_factor`, 1 in T5. Beside embeddings so large what
-            attention adds is small at first, and a small model takes longer to learn to copy.
+        embedding_std: standard deviation of a new model's embeddings; None: `initializer_factor`, 1 in T5. Beside such
+            large embeddings attention adds little at first, and a small model takes longer to learn to copy.
     """
 
     section = RELATIONS
@@ -203,7 +204,7 @@ class FathomT5Config(EncoderSection, T5Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers. Raises ValueError for options under which rows of the stored tables would mean others."""
+        """As in transformers. Raises ValueError for options that would change which relation a stored row means."""
         stored, given = config_dict.get(RELATIONS), kwargs.get(RELATIONS)
         if stored and given:
             given = resolve_section(RELATIONS, override_section(RELATIONS, stored, given))
@@ -232,7 +233,7 @@ class FathomT5Config(EncoderSection, T5Config):
         return self.num_layers * (self.layer_flops(length, length) + relations)
 
     def decoder_flops(self, target: float, memory: float, keys: float) -> float:
-        """As of BART's config."""
+        """As in BART's config."""
         inner = self.num_heads * self.d_kv
         weights = (3 if self.is_gated_act else 2) * self.d_model * self.d_ff
         layer = _decoder_layer(self.d_model, inner, weights, target, memory, keys)
@@ -287,3 +288,6 @@ class FathomEncoderConfig(EncoderSection, FathomConfig):
                 )
         if self.parallel_residual:
             raise ValueError(f"parallel_residual={self.parallel_residual!r}: an encoder's blocks are not parallel")
+
+
+lazy_configs.register(FathomBartConfig, FathomLongT5Config, FathomT5Config, FathomEncoderConfig)

@@ -1,4 +1,4 @@
-"""What models with an `encoder` section share: loading and saving."""
+"""Loading and saving of models with an `encoder` section."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fathom.models.registry import ENCODER_PLAIN
 
 
 class EncoderModel(Published, PreTrainedModel):  # type: ignore[misc]
-    """Alone, or mixed into a stock class of transformers.
+    """Loading and saving, alone or mixed into a stock class of transformers.
 
     Attributes:
-        dropped: patterns of the tensors of a stock checkpoint that have no use.
+        dropped: patterns of tensors of a stock checkpoint that the model does not need.
     """
 
     dropped: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises ValueError for a tensor that the files lack, and for one without a place that is
-        not known to be without use: transformers would go on with random weights, or without them."""
+        """As in transformers. Raises ValueError for a tensor that the files lack, which transformers would fill with
+        random numbers, and for a tensor without a place unless it is one of `dropped`."""
         wanted = kwargs.pop("output_loading_info", False)
         read: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, report = read
@@ -42,21 +42,22 @@ class EncoderModel(Published, PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def absent(cls, path: Any, config: Any) -> tuple[str, ...]:
-        """Patterns of the tensors that these files need not have: they begin as the method says."""
+        """Patterns of tensors that these files need not have, as the method initialises them."""
         return ()
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False, or transformers would initialise no module that has tensors in its layers alone, such as T5's
-        attention: they would start from a standard deviation of 1, where T5's start from far less."""
+        """False. Otherwise transformers would not initialise modules whose tensors are all in their layers, such as
+        T5's attention, and these would start with a standard deviation of 1, far above T5's.
+        """
         return False
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     def save_stock(self, folder: str | os.PathLike, stock: type[PreTrainedModel]) -> None:
-        """The model as a checkpoint of the stock class."""
+        """Write the model as a checkpoint of the stock class."""
         section, plain_name = self.config.section, ENCODER_PLAIN[self.config.section]
         name = getattr(self.config, section)["name"]
         if name != plain_name:

@@ -1,4 +1,4 @@
-"""Every difference between the supported transformers versions (5.15 … newest) that the decoder meets, in one place.
+"""Differences between the supported transformers versions (5.15 … newest) that the decoder meets.
 
 | since | what moved |
 |---|---|
@@ -41,7 +41,7 @@ NO_ADAPTER = {"subfolder": "no-adapter"}
 
 @contextlib.contextmanager
 def weights_alone() -> Iterator[dict[str, Any]]:
-    """Yields the argument with which transformers' loaders, in here, leave an adapter beside the weights unread."""
+    """A context whose arguments, given to transformers' loaders in it, keep them from reading an adapter as well."""
     with contextlib.ExitStack() as stack:
         if "_commit_hash" in inspect.signature(find_adapter_config_file).parameters:
             for place in ("integrations.peft", "models.auto.auto_factory"):
@@ -57,7 +57,7 @@ def visible_mask(
     position_ids: torch.Tensor | None,
     visibility: Visibility = CAUSAL,
 ) -> Any:
-    """The mask in the form the installed attention backend reads (None, a 4-D tensor, a BlockMask, …).
+    """The mask in the form that the attention backend reads (None, a 4-D tensor, a BlockMask, …).
 
     `position_ids` that restart are read as packed documents; None says that there are none. Raises ValueError where
     the backend has no kernel for the visibility.
@@ -90,8 +90,11 @@ def visible_mask(
 
 
 def _keeps_all(cache: Cache) -> bool:
-    """Whether new tokens come behind all those before. For several, such as a later part of a long prompt, the builder
-    would make a [B, 1, T, cached + T] mask, which grows with the text and costs the causal kernel."""
+    """Whether this cache keeps all tokens in order, so that new ones see all earlier ones and no mask is needed.
+
+    For several new tokens, such as a later part of a long prompt, transformers' builder would make a [B, 1, T, cached +
+    T] mask. It grows with the text and keeps the causal kernel from being used.
+    """
     if torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
         return False
     return all(type(layer) in GROWING for layer in cache.layers)
@@ -147,7 +150,7 @@ def _other_mask(
 
 
 def cache_config(config: PreTrainedConfig, passes: int) -> PreTrainedConfig:
-    """The config as a Cache constructor must see it: one cache layer per pass and decoder layer."""
+    """The config for a Cache constructor: it has one cache layer per pass and decoder layer."""
     if passes == 1:
         return config
     config = copy.copy(config)
@@ -157,7 +160,7 @@ def cache_config(config: PreTrainedConfig, passes: int) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def generating_cache_for(model: PreTrainedModel, passes: int) -> Iterator[None]:
-    """While generate() makes its cache (dynamic, static, quantised, offloaded), it reads the multi-pass layer count."""
+    """A context in which generate() makes its cache (dynamic, static, quantised, offloaded) with passes · L layers."""
     config = model.config
     model.config = cache_config(config, passes)
     try:
@@ -192,19 +195,19 @@ def check_cache_layers(cache: Cache, config: PreTrainedConfig, passes: int, dept
 
 
 def layers_lose_cache(model: PreTrainedModel) -> bool:
-    """Whether checkpointed layers run without their cache in this forward: running again, they would write it twice."""
+    """Whether checkpointed layers run without a cache in this forward; run again, they would write it twice."""
     always = CACHE_NAME == "past_key_values"
     return model.training and (always or torch.is_grad_enabled()) and model.is_gradient_checkpointing
 
 
 @dataclasses.dataclass
 class FathomOutput(CausalLMOutputWithPast):
-    """transformers' output, and on request (`output_auxiliary=True`) what the methods say by name.
+    """transformers' output, and with `output_auxiliary=True` the methods' losses, traces and statistics by name.
 
     Attributes:
         losses: auxiliary losses, as they were added to `loss`.
         trace: per-token facts of the depth method (passes, gates, masses), each [B, T, …].
-        auxiliary: what layers say (router statistics): a value for every layer that ran, in order, [runs, …].
+        auxiliary: router statistics and the like: a value for every layer that ran, in order, [runs, …].
     """
 
     losses: dict[str, torch.Tensor] | None = None

@@ -11,8 +11,8 @@
 | embed_scale (config) | √d | 1 |
 
 N(σ) is the normal distribution of mean 0 and standard deviation σ, TN(σ) the same cut at ±3σ. d = hidden size, L =
-layers, steps = forwards of the stack, one on the other's output, that a token runs at inference (at most). Every method
-of a comparison is initialised by the same rule: the rule moves the loss more than most methods do.
+layers, steps = the most forwards of the stack that follow on one another for a token at inference. All methods of a
+comparison are initialised by the same rule, as the rule changes the loss more than most methods do.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def fill_matrix(weight: Tensor, config: FathomConfig, writes_residual: bool = Fa
 def initialize(module: nn.Module, config: FathomConfig) -> None:
     """Fill one module's own parameters by the config's rule (transformers calls this for every module).
 
-    Raises TypeError for a module whose parameters no rule fills: on a checkpoint that lacks them they would be whatever
-    was in memory.
+    Raises TypeError for a module whose parameters no rule fills: after loading a checkpoint without them they would be
+    uninitialised memory.
     """
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         init.ones_(module.weight)

@@ -1,4 +1,4 @@
-"""A name is a path here or one of the hub's: a mistyped path must not become a question to the hub."""
+"""Telling local paths from names on the hub, so that a mistyped path does not become a request to the hub."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` can only be a path here: it begins with ".", "/" or "~", ends with "/", has more parts than the
-    hub's `org/name`, or its first part is a file or folder here."""
+    """Whether `name` can only be a local path: it begins with ".", "/" or "~", ends with "/", has more parts than the
+    hub's `org/name`, or its first part is a local file or folder."""
     return (
         name.startswith((".", "/", "~"))
         or name.endswith("/")
@@ -18,9 +18,9 @@ def is_local(name: str) -> bool:
 
 
 def refuse_absent(name: str, subject: str, kind: str = "folder") -> None:
-    """Raise FileNotFoundError, `subject` first, if `name` can only be a path here and there is nothing of that name.
+    """Raise FileNotFoundError if `name` can only be a local path and does not exist.
 
-    The nearest name beside it is suggested.
+    The message begins with `subject` and suggests the nearest existing name.
     """
     path = Path(name).expanduser()
     if path.exists() or not is_local(name):

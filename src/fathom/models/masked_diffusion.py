@@ -1,7 +1,7 @@
 """`FathomForMaskedDiffusion`: the decoder as a masked diffusion language model, which fills hidden tokens of a row.
 
-Every token sees all of its row, or with `diffusion: block` all of its block and of earlier ones. A hidden token is
-written as the mask token, and the model says what it was.
+Every token sees its whole row, or with `diffusion: block` its block and all earlier ones. A hidden token is replaced by
+the mask token, and the model predicts what it was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         h = depth(stack, E);   logits_j = h_j W_outᵀ        (`shift`: h_{j−1} W_outᵀ, and for j = 0 that of h_0)
 
     The config's section `diffusion` names the mask token and says whether predictions are shifted. `from_pretrained`
-    and `save_stock_pretrained` work as of FathomForCausalLM; a stock checkpoint of an autoregressive model is adapted
+    and `save_stock_pretrained` work as in FathomForCausalLM. A stock checkpoint of an autoregressive model is adapted
     by `diffusion={"name": "masked", "mask_token_id": …, "shift": True}`.
     """
 
@@ -44,8 +44,9 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of FathomForCausalLM; checkpoints of LLaDA and Dream in their authors' layouts load too, without their
-        code (checkpoints/diffusion.py)."""
+        """As in FathomForCausalLM. Checkpoints of LLaDA and Dream in their authors' layouts load too, without their
+        code (checkpoints/diffusion.py).
+        """
         path = pretrained_model_name_or_path
         if path is None or isinstance(kwargs.get("config"), FathomConfig):
             return super().from_pretrained(path, *args, **kwargs)
@@ -75,14 +76,14 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> FathomOutput:
-        """As of FathomForCausalLM, without a cache. `logits[:, j]` are of token j, whatever `shift` says.
+        """As in FathomForCausalLM, without a cache. `logits[:, j]` predict token j, with and without `shift`.
 
-        labels: the true token of every position that the loss is of, −100 elsewhere; nothing is shifted. With `shift`
-            token 0, which no token precedes, is left out.
-        loss_weights: factor of every label's loss. The loss is Σ weight · (−log p) / number of labels, or divided by
-            `num_items_in_batch`.
-        clean_ids: of block diffusion, the row without hidden tokens: a block of `input_ids` sees earlier blocks as they
-            stand here, so that all blocks are predicted in one pass. Rows may be padded on the right alone.
+        labels: the true token at every position that the loss counts, −100 elsewhere; nothing is shifted. With `shift`
+            token 0 is left out, as no token precedes it.
+        loss_weights: factor of every label's loss. The loss is Σ weight · (−log p) / number of labels, or /
+            `num_items_in_batch` where that is given.
+        clean_ids: for block diffusion, the row without hidden tokens. A block of `input_ids` sees earlier blocks of
+            `clean_ids`, so that all blocks are predicted in one pass. Rows may be padded on the right only.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise ValueError(
@@ -119,7 +120,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         layer_kwargs: dict[str, Any],
         visibility: Visibility | None = None,
     ) -> Any:
-        """As of FathomForCausalLM; tokens of a model of block diffusion see their block and earlier ones."""
+        """As in FathomForCausalLM; tokens of a block diffusion model see their block and earlier ones."""
         if visibility is None and self.config.diffusion["name"] == "block":
             visibility = Blocks(self.diffusion.block_length)
         return super().bind_stack(embeddings, attention_mask, position_ids, cache, layer_kwargs, visibility)
@@ -131,7 +132,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         attention_mask: Int[Tensor, "B T"] | None,
         position_ids: Int[Tensor, "B T"] | None,
     ) -> tuple[Int[Tensor, "B 2T"], Int[Tensor, "B 2T"], Int[Tensor, "B 2T"], TwoStreams]:
-        """[noisy | clean]: ids, mask, positions, which are the same in both copies, and who sees whom."""
+        """Ids, mask, positions (equal in both copies) and visibility of the doubled row [noisy | clean]."""
         if self.config.diffusion["name"] != "block":
             raise ValueError("clean_ids: tokens of diffusion='masked' see all of their row; leave it out")
         if noisy is None or noisy.shape != clean.shape:
@@ -156,14 +157,16 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
         generation_config: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Continue prompts, or fill in masks, by the sampler of fathom.diffusion: see `DiffusionGenerationConfig`,
-        whose fields may also be given as keyword arguments."""
+        """Token ids of continued prompts, or of rows with their masks filled in, by fathom.diffusion's sampler.
+
+        Fields of `DiffusionGenerationConfig` may also be given as keyword arguments.
+        """
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
         return self.objective.generate(self, inputs, attention_mask, generation_config, **kwargs)
 
 
 def right_padded(attention_mask: Int[Tensor, "B T"]) -> bool:
-    """Whether every row begins with a token, and none follows padding."""
+    """Whether every row begins with a token and has padding only at its end."""
     real = attention_mask.bool()
     return bool((real[:, 0] & (real[:, 1:] <= real[:, :-1]).all(1)).all())

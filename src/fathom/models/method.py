@@ -1,4 +1,4 @@
-"""What every method of a config section shares: a name, options that check themselves, and a closed-form cost."""
+"""Base of all methods of config sections: a name, options that check themselves, and a closed-form cost."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What one token costs at inference, for `fathom.cost`. FLOPs count a multiply-add as 2.
+    """The cost of one token at inference, for `fathom.cost`. FLOPs count a multiply-add as 2.
 
     Attributes:
         passes: forwards of the layer stack (each with its own keys and values).
         slots: slots of the sequence that a token takes in every pass, with keys and values each.
-        sweeps: how many forwards of the stack run (a mean, where it is drawn) by slots a token, where they differ; None
-            is `slots` in each of `passes`.
-        keys: slots of one earlier token, or its own, that all slots of a token read together; None follows from
-            `forwards`, where the slots of a forward read each other.
-        no_gradient: the part of these counts that has no backward pass; None: all has.
+        sweeps: number of forwards of the stack for each number of slots a token (a mean, where it is drawn); None:
+            `slots` slots in each of `passes` forwards.
+        keys: pairs of a token's slot and a slot of one earlier token (or its own) that it reads; None: computed from
+            `forwards`, where all slots of a forward read each other.
+        no_gradient: the part of these counts that has no backward pass; None: everything has one.
         checkpointed: the backward pass runs every other forward of the stack again.
-        parallel: counts where many tokens run at once (training; a parallel prefill, but for one that sweeps until its
-            thoughts have settled) if that costs more than decoding them one by one; None if it does not.
+        parallel: counts of training and of a parallel prefill (except one that sweeps until thoughts have settled), if
+            these cost more than decoding token by token; None if they do not.
         final_norms: applications of learned positions and the final norm; None is one a pass.
         heads: evaluations of the output head, 2·d·V each.
         matmul: further matrix-product FLOPs per token.
-        last_matmul: of a feed-forward network, the part of `matmul` that its last products take: activation
-            checkpointing does not compute them again.
+        last_matmul: the part of a feed-forward network's `matmul` that its last products take, which activation
+            checkpointing does not compute again.
         elementwise: further elementwise FLOPs per token, by the rule in cost/flops.py.
         recomputed: matmul FLOPs per token that the training backward pass computes again.
         recomputed_outputs: layers whose last product activation checkpointing computes again because the gradient of
             the topology's `write` reads it (plain addition does not).
-        mixing: of a cross-layer method, the FLOPs per token of its scores, projections and weighted sums alone, as the
-            methods' papers count them: every product with its addition 2.
-        traffic: of a cross-layer method, the tensor elements per token that it reads from and writes to memory, every
-            operand once (a fused kernel's floor).
+        mixing: FLOPs per token of a cross-layer method's scores, projections and weighted sums alone, counted as in the
+            methods' papers: 2 for a product and its addition.
+        traffic: tensor elements per token that a cross-layer method reads from and writes to memory, every operand once
+            (the least that a fused kernel can move).
         parameters: parameters that the method adds to the model.
-        idle: of these, how many a token does not run (experts that the router did not choose).
+        idle: how many of these parameters a token does not use (experts that the router did not choose).
         biased: a bias is added to every attention score.
     """
 
@@ -95,12 +95,12 @@ class Counts:
 
     @property
     def forwards(self) -> dict[float, float]:
-        """How many forwards of the stack run, by slots a token."""
+        """The number of forwards of the stack for each number of slots a token."""
         return {self.slots: self.passes} if self.sweeps is None else self.sweeps
 
 
 class Method(nn.Module):
-    """What the methods of all sections share: a name, a source, options, and a closed-form cost."""
+    """Base of the methods of all sections: a name, a paper, options, and a closed-form cost."""
 
     name: ClassVar[str]
     registry: ClassVar[str]
@@ -123,13 +123,14 @@ class Method(nn.Module):
 
     @classmethod
     def read_stock(cls, state: dict[str, Tensor], config: FathomConfig, options: Any) -> dict[str, Tensor]:
-        """What the tensors of a stock checkpoint, in the decoder's names, become under this method."""
+        """The tensors of a stock checkpoint, in the decoder's names, converted for this method."""
         return state
 
     @classmethod
     def counts(cls, config: FathomConfig, options: Any) -> Counts:
-        """Closed-form cost of one token at inference; mixers and topologies leave `passes` and `heads` at 1, and count
-        their work in all passes."""
+        """The closed-form cost of one token at inference. Mixers and topologies leave `passes` and `heads` at 1 and
+        count their work of all passes.
+        """
         return Counts()
 
     def initialize_parameters(self) -> None:

@@ -1,7 +1,7 @@
-"""The card beside a checkpoint's weights: what the model is, how it was trained, what was measured, and its licence.
+"""The model card beside a checkpoint's weights: what the model is, how it was trained, what was measured, its licence.
 
-A card is made from metadata alone: the config, and `fathom.json`, in which training puts its facts. Facts travel with
-the weights that they are about: loaded and saved again, they stay; of weights that have changed, the card says so.
+A card is made from metadata alone: the config, and `fathom.json`, in which training records its facts. Facts stay with
+a model that is loaded and saved again; if its weights have changed since, the card says so.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ KINDS = {  # Auto class -> what it loads, and the hub's name of what that is for
 
 
 class Published:
-    """Mixed into a model: `save_pretrained` writes the card, `push_to_hub` uploads it with the weights."""
+    """A mixin for models: `save_pretrained` writes the card, and `push_to_hub` uploads it with the weights."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, with a model card, unless the folder has one that somebody wrote."""
+        """As in transformers, with a model card unless the folder has one that a person wrote."""
         hub: dict[str, Any] = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "create_pr") if name in kwargs
         }
@@ -60,7 +60,7 @@ class Published:
 
     @property
     def card_config(self) -> Any:
-        """The config that the card is about."""
+        """The config that the card describes."""
         return self.config  # type: ignore[attr-defined]
 
     @property
@@ -80,9 +80,10 @@ class Published:
         max_shard_size: int | str = "50GB",
         tags: list[str] | None = None,
     ) -> str:
-        """The address of the commit that uploads the model with its card. A card that somebody wrote there stays.
+        """The URL of the commit that uploads the model with its card. A card there that a person wrote stays.
 
-        Raises ConnectionError where the hub may not be asked (HF_HUB_OFFLINE)."""
+        Raises ConnectionError where the hub may not be asked (HF_HUB_OFFLINE).
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             wanted = [*(getattr(self, "model_tags", None) or ()), *([tags] if isinstance(tags, str) else tags or ())]
@@ -96,8 +97,7 @@ class Published:
 
 def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = None, private: bool | None = None,
            token: Any = None, **commit: Any) -> str:  # fmt: skip
-    """Upload a checkpoint's folder, but for the card where the repository has one that somebody wrote. Returns the
-    commit's address."""
+    """The URL of the commit that uploads a checkpoint's folder. A card there that a person wrote stays."""
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
 
@@ -129,7 +129,7 @@ def upload(folder: str | os.PathLike, repo_id: str, tags: list[str] | None = Non
 def describe(
     folder: str | os.PathLike, config: Any, parameters: int, facts: dict[str, Any] | None, use: str | None = None
 ) -> None:
-    """Put the facts of a training beside the weights that it made, and the card that tells them."""
+    """Write the facts of a training beside the weights that it made, and the card that shows them."""
     write_card(folder, config, parameters, facts and {**facts, "weights": weights_digest(folder)}, use)
 
 
@@ -140,8 +140,10 @@ def write_card(
     facts: dict[str, Any] | None = None,
     use: str | None = None,
 ) -> None:
-    """README.md, unless somebody wrote one; and the facts themselves, that the next to load the model has them.
-    `use`: how it is loaded, where the config's class does not say it."""
+    """Write README.md, unless a person wrote one, and the facts, so that whoever loads the model next has them.
+
+    use: how the model is loaded, where the config's class does not say it.
+    """
     place, facts = Path(folder) / CARD, facts or {}
     if place.exists() and WRITTEN not in place.read_text(encoding="utf-8"):
         return
@@ -154,7 +156,7 @@ def write_card(
 def card_text(
     config: Any, parameters: int, facts: dict[str, Any], changed: bool = False, use: str | None = None
 ) -> str:
-    """The card of a model with that config. `changed`: its weights are no longer those that the facts are about."""
+    """The text of the card. changed: whether the weights are no longer those that the facts describe."""
     from huggingface_hub import EvalResult, ModelCardData
 
     active, auto, own = sections_of(config), auto_class(config), str(config.model_type).startswith("fathom")
@@ -199,7 +201,7 @@ def sections_of(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def auto_class(config: Any) -> str:
-    """Which class of transformers loads the model."""
+    """The name of transformers' class that loads the model."""
     if isinstance(getattr(config, "mova", None), dict):
         return "MovaPipeline"
     named = [name for name in getattr(config, "auto_map", None) or () if name != "AutoConfig"]
@@ -214,9 +216,9 @@ def auto_class(config: Any) -> str:
 
 
 def weights_digest(folder: str | os.PathLike) -> str | None:
-    """What tells whether weights have changed: a hash of every tensor; None without safetensors.
+    """A hash of all tensors, by which changed weights are noticed; None without safetensors.
 
-    It does not depend on how tensors are spread over files, and does on their precision.
+    It does not depend on how tensors are spread over files, but does on their precision.
     """
     found = {}
     for file in _files(folder):
@@ -230,13 +232,13 @@ def weights_digest(folder: str | os.PathLike) -> str | None:
 
 
 def _files(folder: str | os.PathLike) -> list[Path]:
-    """The files of the weights; of a pipeline, those in the folders of its parts."""
+    """The weight files in a folder, or in the folders of a pipeline's parts."""
     pattern = "*/*.safetensors" if (Path(folder) / "model_index.json").exists() else "*.safetensors"
     return [file for file in sorted(Path(folder).glob(pattern)) if not file.name.startswith("adapter")]
 
 
 def facts_of(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """What the checkpoint says that a model was loaded from; None where it says nothing or is no folder."""
+    """The facts in the checkpoint that a model was loaded from; None if it has none or is no folder."""
     try:
         found = json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

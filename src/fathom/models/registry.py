@@ -1,8 +1,8 @@
-"""The sections of the config, and the registry of methods that each of them chooses from.
+"""The config's sections, and for each a registry of its methods.
 
-They stand on this floor because the decoder looks methods up by name; the wings above fill the registries
+They are on this floor because the decoder looks methods up by name. The wings above fill the registries
 (`@register(...)` on the method's class), so that imports only go down. The wings are imported when `REGISTRIES` is
-first read: `import fathom` says how (`fill_with`) and does not wait for it.
+first read: `import fathom` only stores the function that imports them (`fill_with`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Section:
 
     Attributes:
         plain: the methods of an ordinary decoder; the first is the default where the family names none.
-        owns: pattern of the names that parameters of its methods have in a model.
+        owns: pattern of the names of its methods' parameters in a model.
     """
 
     plain: tuple[str, ...]
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def fill_with(fill: Callable[[], None]) -> None:
-    """Have `fill` called once, before anyone reads `REGISTRIES` or `ENCODERS`."""
+    """Store the function that is called once before `REGISTRIES` or `ENCODERS` are first read."""
     global _fill
     _fill = fill
 
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 
 def filled() -> dict[str, dict[str, type]]:
-    """`REGISTRIES`, with every method of every wing in it."""
+    """`REGISTRIES` with the methods of all wings."""
     global _fill
     fill, _fill = _fill, None  # what is imported now may read the registries on its way
     if fill is not None:
@@ -75,7 +75,7 @@ def filled() -> dict[str, dict[str, type]]:
 
 
 def methods_of(registry: str) -> dict[str, type]:
-    """The methods of one section, of the decoder or of an encoder, by name."""
+    """The methods by name of a section of the decoder's or an encoder's config."""
     decoder = filled()
     return (_ENCODER_REGISTRIES if registry in _ENCODER_REGISTRIES else decoder)[registry]
 
@@ -112,8 +112,9 @@ def lookup(registry: str, name: str) -> type:
 
 
 def check_type(option: str, value: Any, hint: Any) -> None:
-    """Raise ValueError if a plain value (bool, int, float, str, None) is of another type than annotated: a config file
-    that says "false" must not switch an option on."""
+    """Raise ValueError if a plain value (bool, int, float, str, None) has another type than annotated. A config file
+    that says "false" as text must not switch an option on.
+    """
     kinds = typing.get_args(hint) or (hint,)
     plain = {bool, int, float, str, type(None)}
     if set(kinds) <= plain and type(value) not in kinds and not (type(value) is int and float in kinds):
@@ -149,7 +150,7 @@ def resolve_section(registry: str, section: dict[str, Any] | str | None) -> dict
 
 
 def override_section(registry: str, stored: dict[str, Any] | str | None, given: Any) -> Any:
-    """The section `given` with a checkpoint, completed by the `stored` one if both name the same method.
+    """The section `given` by the caller, completed by a checkpoint's `stored` one if both name the same method.
 
     Another method starts from its own defaults; a warning says which stored options it resets.
     """

@@ -1,4 +1,4 @@
-"""The way to the classes that lies beside a checkpoint's weights, so that a stranger can load it."""
+"""The Python file beside a checkpoint's weights by which transformers finds Fathom's classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFUSION_AUTO_MAP = {
 
 
 def write_code(folder: str | os.PathLike) -> None:
-    """The file that `AUTO_MAP` names."""
+    """Write the file that `AUTO_MAP` names."""
     if not Path(folder).is_file():  # transformers refuses that
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(CODE, Path(folder) / CODE.name)

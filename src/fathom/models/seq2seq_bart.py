@@ -28,7 +28,7 @@ from fathom.models.registry import ENCODER, build_options, lookup
 
 
 class FathomBartEncoderLayer(BartEncoderLayer):
-    """transformers' layer, which may end with something before its last norm."""
+    """transformers' layer with an optional function before its last norm."""
 
     dropout: Any
     activation_dropout: Any
@@ -50,7 +50,7 @@ class FathomBartEncoderLayer(BartEncoderLayer):
 
 
 class FathomBartEncoder(BartEncoder):
-    """BART's encoder, whose method runs the layers."""
+    """BART's encoder, in which the config's method runs the layers."""
 
     dropout: Any
     layerdrop: Any
@@ -93,7 +93,7 @@ class FathomBartEncoder(BartEncoder):
         cut: Any = None,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """One layer for the method (encoders/base.py). A dropped layer still shortens and finishes."""
+        """Run one layer for the method (encoders/base.py). Layer dropout skips neither shortening nor finishing."""
         if cut is not None:
             x = cut.down(x)
         if self.training and self.layerdrop > 0 and torch.rand([]) < self.layerdrop:
@@ -103,7 +103,7 @@ class FathomBartEncoder(BartEncoder):
 
 
 class FathomBartModel(BartModel):
-    """BART's model, whose decoder reads what the encoder's method has made of the source."""
+    """BART's model with a `FathomBartEncoder`."""
 
     config_class = FathomBartConfig
     encoder: Any

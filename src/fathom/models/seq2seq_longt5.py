@@ -1,7 +1,7 @@
 """LongT5 with a method on its encoder: subclasses of transformers' own classes, which replace self-attention alone.
 
 The decoder, its caches and `generate` are transformers'. Parameters have the names of a stock checkpoint; those of
-transient-global attention (its table and norm) are dropped where another attention stands in its place.
+transient-global attention (its table and norm) are dropped where another attention replaces it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """T5 whose encoder knows relations between tokens: subclasses of transformers' own classes.
 
-The self-attention of the encoder's layers reads relation ids where it gets them. The decoder, its caches and `generate`
-are transformers'. Parameters have the names of a stock checkpoint, and the tables of relations are added to them.
+The self-attention of the encoder's layers reads relation ids if it gets them. The decoder, its caches and `generate`
+are transformers'. Parameters have the names of a stock checkpoint, plus the tables of relations.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class RelationAttention(T5Attention):
         mask: Any = None,
         key_value_states: Any = None,
         position_bias: Any = None,
-        relation_ids: Int[Tensor, "B T T"] | None = None,
+        relation_ids: tuple[Int[Tensor, "B T T"], Int[Tensor, "B T T"]] | None = None,
         relation_tables: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """As in transformers: (output, position bias, attention weights)."""
+        """As in transformers: (output, position bias, attention weights). `relation_ids`: as they are stored, one byte
+        each, which a compiled layer reads; and as int64, which all other layers share."""
         if relation_ids is None:
             return super().forward(hidden_states, mask, key_value_states, position_bias, **kwargs)
         heads = (*hidden_states.shape[:-1], self.n_heads, self.key_value_proj_dim)
@@ -45,8 +46,9 @@ class RelationAttention(T5Attention):
         if position_bias is None:  # the first layer's, which the later ones are given
             position_bias = self.compute_bias(heads[1], heads[1], device=hidden_states.device)
         key_table, value_table = (table.to(query.dtype) for table in relation_tables)
+        ids = relation_ids[0] if torch.compiler.is_compiling() else relation_ids[1]
         output, weights = relation_attention(
-            query, key, value, relation_ids, key_table, value_table, position_bias, mask,
+            query, key, value, ids, key_table, value_table, position_bias, mask,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.o(output.transpose(1, 2).flatten(2)), position_bias, weights
@@ -76,16 +78,15 @@ class FathomT5Encoder(T5Stack):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers. `relation_ids` [B, T, T] says the relation of each token (row) to each other; a model
-        without relations does not read them, and without them there are none."""
+        """As in transformers. `relation_ids` [B, T, T] are the relations of each token (row) to every other. A model
+        without relations ignores them; without ids attention is T5's."""
         tables = None if relation_ids is None else self.relations.tables()
         if relation_ids is not None and tables is not None:
             given: Any = input_ids if inputs_embeds is None else inputs_embeds
             check_ids(relation_ids, tuple(given.shape[:2]), len(tables[0]))
             if attention_mask is not None:  # as it is read here, whatever the backend would make of it
                 attention_mask = attention_mask.bool()[:, None, None, :]
-            relation_ids = relation_ids.long()  # once for all layers
-            kwargs |= {"relation_ids": relation_ids, "relation_tables": tables}
+            kwargs |= {"relation_ids": (relation_ids, relation_ids.long()), "relation_tables": tables}
         return super().forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
 
 
@@ -117,7 +118,7 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
 
     @classmethod
     def absent(cls, path: Any, config: Any) -> tuple[str, ...]:
-        """The tables, where the files are of a model without them or with tables of other relations."""
+        """Patterns of the relation tables, if the files are of a model without them or with other relations."""
         if path is None:
             return ()
         stored = getattr(AutoConfig.from_pretrained(path), RELATIONS, None)
@@ -147,7 +148,7 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
 
 
 def check_ids(relations: Tensor, shape: tuple[int, int], rows: int) -> None:
-    """Raises ValueError for relation ids of another length than the tokens', or without a row in the tables."""
+    """Raise ValueError for relation ids whose shape does not fit the tokens, or that have no row in the tables."""
     expected = (shape[0], shape[1], shape[1])
     if tuple(relations.shape) != expected:
         raise ValueError(
@@ -168,7 +169,7 @@ def check_ids(relations: Tensor, shape: tuple[int, int], rows: int) -> None:
 
 @torch.no_grad()
 def _initialize(others: Any, module: Any) -> None:
-    """What has a rule of its own by that, all else by transformers'."""
+    """Initialise a module by its own rule if it has one, else by transformers'."""
     if hasattr(module, "initialize_parameters") and not isinstance(module, Method):
         module.initialize_parameters()
     else:

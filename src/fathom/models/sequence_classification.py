@@ -1,4 +1,4 @@
-"""`FathomForSequenceClassification`: the decoder's own blocks, each token seeing all, and a head on what they make.
+"""`FathomForSequenceClassification`: the decoder's blocks without a causal mask, and a classification head.
 
 x = embed([CLS, text]);   x = encoder method(blocks, x);   u = norm(x)[CLS], or the mean over tokens
 logits = W₂ relu(W₁ u);   of two texts u and v, the head reads [u, v, u·v, u − v]
@@ -27,9 +27,9 @@ from fathom.ops.visibility import BIDIRECTIONAL
 
 
 class FathomForSequenceClassification(EncoderModel):
-    """A classifier of texts, or of pairs of texts (`config.towers` 2), on the blocks of one of the decoder's families.
+    """A classifier of texts, or of pairs of texts (`config.towers` 2), made of the blocks of a decoder's family.
 
-    GPT-2's give the pre-norm encoder of the Long Range Arena's harness. The CLS token is the last row of the table.
+    With GPT-2's blocks it is the pre-norm encoder of the Long Range Arena. The CLS token is the table's last row.
     """
 
     config_class = FathomEncoderConfig
@@ -65,8 +65,10 @@ class FathomForSequenceClassification(EncoderModel):
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits [B, num_labels], and the cross-entropy of `labels`. Texts of two towers lie beside each other,
-        [B, 2, T]. Raises ValueError for another number of texts, and for one longer than learned positions."""
+        """Logits [B, num_labels], and the cross-entropy of `labels`. With two towers `input_ids` are [B, 2, T].
+
+        Raises ValueError for another number of texts, and for a text with more tokens than learned positions.
+        """
         towers = 1 if input_ids.ndim == 2 else input_ids.shape[1]
         if towers != self.config.towers:
             raise ValueError(
@@ -85,7 +87,7 @@ class FathomForSequenceClassification(EncoderModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def encode(self, input_ids: Int[Tensor, "B T"], attention_mask: Tensor | None) -> Float[Tensor, "B d"]:
-        """One vector a text."""
+        """The vector of each text, [B, d]."""
         first = int(self.config.pooling == "cls")
         mask = None if attention_mask is None else attention_mask.bool()
         if first:
@@ -123,8 +125,8 @@ class FathomForSequenceClassification(EncoderModel):
         cut: Any = None,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """One block for the method (encoders/base.py). Where it shortens, attention reads the shortened norm of x, and
-        the residual is that or the shortened x."""
+        """Run one block for the method (encoders/base.py). Where it shortens, attention reads the shortened norm of x,
+        and the residual is that or the shortened x."""
         residual = self.model.residual
         if cut is not None:
             places.positions = cut.positions(places.positions)
@@ -143,7 +145,7 @@ class FathomForSequenceClassification(EncoderModel):
 
 
 class _Places:
-    """Where the tokens of one forward stand, which shortening moves."""
+    """The positions of one forward's tokens, which shortening changes."""
 
     def __init__(self, positions: Tensor):
         self.positions = positions

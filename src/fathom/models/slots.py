@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fathom.decoding.growing import GrowingLayer
+from fathom.decoding.growing import GrowingLayer, with_room
 from fathom.decoding.versions import CACHE_NAME
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
@@ -54,7 +54,7 @@ def interleave(stages: list[Float[Tensor, "B T d"]]) -> Float[Tensor, "B S d"]:
 
 @dataclasses.dataclass(frozen=True)
 class SlotLayout:
-    """What attention must know of the new slots. Keys are the cached slots, then the new ones.
+    """The facts about new slots that attention needs. Keys are the cached slots, then the new ones.
 
     Attributes:
         position_ids: the token position of every new slot, for rotary or learned positions.
@@ -63,7 +63,7 @@ class SlotLayout:
         valid: which keys belong to real tokens; None: all.
         key_bias: added to every query's score of that key, fp32 or wider; `MASKED` hides the key. None: 0.
         visibility: which slot sees which, by their indices among the keys; None: causal.
-        tokens: how many start in the new slots; a ragged cache counts them.
+        tokens: number of tokens that start in the new slots; a ragged cache counts them.
     """
 
     position_ids: Int[Tensor, "B S"]
@@ -76,16 +76,16 @@ class SlotLayout:
 
     @property
     def restarts(self) -> Bool[Tensor, "B S"]:
-        """Where a document starts after another: at a token whose position does not follow that of the one before."""
+        """Which slots start another document: those of a token whose position does not follow the last token's."""
         positions = self.position_ids
         return (self.step == 0) & (positions.diff(prepend=positions[:, :1] - 1) != 1)
 
     @property
     def slot_ids(self) -> Int[Tensor, "B S"]:
-        """Rises by one from slot to slot within a document and restarts with it: position·n + step of whole tokens.
+        """Ids that rise by one from slot to slot within a document and restart with it: position·n + step.
 
-        transformers' mask builder and its flash-attention path read ids that do not rise by one as packed documents, so
-        the repeated `position_ids` would cut every token off from its past; these are what they may be told.
+        transformers' mask builder and flash-attention path take ids that do not rise by one for packed documents. They
+        get these ids, as the repeated `position_ids` would cut every token off from its past.
         """
         ids = self.position_ids * self.stages + self.step
         if len(self.step) in (1, self.tokens * self.stages):
@@ -112,6 +112,8 @@ class SlotLayout:
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
         """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
         slot order; a dense tensor or a `KeyBias` where slots have a bias or another visibility."""
+        if cache is not None and isinstance(cache.layers[0], FixedSlotLayer):
+            return cache.layers[0].mask(slots.shape[1])
         sees = CAUSAL if self.visibility is None else self.visibility
         if self.key_bias is None and sees.is_causal:
             seen: Any = None if cache is None else SlotView(cache)
@@ -152,7 +154,7 @@ class SlotLayout:
 
 
 class SlotLayer(DynamicLayer):
-    """A growing cache layer with `stages` slots a token: lengths and crops are in tokens."""
+    """A growing cache layer with `stages` slots a token; lengths and crops are in tokens."""
 
     def __init__(self, stages: int):
         super().__init__()
@@ -166,7 +168,7 @@ class SlotLayer(DynamicLayer):
         return self.slots // self.stages
 
     def reset(self) -> None:
-        """Dropped: before 5.24, transformers zeroes the slots in place, and new ones would come after them."""
+        """Drop all slots. Before 5.24 transformers zeroes them in place, and new ones would come after them."""
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -175,18 +177,61 @@ class SlotLayer(DynamicLayer):
             tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
         super().crop(tokens_to_remove * self.stages)
 
+    def at_fixed_place(self, slots: Any) -> FixedSlotLayer:
+        """With the room of `slots` (`fathom.decoding.fixed`), for steps that are recorded."""
+        return FixedSlotLayer(self, slots)
+
+
+class FixedSlotLayer(SlotLayer):
+    """Keys and values [B,G,room,D] at one address. The slots of a new token, which may come one by one, go to the
+    places behind `place` [1], which all layers share with `visible` [B,1,1,room]."""
+
+    def __init__(self, layer: SlotLayer, slots: Any):
+        super().__init__(layer.stages)
+        self.place, self.visible, self.device, self.is_initialized = slots.place, slots.visible, layer.device, True
+        self.keys = with_room(layer.keys, slots.length, slots.room)
+        self.values = with_room(layer.values, slots.length, slots.room)
+        self.came = 0  # slots of the token under way
+
+    def places(self, number: int) -> Int[Tensor, " number"]:
+        """Where the next slots go."""
+        return self.place + torch.arange(self.came, self.came + number, device=self.device)
+
+    def mask(self, number: int) -> Bool[Tensor, "B 1 number room"]:
+        """What the next slots see: those before them, and themselves."""
+        index = torch.arange(self.visible.shape[3], device=self.device)
+        return self.visible & (index <= self.places(number)[:, None])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values, places = self.keys, self.values, self.places(key_states.shape[2])
+        assert keys is not None and values is not None
+        keys.index_copy_(2, places, key_states.to(keys.dtype))
+        values.index_copy_(2, places, value_states.to(values.dtype))
+        self.came = (self.came + len(places)) % self.stages
+        return keys, values
+
+    def growing(self, length: int) -> SlotLayer:
+        """The first `length` slots as other calls know them."""
+        layer = SlotLayer(self.stages)
+        layer.device, layer.is_initialized = self.device, True
+        assert self.keys is not None and self.values is not None
+        layer.keys, layer.values = self.keys[:, :, :length].clone(), self.values[:, :, :length].clone()
+        return layer
+
 
 class RaggedSlotLayer(SlotLayer):
     """A growing cache layer of tokens with 1 … `stages` slots each.
 
-    The rows of a batch share the steps; a slot that a row does not use is hidden by its bias. Layer 0 alone keeps the
-    biases, one a slot for all layers and heads.
+    The rows of a batch share the steps; a slot that a row does not use is hidden by its bias. Layer 0 keeps the biases
+    for all layers and heads, one a slot.
 
     Attributes:
-        tokens: how many the slots belong to.
+        tokens: number of tokens that the slots belong to.
         steps: the stage of every slot within its token.
         bias: [B, slots], fp32 or wider; None in the other layers, and where no slot has a bias.
     """
+
+    at_fixed_place = None  # type: ignore[assignment]  # how many slots come is known when they have come
 
     def __init__(self, stages: int):
         super().__init__(stages)
@@ -235,12 +280,13 @@ class RaggedSlotLayer(SlotLayer):
 
 
 def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind: type[SlotLayer] = SlotLayer) -> None:
-    """Make the layers of an empty dynamic cache layers of `kind`; refuse a cache that holds anything else.
+    """Replace the layers of an empty dynamic cache by layers of `kind`; refuse a cache that holds anything else.
 
-    The caller's own cache object is filled, as generate() and every other caller go on using it.
+    The change is made in the caller's own cache object, because generate() and other callers keep using it.
     """
     layers: list[Any] = cache.layers
-    if all(type(layer) is kind and layer.stages == stages for layer in layers) and layers:
+    kinds: Any = (kind, FixedSlotLayer) if kind is SlotLayer else (kind,)
+    if all(type(layer) in kinds and layer.stages == stages for layer in layers) and layers:
         return
     held = {layer.stages if isinstance(layer, SlotLayer) else 1 for layer in layers if layer.get_seq_length()}
     if held:
@@ -248,10 +294,10 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
         raise ValueError(
             f"{CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty DynamicCache()"
         )
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
-    if kinds:
+    others = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
+    if others:
         raise ValueError(
-            f"{CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
+            f"{CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in others))}, but "
             f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache(), "
             "and no cache_implementation to generate()"
         )
@@ -259,9 +305,9 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
 
 
 class SlotView:
-    """A cache counted in slots, for mask builders; and read without writing, for sweeps that a later one replaces.
+    """A view of a cache: lengths are in slots, for mask builders, and new slots are not written, for Jacobi sweeps.
 
-    It is read as it was: a checkpointed sweep runs again when the last pass has written the cache.
+    It shows the cache as it was, because a checkpointed sweep runs again after the last pass has written the cache.
     """
 
     def __init__(self, cache: Cache):
@@ -285,18 +331,20 @@ class SlotView:
 
 
 def restarts_are_documents(stack: Any) -> bool:
-    """Whether position ids that restart say where packed documents start, as in transformers: in forwards without a
-    cache, and with an empty one under flash attention, whose kernels read them so whatever is kept. Not under a mask,
-    of ones or not: the row is then one document."""
+    """Whether position ids that restart mean packed documents, as in transformers.
+
+    They do without a cache, and with an empty cache under flash attention, whose kernels always read them so. With an
+    attention mask, even of ones, a row is one document.
+    """
     given = stack.packed and stack.attention_mask is None
     return given and (stack.cache is None or "flash" in str(stack.decoder.config._attn_implementation))
 
 
 @dataclasses.dataclass
 class SlotStack(Stack):
-    """The stack of a method with slots: bound to the new tokens, it runs layouts of their slots.
+    """The layer stack of a method with slots: it has the new tokens, and runs layouts of their slots.
 
-    `position_ids` are the new tokens'; `attention_mask` is theirs and the cached tokens', [B, tokens] or None.
+    `position_ids` are of the new tokens; `attention_mask` covers cached and new tokens, [B, tokens] or None.
     """
 
     stages: int = 1  # slots a token in the cache
@@ -305,7 +353,7 @@ class SlotStack(Stack):
     documents: Int[Tensor, "B T"] | None = None  # the document of every token, where one token after the other runs
 
     def with_cache(self, rows: int) -> SlotStack:
-        """With an empty cache where the caller wants none, for methods that run slot by slot over `rows` rows."""
+        """This stack with a cache: an empty one if the caller gave none, for methods that run slot by slot."""
         cache, documents = self.cache, None
         if cache is not None and (self.position_ids.shape[1] == 1 or cache.get_seq_length()):
             return self
@@ -327,9 +375,9 @@ class SlotStack(Stack):
     def layout(
         self, stages: int, token: int | None = None, step: int = 0, key_bias: Float[Tensor, "B S"] | None = None
     ) -> SlotLayout:
-        """All new tokens with their first `stages` slots; or, with `token`, the one slot `step` of that new token.
+        """The layout of the first `stages` slots of all new tokens; or, with `token`, of that token's one slot `step`.
 
-        `key_bias` is that of these slots; the cached ones bring theirs.
+        key_bias: of these slots; cached slots keep their own.
         """
         positions, device, tokens = self.position_ids, self.position_ids.device, int(step == 0)
         if token is None:
@@ -351,7 +399,7 @@ class SlotStack(Stack):
         return SlotLayout(positions, steps, stages, valid, key_bias, tokens=tokens)
 
     def bind(self, slots: Float[Tensor, "B S d"], layout: SlotLayout, keep: bool = True) -> Stack:
-        """The stack over slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
+        """The stack for slots of this layout and shape, after the cached ones; `keep` adds them to the cache."""
         cache = self.cache
         mask = layout.mask(self.decoder.config, slots, cache, self.packed)
         slot_ids = torch.arange(slots.shape[1], device=slots.device)[None]
@@ -376,7 +424,7 @@ class SlotStack(Stack):
         )
 
     def facts_of(self, layout: SlotLayout, slots: int) -> TokenFacts | None:
-        """What feed-forward networks may know of the new slots: what they may of their tokens."""
+        """Facts about the new slots for feed-forward networks: those of their tokens."""
         if self.tokens is None:
             return None
         real = None if layout.valid is None else layout.valid[:, -slots:]
@@ -386,9 +434,9 @@ class SlotStack(Stack):
     def largest_change(
         self, before: list[Tensor], after: list[Tensor], run: Bool[Tensor, "B T states"] | None = None
     ) -> Float[Tensor, ""]:
-        """max ‖after − before‖ / ‖after‖ over the real tokens' states, each [B, T, d]; over those in `run` if given.
+        """max ‖after − before‖ / ‖after‖ over the states of real tokens, each [B, T, d]; over those in `run` if given.
 
-        0 where both are zero. States that are not counted may be anything.
+        0 where both are zero. The values of other states do not matter.
         """
         old, new = torch.stack(before), torch.stack(after)
         change = (new - old).norm(dim=-1) / new.norm(dim=-1).clamp_min(torch.finfo(new.dtype).tiny)

@@ -1,4 +1,4 @@
-"""What layers may know of the tokens beside their states."""
+"""Facts about tokens that layers may read beside their states."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class TokenFacts(NamedTuple):
-    """What a feed-forward network may know of the tokens beside their states.
+    """Facts about tokens that a feed-forward network may read beside their states.
 
     Attributes:
-        real: which of them are no padding; None: all.
-        domains: from which source of text the row of each comes; None: not said.
+        real: which tokens are no padding; None: all.
+        domains: the number of the source that each token's row comes from; None: unknown.
     """
 
     real: Bool[Tensor, "B T"] | None = None

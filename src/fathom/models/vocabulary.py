@@ -23,11 +23,11 @@ from fathom.ops.vocabulary_mixture import mixture_of_chunk, vocabulary_mixture
 
 @dataclasses.dataclass
 class Vocabulary:
-    """The two layers between states and tokens, as a depth method sees them.
+    """The head and the input table, as a depth method sees them.
 
     Attributes:
         head: the layer with W_out, [V, d].   table: the embedding with W_in, [V, d].   scale: c, the embedding scale.
-        compiled: functions of `ops`, by what they were before torch.compile.
+        compiled: compiled functions of `ops`, by the functions that they were made from.
     """
 
     head: nn.Module
@@ -36,7 +36,7 @@ class Vocabulary:
     compiled: dict[Callable[..., Any], Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def logits(self, hidden_states: Float[Tensor, "B T d"]) -> Float[Tensor, "B T V"]:
-        """h W_outᵀ."""
+        """The logits h W_outᵀ."""
         return self.head(hidden_states)
 
     def mixture(self, hidden_states: Float[Tensor, "B T d"], **options: Any) -> Float[Tensor, "B T d"]:
@@ -55,8 +55,10 @@ class Vocabulary:
         scales: Float[Tensor, "B T"] | None = None,
         excluded: int | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B T"]]:
-        """The sum of `losses`, and these without gradient: for training, at the price of the sum alone. `scales`
-        multiply them; `excluded` is a token that has no probability."""
+        """The sum of `losses`, and the losses without gradient, for training: together they cost what the sum does.
+
+        scales: factors of the losses.   excluded: a token that has no probability.
+        """
         weight = plain_weight(self.head, hidden_states.device)
         if weight is None:  # an adapter's dropout is of states
             logits = self.head(hidden_states).flatten(0, 1)

@@ -1,5 +1,4 @@
-"""The `positions` section: how queries and keys learn where their tokens stand. One file a method; importing this
-registers them."""
+"""The `positions` section: how positions enter queries and keys. One file a method; importing this registers them."""
 
 import importlib
 import pkgutil

@@ -1,14 +1,14 @@
-"""ALiBi (arXiv 2108.12409): no angles; a score falls by a slope of its head for every token between query and key.
+"""ALiBi (arXiv 2108.12409): no rotation; a head's score falls by its slope for every token between query and key.
 
     score_h(n, m) = q·k/√D − s_h·(n − m),     s_h = 2^(−8h/H),  h = 1 … H
 
-Where H is no power of two, the slopes are those of the next smaller power P, and then every other one of 2P's, as in
-the authors' release.
+If H is no power of two, the first heads have the slopes of the next smaller power P, and the others every second slope
+of 2P heads, as in the authors' release.
 
 The bias is part of the product: [q, s·√D·(1, 1, 256), −s·√D·n] · [k, (c, 256b, 256a), 1] with the key's position
-m = c + 256b + 65536a. The digits are exact in every precision; −s·√D·n, a number that only the query knows, is split
-into three terms of the product's precision. So keys carry their position, in the cache too, and any kernel adds the
-bias; what is appended is made once a forward.
+m = c + 256b + 65536a. The digits are exact in every precision; −s·√D·n, which depends on the query alone, is split into
+three terms of the product's precision. Keys thus carry their position, in the cache too, and any kernel adds the bias.
+The channels to append are made once a forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slopes(heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor
 
 @register("positions", "alibi")
 class Alibi(Positions):
-    """Linear biases of scores, steeper from head to head."""
+    """Linear biases on attention scores, with a slope for each head."""
 
     summary = "Every head's scores fall linearly with the distance, each with a slope of its own."
     equation = "score_h(n, m) = q·k/√D − s_h·(n − m),  s_h = 2^(−8h/H)"
@@ -52,7 +52,7 @@ class Alibi(Positions):
         return CHANNELS
 
     def tables(self, x: Tensor, position_ids: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """What queries and keys get: [B, T, H, channels] and [B, T, 1, channels]."""
+        """The channels that queries and keys get: [B, T, H, channels] and [B, T, 1, channels]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         digits = (position_ids % 256, position_ids // 256 % 256 * 256, position_ids // 65536 * 256)
         keys = torch.stack((*digits, *3 * [torch.ones_like(position_ids)]), dim=-1).to(x.dtype)

@@ -14,7 +14,7 @@ __all__ = ["Counts", "NoOptions", "Positions"]
 
 
 class Positions(Method):
-    """Positions of the tokens, as the decoder uses them: once a forward, then in every attention layer.
+    """A positions method: what the decoder does with positions, once a forward and in every attention layer.
 
         E ← add(E, position_ids)                       before the first layer, in every pass
         t = tables(E, position_ids)                    once a forward; explicit tensors that all layers read
@@ -24,9 +24,9 @@ class Positions(Method):
     Mixers see what `rotate` gives, for the projected heads; the cache holds the keys that `expand` gives. Both are
     functions of their arguments alone, so that compiled and checkpointed layers read no state.
 
-    A bias b_h(n, m) of head h on the score of query n and key m is a product like every other: `expand` appends
-    channels to queries and keys whose product it is (`channels`, and positions/alibi.py). So every backend, mask, cache
-    and depth method serves it, and a key keeps its position wherever a cache moves it.
+    A bias b_h(n, m) of head h on the score of query n and key m is part of the product q·k: `expand` appends channels
+    to queries and keys whose product is the bias (`channels`, and positions/alibi.py). So it works with every backend,
+    mask, cache and depth method, and a key keeps its position wherever a cache moves it.
     """
 
     wing: ClassVar[str] = "context"
@@ -43,27 +43,27 @@ class Positions(Method):
         return 0
 
     def add(self, embeddings: Float[Tensor, "B T d"], position_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
-        """The embeddings with what the method adds to them."""
+        """The embeddings plus what the method adds to them."""
         return embeddings
 
     def tables(self, x: Tensor, position_ids: Int[Tensor, "#B T"]) -> tuple[Tensor, ...] | None:
-        """What `rotate` and `expand` read of the positions, in x's dtype, each [B, T, …]; None if they read nothing."""
+        """The tensors that `rotate` and `expand` read, in x's dtype, each [B, T, …]; None if they read nothing."""
         return None
 
     @staticmethod
     def rotate(
         options: Any, tables: tuple[Tensor, ...], dtype: torch.dtype, *states: Float[Tensor, "B n T D"] | None
     ) -> tuple[Tensor | None, ...]:
-        """Queries and keys by their positions (angles may differ by head), in `dtype`; only called with tables. What is
-        None stays None."""
+        """Queries and keys rotated by their positions, in `dtype`; angles may differ by head. Called with tables only;
+        an argument that is None stays None."""
         return states
 
     @staticmethod
     def expand(
         options: Any, tables: tuple[Tensor, ...] | None, query: Float[Tensor, "B H T D"], key: Float[Tensor, "B G T D"]
     ) -> tuple[Float[Tensor, "B n*H T E"], Float[Tensor, "B G T E"]]:
-        """What attention reads: `heads(options)` query heads for each projected one, side by side, and queries and keys
-        with `channels` more."""
+        """The queries and keys that attention reads: `heads(options)` query heads side by side for each projected one,
+        and `channels` further channels."""
         return query, key
 
     @classmethod

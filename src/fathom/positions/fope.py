@@ -3,9 +3,9 @@
     cos_p(n) = Σ_f C_fp cos(n·ω_f),   sin_p(n) = Σ_f S_fp sin(n·ω_f)          instead of cos(n·ω_p), sin(n·ω_p)
     y = x · cos(n) + rotate_half(x) · sin(n)
 
-C and S are drawn near the identity, once for every key/value head and apart for sines and cosines, and not trained. A
-frequency that completes no period within the training length carries no information about positions there: it is
-zeroed, with the pairs that it turned.
+C and S are drawn near the identity, once for every key/value head and separately for sines and cosines, and are not
+trained. A frequency that completes no period within the training length carries no information about positions there:
+it is zeroed, and so are the pairs that it turned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fathom.positions.rotary import Rotary
 
 @register("positions", "fope")
 class FoPE(Rotary):
-    """Rotary positions whose every pair of channels mixes the frequencies that training sees a period of."""
+    """Rotary positions whose pairs of channels mix all frequencies with a whole period in the training length."""
 
     summary = "Rotary positions whose pairs turn by a Fourier series of the frequencies that training sees a period of."
     equation = "y = x·Σ_f C_fp cos(n·ω_f) + rotate_half(x)·Σ_f S_fp sin(n·ω_f),  C, S near the identity"
@@ -36,10 +36,10 @@ class FoPE(Rotary):
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """zeroed: pairs of zeroed frequencies: "drop" leaves them as they are (cos = 1, sin = 0), "fill" has sin = cos
-            = 1, as the authors' code pads them.
+        """zeroed: pairs of zeroed frequencies: "drop" leaves them unrotated (cos = 1, sin = 0), "fill" sets cos = 1 and
+            sin = 1, as the authors' code pads them.
         gain: of the Xavier-normal numbers added to the identity.
-        train_length: of training; None: `max_position_embeddings`.
+        train_length: tokens of a training text; None: `max_position_embeddings`.
         """
 
         zeroed: str = "drop"
@@ -102,7 +102,7 @@ class FoPE(Rotary):
 
 
 def kept(config, options: FoPE.Options) -> int:
-    """How many frequencies complete a period within the training length; they fall from pair to pair."""
+    """The number of frequencies that complete a period within the training length; they fall from pair to pair."""
     rope = config.rope_parameters
     width = int(config.head_dim * rope.get("partial_rotary_factor", config.partial_rotary_factor))
     length = options.train_length or config.max_position_embeddings

@@ -15,7 +15,7 @@ from fathom.positions.base import Counts, Positions
 
 @register("positions", "learned")
 class Learned(Positions, nn.Embedding):
-    """A table of `max_position_embeddings` vectors, initialised as every other table."""
+    """A table of `max_position_embeddings` vectors, initialised like every other table."""
 
     summary = "A learned vector a position, added to the embeddings."
     equation = "E_n ← E_n + P_n"

@@ -4,13 +4,13 @@
     A_re = Re z = (R_t q) · (R_s k)                  ordinary attention
     A_im = Im z = (R_t J q) · (R_s k)                J: −π/2 in every plane, [a, b] → [b, −a]
 
-The two are heads of their own, with a softmax each, in the order q⁰_re, q⁰_im, q¹_re, q¹_im, …: so repeating every
+The two are separate heads, with a softmax each, in the order q⁰_re, q⁰_im, q¹_re, q¹_im, …: so to repeat every
 key/value head for twice as many heads in a row is the right pairing. J commutes with R_t, so the imaginary query is the
-rotated one turned back by a quarter, and keys, values and the cache stay what they are without it.
+rotated one turned back by a quarter. Keys, values and the cache are those of ordinary attention.
 
-Equal cache (EC) and equal heads (EH) are head counts: EC is this method on a config, twice the heads over the same
-cache; EH is `equal_heads` of it, as many heads over half the cache. (The paper prints −Im for the other order of q and
-k: similar q and k have a positive imaginary score where t > s.)
+Equal cache (EC) and equal heads (EH) are head counts: EC is this method on a config, with twice the heads over the same
+cache; EH is `equal_heads` of that config, with as many heads over half the cache. (The paper prints −Im for the other
+order of q and k: similar q and k have a positive imaginary score where t > s.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fathom.positions.rotary import Rotary
 
 @register("positions", "rope_pp")
 class RopePP(Rotary):
-    """Rotary positions, and after the mixer every query head beside its quarter turn."""
+    """Rotary positions with twice the query heads: beside each, the same head turned back by a quarter."""
 
     summary = "Beside every rotary head, a head that reads the imaginary part of the same query and key."
     equation = "A_re = Re Σ q k̄ e^{iω(t−s)},  A_im = Im Σ q k̄ e^{iω(t−s)} = (R_t J q)·(R_s k),  J = −π/2 a plane"
@@ -42,8 +42,8 @@ class RopePP(Rotary):
 
         mode: "imag" is the method: 2H heads, real and imaginary in turn. The controls leave H heads and span what plain
             RoPE spans: "imagh" turns the second half of them, "imagx" every other one (the odd), "imago" all.
-        imag_passthrough: what the imaginary head has of the channels that partial rotary does not turn, "keep" (the
-            query's) or "zero".
+        imag_passthrough: channels of the imaginary head that partial rotary does not turn: "keep" (the query's) or
+            "zero".
         """
 
         mode: str = "imag"
@@ -72,8 +72,8 @@ class RopePP(Rotary):
 
     @classmethod
     def read_stock(cls, state, config, options):
-        """The imaginary heads write nothing at first: their columns of `o_proj` are zero, and the logits are those of
-        the checkpoint. Raises ValueError for one with learned positions."""
+        """The checkpoint's tensors with zero columns of `o_proj` for the imaginary heads: these write nothing at first,
+        and the logits are the checkpoint's. Raises ValueError for one with learned positions."""
         if "model.embed_positions.weight" in state:
             raise ValueError(
                 "positions='rope_pp': the checkpoint has learned positions, so its queries were never rotated; start "
@@ -98,8 +98,8 @@ class RopePP(Rotary):
 
 
 def equal_heads(config: FathomConfig) -> FathomConfig:
-    """The config with RoPE++ as equal heads (EH): half the projected query and key/value heads, as wide as before. So
-    attention sees as many heads as it did, over half the cache.
+    """The config with RoPE++ as equal heads (EH): half the projected query and key/value heads, as wide as before.
+    Attention then sees as many heads as without RoPE++, over half the cache.
 
     Raises ValueError where a number of heads is odd: a single key/value head has no half.
     """

@@ -22,8 +22,8 @@ from fathom.positions.base import Counts, Positions
 
 
 class InFloat64(TorchFunctionMode):
-    """Calls of torch in here that ask for fp32 get float64, and so do quotients of integers: transformers builds rotary
-    frequencies in fp32 only."""
+    """A mode in which calls of torch that ask for fp32, and quotients of integers, give float64. transformers builds
+    rotary frequencies in fp32 only."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args = [torch.float64 if x is torch.float32 else x for x in args]
@@ -35,7 +35,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def yarn_by_turns(config: Any) -> tuple[Tensor, float]:
-    """YaRN as RoPE++'s authors compute it, and its factor of cos and sin.
+    """The frequencies of YaRN as RoPE++'s authors compute them, and its factor of cos and sin.
 
         ω ← (1−γ)·ω/s + γ·ω,   γ = clip((r − β_slow)/(β_fast − β_slow), 0, 1),   r = turns in the original positions
 
@@ -79,7 +79,7 @@ class Rotary(Positions):
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     def initial_frequencies(self, dtype: torch.dtype) -> tuple[Tensor, float]:
-        """Built in fp32, or in float64 for a float64 model; and the factor of cos and sin."""
+        """The frequencies in fp32, or in float64 for a float64 model; and the factor of cos and sin."""
         with InFloat64() if dtype == torch.float64 else contextlib.nullcontext():
             if self.rope_type in OWN_TYPES:
                 return OWN_TYPES[self.rope_type](self.config)
@@ -91,13 +91,13 @@ class Rotary(Positions):
 
     @torch.no_grad()
     def initialize_parameters(self) -> None:
-        """The frequencies are in no checkpoint: made anew after a model was built without memory."""
+        """Make the frequencies, which are in no checkpoint, after the model was built on the meta device."""
         frequencies, self.attention_scaling = self.initial_frequencies(self.inv_freq.dtype)
         for name in ("inv_freq", "original_inv_freq"):
             getattr(self, name).copy_(frequencies)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """As of any module, but fp32 frequencies do not become float64 ones by a cast: those are built anew."""
+        """As for any module, except that a cast to float64 builds the frequencies anew instead of casting fp32 ones."""
         before = self.inv_freq.dtype
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != before and self.inv_freq.dtype in (torch.float32, torch.float64):

@@ -1,1 +1,1 @@
-"""Results to tables, plots and one self-contained HTML page."""
+"""Tables, plots and one self-contained HTML page from the results of a comparison."""

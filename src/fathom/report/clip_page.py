@@ -1,4 +1,4 @@
-"""A page of clips: each with its sound, when something is seen and when it is heard, and its numbers. Opens offline."""
+"""A page of clips that opens offline: each with its sound, the times of visible and audible events, and its scores."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class Scored:
 def write_clip_page(
     title: str, scored: Sequence[Scored], summary: Mapping[str, Any], path: Path, more: Sequence[Column] = ()
 ) -> None:
-    """Write one self-contained page. `summary` is of `fathom.audiovideo.metrics.summary`, `more` says what numbers
-    beside the usual ones are."""
+    """Write one self-contained page.
+
+    summary: of `fathom.audiovideo.metrics.summary`.   more: meaning of numbers other than the usual ones.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fathom.report"), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -74,7 +76,7 @@ def _shown(one: Scored, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _address(one: Scored) -> str:
-    """The file as a data address; a clip that a browser may not play is coded again, its sides cut to even ones."""
+    """The clip as a data URL; one that a browser may not play is encoded again, with sides cut to even numbers."""
     file = one.file
     if file is not None and file.suffix.lower() in PLAYED and file.stat().st_size <= LARGEST:
         kind, content = "webm" if file.suffix.lower() == ".webm" else "mp4", file.read_bytes()
@@ -98,7 +100,7 @@ def _envelope(clip: Clip) -> str:
 
 
 def said(value: float | int | None, unit: str) -> str:
-    """A number as a reader wants it, with its unit."""
+    """A number for a reader, with its unit."""
     if value is None:
         return "none"
     text = str(value) if isinstance(value, int) else f"{value:z.1f}" if unit else f"{value:z.2f}"  # z: no −0.0

@@ -1,10 +1,10 @@
-"""A recipe to `results.json` and `report.html`: sweep, train and measure every model of it, one process a device.
+"""`fathom compare`: sweep, train and measure every model of a recipe, with one process for each device.
 
     runs/<name>/results.json, report.html, plots/
     runs/<name>/<method>/sweep/lr-…               candidates of the learning-rate sweep
     runs/<name>/<method>/tokens-…-seed-…          one run; train/trainer.py says what is in it
 
-Every run can be killed at any moment: the same command skips what is finished and resumes what is broken.
+Every run can be killed at any moment. Rerun the command to resume: it skips finished runs and continues broken ones.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
     """Run the comparison that the recipe at `path` describes and write `output/<name>/`.
 
     Args:
-        jobs: runs side by side, each in a process of its own. More than there are GPUs share them: small models are
-            done sooner so, but their tokens/s are then those of a shared device, which the results say.
+        jobs: number of runs at a time, each in its own process. If there are more of them than GPUs they share GPUs:
+            small models finish sooner, but their tokens/s are then those of a shared device, as the results note.
         say: receives one line of progress at a time.
 
-    A run that fails is noted in the results and does not stop the others.
+    A run that fails is recorded in the results and does not stop the others.
 
     Raises:
-        OSError, ValueError: a recipe or text that cannot be used, or not one run that finished.
+        OSError, ValueError: the recipe or its text cannot be used, or no run finished.
     """
     recipe = load_recipe(path)
     if recipe.data.validation is None:

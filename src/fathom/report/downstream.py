@@ -1,4 +1,4 @@
-"""A comparison's downstream accuracies: each contestant on each task, and the mean over tasks that tell anything."""
+"""A comparison's downstream accuracies: each model on each task, and the mean over tasks that differ from guessing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fathom.report.results import Row, Table
 
 
 def has_downstream(table: Table) -> bool:
-    """Whether any run of the table was asked downstream tasks."""
+    """Whether any run of the table was scored on downstream tasks."""
     return any(run.downstream for row in table.rows for run in row.runs)
 
 
 def summary(table: Table) -> dict[str, Any]:
-    """What results.json keeps of a budget's downstream accuracies, and the page shows.
+    """A budget's downstream accuracies, as in results.json and on the page.
 
-    `no_signal`: tasks on which every contestant is within two standard errors of guessing; `in_mean`: the others.
-    `chance`: what guessing gets, by task. `methods`: by name, `tasks` with accuracy, standard error and whether it is
-    told from guessing, and `mean` over `in_mean` with `mean_error`, None where that is empty.
+    `no_signal`: tasks on which every model is within two standard errors of guessing; `in_mean`: the others.
+    `chance`: accuracy of guessing, by task. `methods`: by name, `tasks` with accuracy, standard error and whether it
+    differs from guessing, and `mean` over `in_mean` with `mean_error`, None where that is empty.
     """
     contestants = {row.method: _runs(row) for row in table.rows}
     contestants = {method: runs for method, runs in contestants.items() if runs}

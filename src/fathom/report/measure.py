@@ -1,4 +1,4 @@
-"""One run of a comparison: train it, or find it trained, and note everything that the report says about it."""
+"""One run of a comparison: train it unless it is trained already, and record all that the report shows about it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def measure(
 ) -> Run:
     """The run of `planned` in `folder` (the comparison's): finished ones are read, broken ones resumed.
 
-    `side_by_side`: how many runs share the device, which is noted with its name.
-    Raises ValueError where the loss diverged, and whatever `train_run` raises.
+    side_by_side: number of runs that share the device, which is recorded with its name.
+
+    Raises ValueError if the loss diverged, and whatever `train_run` raises.
     """
     where = folder / planned.folder
     where.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table cell shows, what it sorts by, and further lines in small type."""
+    """A table cell: its text, the value it is sorted by, and further lines in small type."""
 
     text: str
     value: float | str
@@ -70,7 +70,7 @@ def _quantity(name: str, heading: str, title: str, unit: str = "", compared: boo
 
 
 def _speed(row: Row, table: Table) -> Cell:
-    """The ratio only where nothing but the methods differs: each had the same device, to itself and without a break."""
+    """A row's speed. The ratio to the baseline is shown only if both had the same device, alone and without a break."""
     value, base, own = row.mean("tokens_per_second"), table.baseline, row.speed_interval
     notes = ["spread unknown" if own is None else f"{si(own[0])} to {si(own[1])}"]
     obstacles = row.marks or [f"{mark}: {base.method}" for mark in base.marks]
@@ -149,7 +149,7 @@ _RESIDUAL = Column(
 def write_report(results: Results, folder: Path) -> Path:
     """Draw the plots into `folder/plots` and write `folder/report.html`. Returns the page's path.
 
-    Raises ValueError where no run has finished.
+    Raises ValueError if no run has finished.
     """
     if not results.runs:
         raise ValueError(f"results of {results.name!r} hold no finished run: nothing to report")
@@ -227,7 +227,7 @@ def describe_options(options: dict[str, dict[str, Any]]) -> str:
 
 
 def _columns(table: Table, scores: tuple[Score, ...]) -> tuple[Column, ...]:
-    """The task's scores, what the models cost, and what the budget asks for."""
+    """The columns: the task's scores, the models' costs, and the quantities of the budget."""
     task = table.task
     first, *more = (_score(score, task.held_out) for score in scores)
     against = Column("against", "against baseline", f"Difference of {first.heading} from the baseline", _against)
@@ -247,7 +247,7 @@ def _methods(runs: list[Run]) -> dict[str, str]:
 
 
 def _samples(table: Table) -> list[tuple[str, str | None, list[tuple[str, str]]]]:
-    """For every prompt the right answer, where there is one, and what each method says."""
+    """For every prompt the right answer, if there is one, and each method's answer."""
     expected = {s["prompt"]: s.get("expected") for row in table.rows for s in row.first.samples}
     return [
         (
@@ -260,7 +260,7 @@ def _samples(table: Table) -> list[tuple[str, str | None, list[tuple[str, str]]]
 
 
 def _bars(table: Table, reference: float) -> list[dict[str, Any]]:
-    """The headline score of each method and of the reference, as lengths in percent of the longest."""
+    """Bars of the headline score for each method and the reference: score / largest score, in percent."""
     values: list[tuple[str | None, float]] = [(row.method, row.result) for row in table.rows]
     values.append((None, reference))
     longest = max(value for _, value in values) or 1.0

@@ -1,4 +1,4 @@
-"""The pictures of fathom.inspect on paper: PNG files for a light and a dark page, and a page of a checkpoint's own."""
+"""Files of fathom.inspect's pictures: PNGs for a light and a dark page, and one page for a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_picture(picture: Picture, folder: Path, stem: str | None = None) -> dic
 
 
 def shown(picture: Picture, paths: dict[str, Path]) -> dict[str, str]:
-    """What a template shows of a picture: `title`, the images `light` and `dark`, `html` below them."""
+    """The fields of a picture for a template: `title`, the images `light` and `dark`, and `html` below them."""
     return {"title": picture.title, "html": picture.html(), **{theme: embed(path) for theme, path in paths.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Which models a comparison trains: every method × seed under every budget of a recipe."""
+"""The runs of a comparison: every method × seed under every budget of a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fathom.train import Budget, MethodConfig, Recipe, model_config
 
 @dataclass(frozen=True)
 class Planned:
-    """One run to be made."""
+    """One planned run."""
 
     budget: str
     method: MethodConfig
@@ -50,8 +50,9 @@ def plan(recipe: Recipe, data: PreparedData) -> list[Planned]:
 def inference_flops(
     config: FathomConfig, recipe: Recipe, data: PreparedData, ran: tuple[float, ...] | None = None
 ) -> float:
-    """Matrix-product FLOPs of one of the task's answers; by measured shares of tokens that run each step, or with all
-    of them."""
+    """Matrix-product FLOPs of one of the task's answers. ran: measured shares of tokens that run each step; None: all
+    do.
+    """
     return recipe.task.answer_flops(config, data, recipe.data.block_size, ran)
 
 

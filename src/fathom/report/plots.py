@@ -90,7 +90,7 @@ def draw(table: Table, styles: dict[str, Style], reference: float, folder: Path)
 
 
 def embed(path: Path) -> str:
-    """A PNG file as an address that needs no network."""
+    """A PNG file as a data URL."""
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
@@ -112,7 +112,7 @@ def loss_at(row: Row, flops: float) -> float | None:
 
 
 def _loss_limits(table: Table) -> tuple[float, float]:
-    """From below the lowest loss to the loss after a tenth of training: the first steps would flatten the rest."""
+    """Limits of the loss axis, from below the lowest loss to the loss after a tenth of training."""
     curves = [curve(row, "tokens")[1] for row in table.rows]
     low = min(float(y.min()) for y in curves)
     high = max(float(y[len(y) // 10 :].max()) for y in curves)
@@ -120,22 +120,25 @@ def _loss_limits(table: Table) -> tuple[float, float]:
 
 
 def noise(table: Table) -> float:
-    """Difference of the headline score from the baseline's below which it is not called: the largest over the rows."""
+    """The noise of the headline score: the largest, over rows, difference from the baseline that is not called."""
     gaps = [row.minus(table.baseline) for row in table.rows if row is not table.baseline]
     unknown = UNCALLABLE_PERCENT / 100 * abs(table.baseline.result)
     return max((unknown if gap.margin is None else gap.margin for gap in gaps), default=unknown)
 
 
 def _at_least(limits: tuple[float, float], span: float) -> tuple[float, float]:
-    """The limits, drawn apart evenly to `span` where they are nearer."""
+    """The limits, widened evenly to `span` if they are closer."""
     low, high = limits
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 
 
 def error_bar(row: Row, baseline: Row) -> list[list[float]] | None:
-    """Lengths below and above the row's score: how far its difference from the baseline is uncertain, so that a bar
-    that reaches the baseline's score is a difference that is not called. The baseline's own bar is of retraining."""
+    """Lengths of a row's error bar below and above its score: the uncertainty of its difference from the baseline.
+
+    A bar that reaches the baseline's score marks a difference that is not called. The baseline's own bar shows the
+    spread of retraining.
+    """
     if row is baseline:
         return None if row.retraining is None else [[row.retraining], [row.retraining]]
     gap = row.minus(baseline)
@@ -147,8 +150,7 @@ def error_bar(row: Row, baseline: Row) -> list[list[float]] | None:
 
 
 def front(table: Table) -> list[Row]:
-    """The rows, from the cheapest answer to the dearest, that are better than the cheaper ones before them and can be
-    told from them."""
+    """The Pareto front: rows by rising cost of an answer, each better than all cheaper ones by more than noise."""
     found: list[Row] = []
     for row in sorted(table.rows, key=lambda row: (row.first.answer_flops, row.loss)):
         if not found or (row.loss < found[-1].loss and row.minus(found[-1]).clear):

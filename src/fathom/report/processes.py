@@ -1,4 +1,4 @@
-"""Jobs side by side, a process each: what `compare` and growths of experts share."""
+"""Jobs in parallel, each in a process, for `compare` and growths of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fathom.writing import naming
 
 
 def devices_of(jobs: int) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each process: the GPUs in turn; None on a machine without GPUs."""
+    """CUDA_VISIBLE_DEVICES for each process: the GPUs in turn; None on a machine without GPUs."""
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: must be at least 1")
     count = torch.cuda.device_count()
@@ -30,7 +30,7 @@ def devices_of(jobs: int) -> list[str | None]:
 
 @contextlib.contextmanager
 def workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
-    """A process a device; None where there is one device and this process may use it whole."""
+    """A pool with one process for each entry of `devices`; None if this process can use the only device itself."""
     if len(devices) == 1 and torch.cuda.device_count() <= 1:
         yield None
         return
@@ -48,9 +48,9 @@ def workers(devices: list[str | None]) -> Iterator[ProcessPoolExecutor | None]:
 def run_jobs(
     tasks: dict[str, tuple[Any, ...]], pool: ProcessPoolExecutor | None, at_once: int, folder: Path
 ) -> Iterator[tuple[str, Any]]:
-    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool: here.
+    """(name, result or Exception) of every task (function, *arguments), as they finish. Without a pool they run here.
 
-    Takes the tasks out of `tasks` from the front, one when a process is free; it may be given more while this runs.
+    Whenever a process is free, the first task is taken out of `tasks`, to which more may be added meanwhile.
     """
     if pool is None:
         while tasks:
@@ -79,7 +79,7 @@ def _described(error: BaseException) -> Exception:
 
 
 def _start_worker(free: Any, jobs: int) -> None:
-    """Take a device before CUDA starts, share the cores, and end with the parent, however that ends."""
+    """Start a worker: it takes a device before CUDA starts, its share of the cores, and ends when the parent ends."""
     device = free.get()
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
@@ -96,7 +96,7 @@ def _start_worker(free: Any, jobs: int) -> None:
 
 
 def _logged(folder: Path, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The task with its output in a file: the displays of several processes cannot share a terminal."""
+    """The task's function with output to a file, because displays of several processes cannot share a terminal."""
     log = folder / "logs" / f"{name.replace('/', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with naming(log), log.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):

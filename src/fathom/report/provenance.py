@@ -1,4 +1,4 @@
-"""What a number was measured with: versions, commit, device."""
+"""Provenance of a measured number: versions, commit, device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def provenance(runs: int = 1) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The version of everything that can move a number."""
+    """The versions of all packages that can change a number."""
     packages = {name: metadata.version(name) for name in ("transformers", "accelerate", "tokenizers")}
     return {"fathom": fathom.__version__, "torch": torch.__version__, **packages, "python": platform.python_version()}
 
 
 def commit() -> str:
-    """The commit of Fathom's source, '+changes' behind it where files differ from it, or 'not a checkout'.
+    """The commit of Fathom's source, with '+changes' if files differ from it, or 'not a checkout'.
 
     A bare copy of the source has no commit of its own: FATHOM_COMMIT in the environment names it, or the file COMMIT at
     the copy's root, which `git archive` fills in; who copies in another way writes `git rev-parse HEAD` to it.

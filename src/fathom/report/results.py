@@ -1,4 +1,4 @@
-"""`results.json`: what a comparison measured, run by run, and its summary by budget and method."""
+"""`results.json`: the measurements of a comparison, run by run, and its summary by budget and method."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Run:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Run:
-        """A run of a file; those written before there were tasks answer with tokens, from blocks of text."""
+        """A run read from a file. Files older than tasks are of language models on blocks of text."""
         return cls(**{"answer_flops": values["inference_flops_per_token"], **scores_read(values)})
 
     def value(self, quantity: str) -> float:
@@ -78,12 +78,12 @@ class Run:
 
     @property
     def own_memory_bytes(self) -> int | None:
-        """Peak memory of this training alone. On a CPU there is none: earlier versions noted the whole process's."""
+        """Peak memory of this training alone; None on a CPU, for which old files have the whole process's."""
         return None if "CPU" in self.device else self.peak_memory_bytes
 
     @property
     def marks(self) -> list[str]:
-        """What keeps the run's speed from being its method's: "interrupted", "disturbed", "shared device"."""
+        """Reasons why the run's speed may not be its method's: "interrupted", "disturbed", "shared device"."""
         found = {
             "interrupted": bool(self.interruptions),
             "disturbed": self.busy is not None and self.busy < UNDISTURBED,
@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that `report.html` is made from."""
+    """All results of a comparison; `report.html` is made from them."""
 
     name: str
     recipe: str  # the YAML text, as it was run
@@ -147,12 +147,12 @@ class Results:
 
     @property
     def _reference_key(self) -> str:
-        """What the reference is called in the file: "unigram_bits_per_byte"."""
+        """The key of the reference in the file, such as "unigram_bits_per_byte"."""
         return f"{self.task_class.reference_name}_{self.scores[0].name}"
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Raises ValueError naming the file where it is not a results file of this version."""
+        """The results in a file. Raises ValueError, naming the file, if it is no results file of this version."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             content["runs"] = [Run.read(run) for run in content["runs"]]
@@ -170,8 +170,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one method's score is from another's, and whether that can be told from noise: of seeds, of the choice of
-    held-out texts, and of training the very same run again."""
+    """The difference of two methods' scores, with its noise: of seeds, of the choice of held-out texts, and of training
+    the same run again."""
 
     value: float  # this one's less the other's
     percent: float  # of the other's; nan where that is zero
@@ -183,7 +183,7 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """From the lowest end to the highest of the intervals that are known; None where none is."""
+        """The lowest and the highest end of all known intervals; None if none is known."""
         halves = [half for half in (self.margin, self.retraining) if half is not None]
         ends = [self.over_texts] if self.over_texts is not None else []
         ends += [(self.value - half, self.value + half) for half in halves]
@@ -191,7 +191,9 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Outside every interval that is known. With one seed, where its noise is unknown, beyond 1 % as well."""
+        """Whether zero lies outside every known interval. With one seed, whose noise is unknown, also whether it is
+        above 1 %.
+        """
         if self.undecided or not math.isfinite(self.value):
             return False
         if self.over_texts is not None and self.over_texts[0] <= 0 <= self.over_texts[1]:
@@ -233,7 +235,7 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """The headline score as something to minimise."""
+        """The headline score, negated if higher is better: something to minimise."""
         return self.score.loss(self.result)
 
     @property
@@ -243,20 +245,20 @@ class Row:
 
     @property
     def speed_interval(self) -> tuple[float, float] | None:
-        """Tokens/s of its runs, from the slowest to the fastest; None where one of them has no interval."""
+        """Tokens/s of its runs, from the slowest to the fastest; None if one of them has no interval."""
         intervals = [run.tokens_per_second_interval for run in self.runs]
         known = [interval for interval in intervals if interval is not None]
         return (min(i[0] for i in known), max(i[1] for i in known)) if len(known) == len(intervals) else None
 
     @property
     def memory(self) -> float | None:
-        """The mean of its runs' own peak memory; None where it is not known of all."""
+        """The mean peak memory of its runs; None unless it is known for all."""
         known = self._memories()
         return statistics.fmean(known) if known else None
 
     @property
     def memory_interval(self) -> tuple[float, float] | None:
-        """Over seeds; None with one seed."""
+        """The range of peak memory over seeds; None with one seed."""
         known = self._memories()
         return (min(known), max(known)) if len(known) > 1 else None
 
@@ -265,7 +267,9 @@ class Row:
         return known if len(known) == len(self.runs) else []
 
     def minus(self, other: Row) -> Difference:
-        """This row's headline score less the other's. Seeds are paired: the same seed means the same data order."""
+        """The difference of this row's headline score from the other's (this − other), paired by seed, as one seed
+        means one data order.
+        """
         mine = {run.seed: run.scores[self.score.name] for run in self.runs}
         theirs = {run.seed: run.scores[self.score.name] for run in other.runs}
         gaps = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
@@ -302,7 +306,7 @@ class Table:
 
     @property
     def baseline(self) -> Row:
-        """Vanilla; where the recipe has none, the method that is cheapest at inference."""
+        """The row of vanilla; without it, that of the method that is cheapest at inference."""
         named = [row for row in self.rows if row.method == BASELINE]
         return named[0] if named else min(self.rows, key=lambda row: row.first.answer_flops)
 
@@ -317,13 +321,14 @@ class Table:
 
     @property
     def seeds(self) -> list[int]:
-        """How many seeds rows have, from the fewest; `[1, 3]` where only some have three."""
+        """The numbers of seeds that rows have, ascending; `[1, 3]` if some have one and some three."""
         return sorted({len(row.runs) for row in self.rows})
 
 
 def retraining_spread(results: Results) -> float | None:
-    """The farthest that the headline score of a run that was trained again is from that of the first time; None where
-    none was."""
+    """The largest difference between the headline scores of a run and of the same run trained again; None
+    if none was.
+    """
     name, spread = results.scores[0].name, None
     for again in (run for run in results.runs if run.again):
         same = [
@@ -337,7 +342,7 @@ def retraining_spread(results: Results) -> float | None:
 
 
 def tables(results: Results) -> list[Table]:
-    """One table a budget, in the order in which they were run."""
+    """The tables, one for each budget, in the order in which they were run."""
     found, retraining = [], retraining_spread(results)
     for budget in dict.fromkeys(run.budget for run in results.runs):
         runs = [run for run in results.runs if run.budget == budget and not run.again]

@@ -1,4 +1,4 @@
-"""How a method looks, the same in every plot and table: colour, marker and line, told apart without colour too."""
+"""The style of a method in all plots and tables: colour, marker and line, distinct also without colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page says in words: the verdict on each budget, with its noise, and numbers as people read them."""
+"""The page's words: the verdict on each budget, with its noise, and numbers in readable form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 @dataclass(frozen=True)
 class Verdict:
-    """A headline, what stands behind it, and what the reader must not conclude."""
+    """A headline, the evidence for it, and what a reader must not conclude."""
 
     headline: str
     details: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def scored(row: Row) -> str:
 
 
 def verdict(table: Table) -> Verdict:
-    """Which method is worth it under this budget, and by how much against its cost."""
+    """The verdict under this budget: which method is worth its cost, and by how much."""
     best, base = table.best, table.baseline
     if len(table.rows) == 1:
         return Verdict(f"{best.method}: {scored(best)}. Nothing to compare it with.")
@@ -129,9 +129,9 @@ def verdict(table: Table) -> Verdict:
 
 
 def overall(found: list[Table], reference: float) -> Verdict:
-    """The first thing a reader sees: the answer at equal compute where it was measured, else at equal data.
+    """The page's first sentence: the answer at equal compute if that was measured, else at equal data.
 
-    reference: score of the task's model that knows frequencies alone; a comparison of methods that all lose to it says
+    reference: score of the baseline that knows only frequencies; if all methods lose to it, the comparison shows
         nothing.
     """
     by_budget = {table.budget: table for table in found}

@@ -11,8 +11,9 @@ feeds the final norm. Sublayers are numbered by their writes: 2ℓ, 2ℓ+1, or �
 | True (the paper) | the sum of its own sublayers' outputs | that sum so far; it starts empty |
 | False (Depth-Attention's authors) | a snapshot of the whole stream | the whole stream; a learned bias on its score |
 
-The bias starts at 3, so that a sublayer first reads mostly the stream. Over L=48 layers in blocks of 12 the sublayers
-have 520 and 528 sources. The first sublayer reads the embedding, whatever its weights, so it has none.
+The bias starts at 3, so that a sublayer at first reads mostly the stream. Over L=48 layers in blocks of 12 all
+sublayers together have 520 sources with reset and 528 without. The first sublayer has no weights: it can only read the
+embedding.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class AttentionResiduals(ResidualTopology):
     class Options:
         """Options; the defaults are the paper's.
 
-        block_size: sublayers in a block; 1 is the full form (every sublayer a source), None makes 8 blocks.
+        block_size: sublayers in a block; 1 is the full form (every sublayer is a source), None makes 8 blocks.
         reset: see the table above.
         recency_bias: with reset=False, the bias's initial value.
         """

@@ -24,7 +24,7 @@ class ResidualTopology(Method):
         raise NotImplementedError  # abstract
 
     def read(self, stream: Any, sublayer: int) -> tuple[Float[Tensor, "B T d"], Any]:
-        """What the sublayer's norm sees, and whatever `write` needs of the reading (gates, say)."""
+        """The input of the sublayer's norm, and what `write` needs from this reading (such as gates)."""
         raise NotImplementedError  # abstract
 
     def write(self, stream: Any, sublayer: int, output: Float[Tensor, "B T d"], carry: Any) -> Any:
@@ -32,5 +32,5 @@ class ResidualTopology(Method):
         raise NotImplementedError  # abstract
 
     def finish(self, stream: Any) -> Float[Tensor, "B T d"]:
-        """What the final norm sees."""
+        """The input of the final norm."""
         raise NotImplementedError  # abstract

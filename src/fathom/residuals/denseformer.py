@@ -3,9 +3,9 @@
     X_0 = Y_0 = embedding;   X_n = block_n(Y_{n−1});   Y_n = Σ_j a_{n,j} X_j,   n = 1 … L
 
 over the blocks j ≤ n with j ≡ n (mod dilation), and Y_n = X_n where n is no multiple of `period`. The a_{n,j} are
-learned scalars that start at 0, but for the block's own, which starts at 1: a new model is the ordinary decoder, bit by
-bit. The head reads Y_L. What is averaged are the blocks' outputs X_j *before* their own average, as in the paper and
-both public implementations.
+learned scalars. A block's own starts at 1 and the others at 0, so a new model is the ordinary decoder, bit by bit. The
+head reads Y_L. The average is over block outputs X_j *before* their own average, as in the paper and both public
+implementations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DenseFormer(ResidualTopology):
             check_range("denseformer", "period", self.period, 1)
 
         def averaged(self, n: int) -> range:
-            """The j that Y_n averages, ascending, n last; empty if there is no average after block n."""
+            """The indices j of the blocks that Y_n averages, ascending; empty if there is no average after block n."""
             return range(n % self.dilation, n + 1, self.dilation) if n % self.period == 0 else range(0)
 
     def __init__(self, config, options):

@@ -51,7 +51,7 @@ def weighted_sum(weights: Float[Tensor, "*B n"], streams: tuple[Tensor, ...]) ->
 
 
 class HyperConnection(nn.Module):
-    """h_pre, h_post and H of one sublayer, in fp32 or wider; without leading dimensions if they are static."""
+    """The weights h_pre, h_post and H of one sublayer, in fp32 or wider; static ones have no leading dimensions."""
 
     def __init__(self, width: int, eps: float, streams: int, iterations: int, dynamic: bool):
         super().__init__()
@@ -83,7 +83,7 @@ class HyperConnection(nn.Module):
         return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(mixing, self.iterations)
 
     def project(self, streams: tuple[Tensor, ...], wide: torch.dtype) -> Float[Tensor, "B T z"]:
-        """z. γ goes into W and 1/rms behind it, so that the streams are neither normalised nor laid side by side."""
+        """The projection z. γ is folded into W and 1/rms into its output, so that streams are never concatenated."""
         weight = linear_matrix(self.projection, streams[0].device) * self.gain
         parts = weight.split(self.width, dim=1)
         z, mean_square = F.linear(streams[0], parts[0]).to(wide), streams[0].to(wide).square().mean(-1, keepdim=True)
@@ -107,7 +107,7 @@ class ManifoldHyperConnections(ResidualTopology):
         """Options; the defaults are the paper's.
 
         streams: n, at least 2.
-        iterations: of Sinkhorn.
+        iterations: rounds of Sinkhorn's normalisation.
         dynamic: False leaves z out: the weights are learned, but the same for every token.
         """
 

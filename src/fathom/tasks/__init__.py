@@ -1,4 +1,4 @@
-"""What a model is trained and judged on: one file a task. `base.py` says what a task provides."""
+"""Tasks, on which models are trained and judged: one file each. `base.py` says what a task provides."""
 
 from fathom.tasks.base import DEFAULT, Score, Task, lookup, tasks
 

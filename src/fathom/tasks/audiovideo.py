@@ -1,9 +1,9 @@
 """Pictures with their sound: what MOVA is trained and judged on (fathom.audiovideo).
 
-Clips are encoded once, and the towers learn on latents. Noise, noise levels and dropout follow from the seed and the
-number of a clip in the run, so that they are the same on any number of devices and after a resume. Judged are the error
-of the predicted velocities on held-out clips at fixed noise levels, and whether clips that the model makes of held-out
-captions and first pictures sound when something happens in them.
+Clips are encoded once, and the towers learn on latents. Noise, noise levels and dropout are drawn by the seed and a
+clip's number in the run, so that they are the same on any number of devices and after a resume. Scores are the error of
+predicted velocities on held-out clips at fixed noise levels, and the sync of clips that the model makes from held-out
+captions and first pictures: whether sounds come when something happens.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class AudioVideo(Task):
     """Options:
 
     frames, frame_rate, height, width: of a clip, in pictures, pictures per second and pixels.
-    sample_rate: of the sound, per second.
+    sample_rate: samples of sound per second.
     codec: "pca", fitted to the training clips, or the folder of a codec.
     video_channels, audio_channels: of the codec "pca".
     loudness: LUFS to which the sound of files is brought; None: as it is.
     text_length: tokens of a caption, and of a prompt; longer ones are cut.
-    train_clips, held_out_clips: how many are generated; of a folder all are taken, up to `data.max_documents`.
+    train_clips, held_out_clips: number of generated clips; a folder gives all of its clips, up to `data.max_documents`.
     actions: of generated clips, "bounce" and "flash".
     things: in a generated clip, 1, 2, or 0 for either.
     materials, colours: of generated things; None: all.
-    flashes: most of a generated thing that flashes.
+    flashes: the most flashes of a generated thing.
     shifted, silent: shares of generated training clips whose sound comes at the wrong time, or not at all.
-    made: held-out clips of which a model makes clips of its own to be judged.
+    made: number of held-out captions and pictures from which a model makes clips to be judged.
     steps: of sampling.
     text_scale, bridge_scale: guidance of sampling.
     """
@@ -329,7 +329,7 @@ class AudioVideo(Task):
         return str([[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files])
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A batch with its noise: by the run's seed and the clip's number in it, or of held-out clips by their own."""
+        """A batch with its noise, drawn by the run's seed and the clip's number (by that alone if held out)."""
         batch = {name: torch.stack([torch.as_tensor(example[name]) for example in examples]) for name in examples[0]}
         drawn = batch.pop("draw", None)
         video, audio, uniform = [], [], []
@@ -361,7 +361,7 @@ class AudioVideo(Task):
     # Scores
 
     def complete(self, folder: Path, config: MovaConfig, data: PreparedData) -> None:
-        """Makes a pipeline's folder of the saved weights, with codec, scheduler, tokenizer and text encoder."""
+        """Turn the folder of saved weights into a pipeline's, with codec, scheduler, tokenizer and text encoder."""
         from safetensors.torch import load_file
 
         from fathom.audiovideo.joint import MovaModel
@@ -403,7 +403,7 @@ class AudioVideo(Task):
         return video, audio
 
     def _made(self, model: Any, data: PreparedData, count: int) -> Iterator[tuple[Clip, dict[str, Any]]]:
-        """Clips of held-out captions and first pictures, with what `fathom video score` says of each."""
+        """Clips made from held-out captions and first pictures, with the scores of `fathom video score`."""
         from fathom.audiovideo.codecs import load_codec
         from fathom.audiovideo.metrics import score
 
@@ -415,7 +415,7 @@ class AudioVideo(Task):
             yield from ((clip, score(clip)) for clip in self.sample(pipeline, rows, some))
 
     def sample(self, pipeline: Any, rows: Any, some: Any, **options: Any) -> list[Clip]:
-        """Clips that a pipeline makes of rows; each has the seed of its number."""
+        """Clips that a pipeline makes from rows, each with a seed of its number."""
         from fathom.audiovideo.clips import Clip
 
         settings = {"steps": self.steps, "text_scale": self.text_scale, "bridge_scale": self.bridge_scale}
@@ -461,8 +461,10 @@ class PreparedClips(PreparedData):
 
 
 class Clips:
-    """`count` clips that are made or read when they are asked for; `key` says which they are, and by what code.
-    `caption`: of a clip's number, where it is known without reading the clip."""
+    """`count` clips that are made or read on access; `key` identifies the clips and the code that makes them.
+
+    caption: function from a clip's number to its caption, where that is known without reading the clip.
+    """
 
     def __init__(self, get: Any, count: int, key: list[Any], note: str, caption: Any = None) -> None:
         self.get, self.count, self.key, self.note, self.caption = get, count, key, note, caption
@@ -518,7 +520,7 @@ class LatentClips(torch.utils.data.Dataset):
 
 
 def clip_files(source: Any) -> set[Path]:
-    """The files that a folder's index names, wherever it lies."""
+    """The paths of the files that a folder's index names."""
     from fathom.audiovideo.clips import INDEX, index_rows
 
     if source in (GENERATED, None):
@@ -527,13 +529,13 @@ def clip_files(source: Any) -> set[Path]:
 
 
 def sources(*names: str) -> str:
-    """A digest of files of fathom.audiovideo: what is cached is made anew when the code that made it changes."""
+    """A digest of source files of fathom.audiovideo, so that cached results are made again when their code changes."""
     package = Path(importlib.import_module("fathom.audiovideo").__path__[0])
     return hashlib.sha256(b"".join((package / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 
 def codec_sources() -> str:
-    """A digest of the sources that stand between clips and latents."""
+    """A digest of the source files that turn clips into latents."""
     return sources("codecs", "pca_codecs", "dac", "pipeline")
 
 
@@ -584,5 +586,5 @@ def pipeline_of(model: Any, data: PreparedData) -> Any:
 
 
 def mixed(seed: int, number: int) -> int:
-    """One seed of two numbers."""
+    """One seed from two numbers."""
     return (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) % 2**63

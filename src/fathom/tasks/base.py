@@ -1,4 +1,4 @@
-"""The seam of a task: what training, the sweep, budgets, results and the report ask about it.
+"""The seam of a task: what it tells training, the sweep, budgets, results and the report.
 
 A task is one file in this folder: a frozen dataclass whose fields are the options of a recipe's section `task`,
 registered by name. Everything around it, from the learning-rate sweep to the page, is one code path for all tasks.
@@ -38,7 +38,7 @@ class Score:
 
     Attributes:
         name: key in result.json and results.json; with spaces it is the heading on the page.
-        unit: what follows the number in a sentence, "bits per byte".
+        unit: the unit as it follows the number in a sentence, such as "bits per byte".
         better: which direction is better.
         meaning: how it is computed, one sentence for the page; `{block_size}` is the recipe's.
     """
@@ -53,7 +53,7 @@ class Score:
         return self.name.replace("_", " ")
 
     def loss(self, value: float) -> float:
-        """The value as something to minimise."""
+        """The value, negated if higher is better: something to minimise."""
         return value if self.better == "lower" else -value
 
 
@@ -68,10 +68,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the report says of a model's size. Attributes:
-    parameters, non_embedding: of the model, and without tables and head.
+    """A model's sizes for the report. Attributes:
+    parameters, non_embedding: number of parameters, with and without tables and head.
     flops_per_token: matrix products of one forward, over the tokens of a sequence.
-    cache_bytes_per_token: what decoding keeps of a token.
+    cache_bytes_per_token: bytes that decoding keeps for a token.
     """
 
     parameters: int
@@ -87,17 +87,17 @@ class Task:
     Attributes:
         name: in a recipe.
         summary: one line.
-        scores: the first is the headline, which learning rates and methods are chosen by.
-        held_out: what the scores are measured on, "held-out text".
-        loss_unit: of training and held-out losses, "nats per token".
-        answer: what the inference cost is the cost of, "generated token".
-        cost_heading: the same as a heading, "FLOPs per token".
-        reference_name: the model that knows frequencies alone, "unigram".
-        reference_note: what that model knows, one sentence for the page.
-        samples_note: how the samples on the page came about.
-        checkpoint_fields: what a recipe that starts from a checkpoint may change; None: a decoder's sections.
-        invariants: which further tests of tests/tasks apply: "padding" (a row in a batch has the loss that it has
-            alone), "packing" (option `packing` does not change a row's loss).
+        scores: the first is the headline, by which learning rates and methods are chosen.
+        held_out: what the scores are measured on, such as "held-out text".
+        loss_unit: of training and held-out losses, such as "nats per token".
+        answer: what inference cost is counted for, such as "generated token".
+        cost_heading: the same as a heading, such as "FLOPs per token".
+        reference_name: the baseline that knows only frequencies, such as "unigram".
+        reference_note: what that baseline knows, one sentence for the page.
+        samples_note: how the samples on the page were made.
+        checkpoint_fields: config fields that a recipe with a checkpoint may change; None: a decoder's sections.
+        invariants: further tests of tests/tasks that apply: "padding" (a row has the same loss in a batch and alone),
+            "packing" (option `packing` does not change a row's loss).
     """
 
     name: ClassVar[str]
@@ -122,7 +122,7 @@ class Task:
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> Task:
-        """A task's name, or a mapping with `name` and options."""
+        """The task in a recipe: given by its name, or by a mapping with `name` and options."""
         entry = {"name": raw} if isinstance(raw, str) else raw
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             known = ", ".join(sorted(tasks()))
@@ -152,36 +152,36 @@ class Task:
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
-        """What a method of the recipe builds."""
+        """The model class that a method of the recipe builds."""
         from fathom.models.causal_lm import FathomForCausalLM
 
         return FathomForCausalLM
 
     def class_of(self, config: Any) -> type[PreTrainedModel]:
-        """What a method with this config builds."""
+        """The model class that a method with this config builds."""
         return self.model_class
 
     def exact(self, config: Any) -> bool | None:
-        """Whether the headline score of a model is exact, or else an upper bound; None: the task knows one kind."""
+        """Whether a model's headline score is exact (else an upper bound); None: the task has one kind only."""
         return None
 
     def error(self, model: Any, data: PreparedData) -> float | None:
-        """Standard error of a model's headline score, where that is an estimate by Monte Carlo."""
+        """Standard error of a model's headline score; None unless that is a Monte Carlo estimate."""
         return None
 
     @classmethod
     def model_fields(cls) -> list[str]:
-        """What a recipe's `model` and `methods` may set, beside `checkpoint`."""
+        """Fields that a recipe's `model` and `methods` may set, beside `checkpoint`."""
         from fathom.models.configuration import FathomConfig
 
         return list(FathomConfig.types())
 
     def model_config(self, fields: dict[str, Any], data: DataConfig, tokenizer: Any) -> Any:
-        """The config of a model that is no decoder of ours, of a recipe's fields; None: it is one."""
+        """The config made from a recipe's fields, for a model other than our decoder; None: it is our decoder."""
         return None
 
     def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
-        """The model to train, where its config, or `fields["checkpoint"]` alone, does not make it; None: they do."""
+        """The model to train; None if the config, or `fields["checkpoint"]`, is enough to make it."""
         return None
 
     def callbacks(self) -> Sequence[Any]:
@@ -189,15 +189,15 @@ class Task:
         return ()
 
     def remarks(self, scores: Mapping[str, float | None]) -> list[str]:
-        """What the page must say of a run with these scores, beside them."""
+        """Sentences that the page must show beside a run's scores."""
         return []
 
     def before(self, recipe: Recipe) -> Recipe | None:
-        """The training that a run of `recipe` begins with, from whose model it goes on; None: it begins anew."""
+        """The training that a run of `recipe` begins with, and whose model it then trains; None: there is none."""
         return None
 
     def processor(self, data: PreparedData) -> Any:
-        """What is saved beside a trained model: the tokenizer, or what holds it."""
+        """The object saved beside a trained model: the tokenizer, or a processor that holds it."""
         return data.tokenizer
 
     def sections(self, config: Any) -> dict[str, dict[str, Any]]:
@@ -207,11 +207,11 @@ class Task:
     def training_flops(
         self, config: Any, block_size: int, checkpointing: bool, ran: Sequence[float] | None = None
     ) -> float:
-        """Matrix-product FLOPs of training on one token of a sequence."""
+        """Matrix-product FLOPs of training for one token of a sequence."""
         return training_flops_per_token(config, block_size, checkpointing, ran=ran)
 
     def sizes(self, config: Any, block_size: int, dtype: torch.dtype, ran: Sequence[float] | None = None) -> Sizes:
-        """Sizes of a model, by measured shares `ran` of tokens that run each step, or with all of them."""
+        """Sizes of a model. ran: measured shares of tokens that run each step; None: all tokens run all steps."""
         counts = parameter_counts(config)
         flops = forward_flops_per_token(config, block_size, ran=ran).matmul
         return Sizes(counts.total, counts.non_embedding, flops, kv_bytes_per_token(config, dtype, ran))
@@ -221,9 +221,11 @@ class Task:
         return fields
 
     def check(self, data: DataConfig) -> None:
-        """Raise ValueError for a field of the recipe's `data` that this task cannot honour, ImportError with the pip
-        command where an extra that it needs is not installed. All tasks are imported to list them, so what an extra
-        brings is imported in functions alone."""
+        """Raise ValueError for a field of the recipe's `data` that this task does not support, and ImportError with the
+        pip command for an extra that is not installed.
+
+        All tasks are imported to list them, so packages of an extra are imported only inside functions.
+        """
         if not self.mixes and not isinstance(data.train, str):
             raise ValueError(
                 f"data.train={sorted(data.train)!r}: task {self.name!r} reads one data set; name it, or use task "
@@ -243,7 +245,7 @@ class Task:
                 )
 
     def refuse_text(self, data: DataConfig) -> None:
-        """Raises ValueError where the recipe names the embedded text and the task needs rows."""
+        """Raise ValueError if the recipe names the embedded text although the task needs rows."""
         for name, more in (("train", ""), ("validation", ", or give null")):
             if getattr(data, name) == EMBEDDED:
                 raise ValueError(
@@ -252,7 +254,7 @@ class Task:
                 )
 
     def sources(self, data: DataConfig, field: str = "text") -> tuple[Source, Source | None]:
-        """The rows to train on and those held out, of the data set that `check` lets through."""
+        """Training rows and held-out rows of the data set, which `check` has accepted."""
         assert isinstance(data.train, str)
         train = Source(data.train, data.train_split, field, "data.train", data.max_documents)
         if data.validation is None:
@@ -263,7 +265,7 @@ class Task:
         return train, held_out
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
-        """Examples ready for the Trainer, and what scoring needs. Raises OSError or ValueError that names the field."""
+        """Examples for the Trainer, and the data for scoring. Raises OSError or ValueError that names the field."""
         raise NotImplementedError  # abstract
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -271,23 +273,24 @@ class Task:
         return collate(examples)
 
     def forward(self, model: Any, **batch: Any) -> Any:
-        """The model's output for a batch in training and on held-out examples, with `loss`: the model's own."""
+        """The model's output for a batch in training and on held-out examples, with `loss`: the model's own; 0 for a
+        batch without targets, which then weighs nothing."""
         return model(**batch)
 
     def tokens(self, batch: Mapping[str, Tensor]) -> int:
-        """How many tokens a batch has."""
+        """The number of tokens in a batch."""
         return batch["input_ids"].numel()
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Labels, of which those other than −100 are what the training loss of a step is divided by."""
+        """The labels of a batch; a step's training loss is divided by the number of those other than −100."""
         return batch["labels"]
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """How many predictions the loss of a batch is the mean over."""
+        """The number of predictions over which the loss of a batch is a mean."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def complete(self, folder: Path, config: Any, data: PreparedData) -> None:
-        """Adds to the folder of a saved model what a user needs beside its weights: nothing, as a rule."""
+        """Add files that a user needs to the folder of a saved model. By default there are none."""
 
     def config_of(self, folder: Path) -> Any:
         """The config of a saved model, for its card."""
@@ -296,25 +299,27 @@ class Task:
         return AutoConfig.from_pretrained(folder)
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
-        """Every score of a trained model by name; None where there is nothing to score or it is not finite.
+        """Every score of a trained model by name; None for a score that is not finite or has nothing to score.
 
         Args:
-            loss: on all held-out examples, the mean over `targets`; None where not finite or without held-out examples.
+            loss: mean over `targets` of all held-out examples; None if not finite or without held-out examples.
             checkpoint: folder of the trained model.
         """
         raise NotImplementedError  # abstract
 
     def pieces(self, model: Any, data: PreparedData) -> Any:
-        """The headline score of a trained model piece by piece of what is held out (evaluate/held_out.py), so that a
-        difference can be told from the choice of texts; None: this task has none."""
+        """The headline score of a trained model on each piece of the held-out data (evaluate/held_out.py).
+
+        From these the page tells whether a difference depends on the choice of texts. None: the task has no pieces.
+        """
         return None
 
     def reference(self, data: PreparedData, sequences: int) -> float:
-        """The headline score of a model that knows frequencies alone, of the first `sequences` training sequences."""
+        """The headline score of a baseline that knows only frequencies in the first `sequences` training sequences."""
         raise NotImplementedError  # abstract
 
     def held_out_size(self, data: PreparedData) -> str:
-        """How much there is to score, for the page."""
+        """The size of the held-out data, in words for the page."""
         return f"{data.validation_bytes:,} bytes"
 
     def samples(self, model: Any, data: PreparedData, room: int) -> list[Sample]:
@@ -331,8 +336,7 @@ class Task:
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """Matrix-product FLOPs of one answer; by the measured shares `ran` of tokens that run each step, or with all of
-        them."""
+        """Matrix-product FLOPs of one answer. ran: measured shares of tokens that run each step; None: all do."""
         raise NotImplementedError  # abstract
 
 
@@ -353,7 +357,7 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
 
 
 def tasks() -> dict[str, type[Task]]:
-    """Every task by name. The files are imported when this is first asked."""
+    """All tasks by name. Their files are imported on the first call."""
     package = importlib.import_module("fathom.tasks")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"fathom.tasks.{module.name}")
@@ -371,11 +375,11 @@ def lookup(name: str, where: str = "task") -> type[Task]:
 
 
 def with_scores(values: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of a run that has `scores`: each of them is also a key of its own."""
+    """The values as they are written to a file: each of `scores` is also a key of its own."""
     return {**values, **values["scores"]}
 
 
 def scores_read(values: dict[str, Any]) -> dict[str, Any]:
-    """The inverse; files written before scores had names have `bits_per_byte` alone."""
+    """The values read from a file, the inverse of `with_scores`. Old files have only `bits_per_byte`."""
     scores = values.get("scores", {"bits_per_byte": values.get("bits_per_byte")})
     return {**{key: value for key, value in values.items() if key not in scores}, "scores": scores}

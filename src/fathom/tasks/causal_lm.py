@@ -134,7 +134,7 @@ def unigram(data: PreparedData, seen: torch.Tensor, targets: torch.Tensor) -> fl
 
 
 def beginnings(data: PreparedData) -> list[str]:
-    """Some words from a quarter and from three quarters into the held-out text."""
+    """Two prompts: some words from one quarter and from three quarters into the held-out text."""
     blocks = data.validation
     assert blocks is not None  # compare() has refused recipes without held-out text
     found = []

@@ -1,4 +1,4 @@
-"""Which class a text, or a pair of texts, belongs to."""
+"""Classification of texts, or of pairs of texts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Classification(EncoderTask):
     """Options:
 
     text_field, second_field: fields of a row; a second text makes two towers.
-    label_field: its class, a whole number from 0 on.
-    classes: how many there are.
+    label_field: field of the class, a whole number from 0 on.
+    classes: number of classes.
     """
 
     text_field: str = "text"

@@ -2,8 +2,8 @@
 
 z = corrupt(x₀);   loss = mean −log p(y_i | y_<i, z)
 
-Sampling gives it imperfect vectors, so it learns on such: noised a little by the process (forward), estimated by the
-denoiser, with noise added, or as they are.
+Sampling gives the decoder imperfect vectors, so it learns on such: noised a little by the process, estimated by the
+denoiser, with Gaussian noise added, or as they are.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class ContextualDecoding(LatentTask):
         "denoiser", the denoiser's estimate from x_t, t ~ U(0, t_max); "gaussian", x₀ + σ ε; "none", x₀.
     t_min, t_max: of t.
     sigma: σ of "gaussian".
-    word_dropout: share of the tokens before that are masked in the decoder's input, against a decoder that ignores the
-        vectors.
+    word_dropout: share of earlier tokens that are masked in the decoder's input, so that it must read the vectors.
     padding: "targets": the first padding token after a text is a target too, which ends it; "masked": none is.
     examples: held-out rows, from the first on, for the controls and the reconstruction.
     unwrapped: a document is a row, cut or padded to the block; otherwise rows are cut from running text.

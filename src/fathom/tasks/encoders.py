@@ -1,7 +1,7 @@
-"""What the tasks of encoders share: models by family, from our configs or transformers', and their cost.
+"""Base of the tasks with encoders: models by family, from our configs or transformers', and their cost.
 
-Families of ours (bart, longt5, decoder) take a section `encoder`. Others are transformers' own models under their own
-fields: baselines, whose FLOPs torch's counter counts on one forward, as they have no closed form here.
+Our families (bart, longt5, decoder) take a section `encoder`. Others are transformers' own models with their own config
+fields. They serve as baselines; torch's counter counts their FLOPs on one forward, as they have no closed form here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EncoderTask(Task):
         raise NotImplementedError  # abstract
 
     def with_specials(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-        """The tokenizer with the special tokens that the task needs and it has not; padding is none that ends texts."""
+        """The tokenizer with all special tokens that the task needs; its padding token differs from its EOS."""
         for name in self.specials:
             given = getattr(tokenizer, f"{name}_token")
             if given is None or given == tokenizer.eos_token:
@@ -115,7 +115,7 @@ class EncoderTask(Task):
         raise NotImplementedError  # abstract
 
     def training_flops(self, config, block_size, checkpointing, ran=None):
-        """Three forwards; with checkpointing a fourth, of which the head is a part too: an upper bound there."""
+        """FLOPs of three forwards, with checkpointing of four: an upper bound, as the head runs three times."""
         return (4 if checkpointing else 3) * self.example_flops(config, block_size) / block_size
 
     def sizes(self, config, block_size, dtype, ran=None):
@@ -125,11 +125,19 @@ class EncoderTask(Task):
         return Sizes(total, total - tables, flops, self.cache_bytes(config, block_size, dtype) / block_size)
 
     def cache_bytes(self, config: Any, block_size: int, dtype: torch.dtype) -> float:
-        """What decoding keeps of one source."""
+        """Bytes that decoding keeps for one source."""
         return 0.0
 
     def answer_flops(self, config, data, block_size, ran: Sequence[float] | None = None):
         return self.example_flops(config, block_size)
+
+    def picture_tokens(self, data, count):
+        """As of every task, without padding."""
+        rows, wanted = data.validation, max(1, count // torch.as_tensor(data.validation[0]["input_ids"]).numel())
+        some = (rows[i] for i in range(min(wanted, len(rows))))
+        return torch.cat(
+            [torch.as_tensor(row["input_ids"])[torch.as_tensor(row["attention_mask"]).bool()] for row in some]
+        )
 
     def forward(self, model: Any, **batch: Any) -> Any:
         labels, items = batch.pop("labels"), batch.pop("num_items_in_batch", None)
@@ -141,7 +149,7 @@ class EncoderTask(Task):
             out.logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing,
             reduction="sum",
         )  # fmt: skip
-        out["loss"] = total / (self.targets({"labels": labels}) if items is None else items)
+        out["loss"] = total / (self.targets({"labels": labels}).clamp(min=1) if items is None else items)
         return out
 
     def targets(self, batch):
@@ -151,7 +159,7 @@ class EncoderTask(Task):
         self, source: Source, tokenizer: PreTrainedTokenizerFast, cache: Path, options: list[Any], data: DataConfig,
         rows: Callable[[], Iterator[dict[str, Any]]],
     ) -> datasets.Dataset:  # fmt: skip
-        """The rows as a data set on disk, made once: of the text's `max_tokens` as many as are whole blocks."""
+        """The rows as a data set on disk, made once; at most as many as there are whole blocks in `max_tokens`."""
         tokens = data.max_tokens if source.argument == "data.train" else data.max_validation_tokens
         most = tokens and tokens // data.block_size
         options = [*options, data.block_size, most]

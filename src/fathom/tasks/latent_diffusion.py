@@ -28,7 +28,7 @@ from fathom.tasks.latents import LatentTask
 class LatentDiffusion(LatentTask):
     """Options:
 
-    self_condition: share of the steps in which a first estimate is given to a second one.
+    self_condition: share of the steps in which the model gets its own first estimate and makes a second one.
     draws: noise levels of a held-out row, (k + ½)/draws.
     unwrapped: a document is a row, cut or padded to the block; otherwise rows are cut from running text.
     """
@@ -61,7 +61,7 @@ class LatentDiffusion(LatentTask):
         check_range("task latent_diffusion", "draws", self.draws, 1)
 
     def training_flops(self, config: Any, block_size: int, checkpointing: bool, ran: Any = None) -> float:
-        """Forward and backward, the estimate that a share of the steps is given, and the encoder's pass."""
+        """FLOPs of forward and backward, of the first estimate in a share of the steps, and of the encoder's pass."""
         given = self.self_condition if config.options.self_conditioning != "none" else 0.0
         plain, after = (denoiser_flops(config, block_size, previous) for previous in (False, True))
         times = 4 if checkpointing else 3
@@ -88,7 +88,7 @@ class LatentDiffusion(LatentTask):
             t = torch.full((len(ids),), (draw + 0.5) / self.draws, device=ids.device)
             noise = row_noise(generators, ids.shape[1], own.config.latent_dim)
             total = total + (own.held_out_errors(ids, mask, t, noise) * kept).sum() / self.draws
-        return FathomOutput(loss=total / (kept.sum() if items is None else items))
+        return FathomOutput(loss=total / (kept.sum().clamp(min=1) if items is None else items))
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         return {"denoising_error": loss}
@@ -106,7 +106,7 @@ class LatentDiffusion(LatentTask):
 
 
 class RunningMean(TrainerCallback):
-    """After every optimiser step the running mean of the denoiser's weights follows them."""
+    """A callback that updates the running mean of the denoiser's weights after every optimiser step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         model.update_mean(state.global_step)

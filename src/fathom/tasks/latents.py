@@ -1,7 +1,7 @@
-"""What the two stages of a latent diffusion model share: the model on a trained encoder, and its data.
+"""Base of the two stages of a latent diffusion model: the model on a trained encoder, and its data.
 
 A recipe's `model` names the `encoder`, a folder or hub name, with the sizes of `denoiser` and `decoder` and the options
-`codar`; or the `checkpoint` that another stage left, whose decoder may be another one.
+`codar`; or the `checkpoint` of another stage, with another decoder if the recipe says so.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class LatentTask(Task):
         return FathomLatentConfig(**{name: value for name, value in written.items() if name != "model_type"})
 
     def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
-        """The model of another stage, or a new one on the encoder, its norm fitted to the training set; with gradients
-        for this stage alone. Raises ValueError for an encoder with another tokenizer, and for longer rows."""
+        """The model of another stage, or a new one on the encoder with its norm fitted to the training set. Only this
+        stage's part has gradients. Raises ValueError for an encoder with another tokenizer, and for longer rows."""
         kind, checkpoint = self.model_class, fields.get("checkpoint")
         if len(data.train[0]["input_ids"]) > config.length:
             raise ValueError(
@@ -163,7 +163,7 @@ class LatentTask(Task):
         return PreparedData(blocks, validation, tokenizer, targets, size)
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Training rows with their times `t`, spread evenly over consecutive rows; of held-out rows the first token is
+        """Training rows with times `t`, spread evenly over consecutive rows. In held-out rows the first token is only
         context, as for an autoregressive model."""
         draws = [example["draw"] for example in examples if "draw" in example]
         batch = collate([{name: x for name, x in example.items() if name != "draw"} for example in examples])
@@ -187,7 +187,7 @@ class LatentTask(Task):
 
 
 def padded_rows(source: Source, tokenizer: Any, data: DataConfig, most: int | None, cache: Path) -> datasets.Dataset:
-    """A document a row: its first tokens and EOS, padded to the block with tokens that have no label."""
+    """Rows of one document each: its first tokens and EOS, padded to the block with tokens that have no label."""
     size, eos = data.block_size, tokenizer.eos_token_id
     folder = cache / f"padded-{cache_key(source.content_hash(), tokenizer_hash(tokenizer), [size, most])}"
 

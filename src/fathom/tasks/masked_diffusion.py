@@ -6,8 +6,8 @@
 with w = 1/p (LLaDA, arXiv 2502.09992), or MDLM's noise (arXiv 2406.07524): p = (1 − ε) t, w = 1/t. The first token of a
 row is context, as for an autoregressive model, and never hidden. Held-out text is scored by the Monte Carlo bound
 (fathom.diffusion.likelihood), never by the training loss. A method with `diffusion: {name: none}` is the autoregressive
-twin, on the same rows: its score is exact. One with `diffusion: {name: block}` learns block diffusion (BD3-LM, arXiv
-2503.09573): a block is predicted from itself and from earlier ones as they are.
+twin, on the same rows: its score is exact. A method with `diffusion: {name: block}` learns block diffusion (BD3-LM,
+arXiv 2503.09573): a block is predicted from itself and from earlier blocks without masks.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class MaskedDiffusion(Task):
     denominator: what the weighted sum is divided by, over all batches of a step: "token" the tokens that may be hidden;
         "sequence" each row by its own, then by the rows; "batch" the rows.
     antithetic: the t of consecutive rows are spread evenly (steps of the golden ratio from one random start) instead of
-        drawn each by itself.
+        drawn independently.
     random_length: share of the batches that are cut to a random length (texts).
     subs: the mask token has no probability in training either.
-    ema: decay of the running mean of the weights, which the trained model has instead of the last ones; 0: the last.
-    anneal: share of the training in whose course later tokens come into sight, each with a probability that grows from
-        0 to 1 (DiffuLLaMA, arXiv 2410.17891), for models adapted from autoregressive ones; 0: at once.
-    block_length: of methods with `diffusion: block` that do not say their own.
+    ema: decay of the running mean of the weights, which the trained model gets; 0: it gets the last weights.
+    anneal: share of the training over which a later token's chance to be seen grows from 0 to 1 (DiffuLLaMA, arXiv
+        2410.17891), for models adapted from autoregressive ones; 0: all are seen from the start.
+    block_length: of methods with `diffusion: block` that give none themselves.
     t_granularity: "sequence": one t a row (SDAR), so that masked and block diffusion learn from the same noise;
         "block": one for each `block_length` tokens (BD3-LM), which masked diffusion has no bound for.
     draws: forward passes a row of the held-out bound.
@@ -140,7 +140,7 @@ class MaskedDiffusion(Task):
 
     @property
     def rows(self) -> SFT | None:
-        """How rows of prompt and answer are read; None for running text."""
+        """The `sft` task that reads rows of prompt and answer; None for running text."""
         if self.prompt_field is None or self.answer_field is None:
             return None
         return SFT(prompt_field=self.prompt_field, answer_field=self.answer_field, packing=False)
@@ -158,8 +158,9 @@ class MaskedDiffusion(Task):
         return not is_masked(config)
 
     def completed(self, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-        """With the section `diffusion`, whose mask token is the tokenizer's, or a new one after its tokens. A twin has
-        as many rows of embeddings."""
+        """The fields with the section `diffusion`. Its mask token is the tokenizer's, or a new one after all others.
+        The autoregressive twin has as many rows of embeddings.
+        """
         section = fields.get("diffusion") or {"name": "masked"}
         section = {"name": section} if isinstance(section, str) else dict(section)
         token = section.get("mask_token_id")
@@ -191,7 +192,7 @@ class MaskedDiffusion(Task):
         return {**fields, "diffusion": section}
 
     def new_model(self, config: Any, fields: dict[str, Any], data: PreparedData) -> Any:
-        """The model of a checkpoint, with a row for the mask token where it has none: the mean of the others."""
+        """The model of a checkpoint. If its table lacks a row for the mask token, it gets the mean of the others."""
         checkpoint = fields.get("checkpoint")
         if checkpoint is None or not is_masked(config):
             return None
@@ -221,7 +222,7 @@ class MaskedDiffusion(Task):
         return replace(prepared, tokenizer=with_mask(prepared.tokenizer))
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Training rows, which are numbered, come with their noise in place; held-out rows as they are."""
+        """A batch of training rows, which are numbered, with their noise; held-out rows stay without."""
         draws = [example["draw"] for example in examples if "draw" in example]
         batch = collate([{name: x for name, x in example.items() if name != "draw"} for example in examples])
         batch["labels"] = batch["labels"].clone()
@@ -294,7 +295,7 @@ class MaskedDiffusion(Task):
     def forward(self, model: Any, **batch: Any) -> Any:
         unwrapped = getattr(model, "module", model)
         items = batch.pop("num_items_in_batch", None)
-        items = (self.counted(batch) != IGNORED).sum() if items is None else items
+        items = (self.counted(batch) != IGNORED).sum().clamp(min=1) if items is None else items
         ids = batch.pop("input_ids")
         if not is_masked(unwrapped.config):  # hidden tokens have labels, so that all are known
             batch.pop("loss_weights", None)
@@ -366,13 +367,14 @@ class MaskedDiffusion(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """FLOPs of one token. Of a masked model at one token a step without a cache: a pass over a row of `block_size`;
-        of an autoregressive one with its cache."""
+        """FLOPs of one token. A masked model writes one token a step without a cache: a pass over a row of
+        `block_size`. An autoregressive model decodes with its cache.
+        """
         return (block_size if is_masked(config) else 1) * forward_flops_per_token(config, block_size, ran=ran).matmul
 
 
 class Opening(TrainerCallback):
-    """Tells the model which share of the later tokens its tokens see at a step: from 0 to 1 in the first `share` of the
+    """A callback that tells the model which share of later tokens is visible: from 0 to 1 over the first `share` of the
     training."""
 
     def __init__(self, share: float) -> None:
@@ -384,7 +386,7 @@ class Opening(TrainerCallback):
 
 
 def opening(length: int, share: float, device: Any) -> Bool[Tensor, "1 1 T T"]:
-    """What a token sees: itself, all earlier tokens and each later one with probability `share`."""
+    """The mask in which a token sees itself, all earlier tokens and each later one with probability `share`."""
     later = torch.rand(length, length, device=device) < share
     return (later | torch.ones_like(later).tril())[None, None]
 
@@ -402,12 +404,12 @@ def with_mask(tokenizer: Any) -> Any:
 
 
 def mixed(seed: int, number: int) -> int:
-    """One seed of two numbers."""
+    """One seed from two numbers."""
     return (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) % 2**63
 
 
 def last_label(labels: Tensor) -> Tensor:
-    """Where the last label of each row stands [B]."""
+    """The index of each row's last label [B]."""
     return labels.shape[1] - 1 - (labels != IGNORED).flip(1).int().argmax(1)
 
 

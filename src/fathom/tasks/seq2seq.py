@@ -1,9 +1,9 @@
-"""From a source to a target, by an encoder and a decoder: summaries, answers, or a text from its noised form.
+"""Sequence-to-sequence learning by an encoder and a decoder: summaries, answers, or a text from its noised form.
 
-Rows have two fields. With `denoise` they are made of any text as BART's pretraining does (arXiv 1910.13461): sentences
-change places, spans of Poisson(λ) tokens become one mask each until a share of the tokens is masked, and some masks are
-random tokens. Or, with `spans`, as T5's does (arXiv 1910.10683): every span becomes a sentinel of its own, and the
-target is the sentinels, each with what it stands for. A row is noised once, by its number.
+Rows have two fields. With `denoise` they are made from any text as in BART's pretraining (arXiv 1910.13461): sentences
+are permuted, spans of Poisson(λ) tokens become one mask each until a share of the tokens is masked, and some masks are
+random tokens. With `spans` they are made as in T5's pretraining (arXiv 1910.10683): every span becomes a sentinel, and
+the target is the sentinels, each followed by its span. A row is noised once, by its number.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Seq2Seq(EncoderTask):
     """Options:
 
     source_field, target_field: fields of a row.
-    target_tokens: a target's most tokens, its end included.
-    label_smoothing: of the training loss; scores are without.
-    answers: held-out rows, from the first on, that are answered for ROUGE.
-    beams: of the search that answers.
-    denoise: rows are made of text: the source is it noised, the target it.
+    target_tokens: the most tokens of a target, its end included.
+    label_smoothing: of the training loss; scores are computed without it.
+    answers: number of held-out rows, from the first on, that are answered for ROUGE.
+    beams: of the search for an answer.
+    denoise: make rows from text: the source is noised text, the target the text itself.
     mask_share: share of the tokens that is masked.
     poisson: λ, the mean length of a masked span.
     random_share: share of the masks that are random tokens.
@@ -227,7 +227,7 @@ class Seq2Seq(EncoderTask):
     def noise(
         self, sentences: list[list[int]], random: np.random.Generator, mask: int, ordinary: np.ndarray
     ) -> list[int]:
-        """The sentences in another order, spans of them as one mask each. A span of no tokens puts a mask between."""
+        """The sentences in another order, with each masked span as one mask. A span of no tokens inserts a mask."""
         order = random.permutation(len(sentences)) if self.permute_sentences else range(len(sentences))
         ids = [token for index in order for token in sentences[index]]
         left = round(self.mask_share * len(ids))
@@ -249,11 +249,11 @@ class Seq2Seq(EncoderTask):
     def span_noise(
         self, text: list[int], random: np.random.Generator, sentinels: list[int]
     ) -> tuple[list[int], list[int]]:
-        """The text with a sentinel for every span, and the sentinels with what they stand for.
+        """The text with a sentinel for every span, and the sentinels each followed by its span.
 
-        The number of masked tokens and of spans is fixed; where spans begin and how long they are is drawn, each way of
-        cutting alike. A text begins with a token of its own, so that spans and what is between alternate. A text of one
-        token has no span.
+        The numbers of masked tokens and of spans are fixed; beginnings and lengths are drawn, all divisions being
+        equally likely. A text begins with an unmasked token, so that spans and the text between them alternate. A text
+        of one token has no span.
         """
         masked = min(max(1, round(self.mask_share * len(text))), len(text) - 1)
         count = min(max(1, round(masked / self.poisson)), len(sentinels), masked, len(text) - masked)

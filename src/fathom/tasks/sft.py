@@ -1,11 +1,11 @@
 """Supervised fine-tuning: answering prompts, in the form that the tokenizer's chat template gives them.
 
-A row is a prompt with its answer, or a list of messages of which every one by the assistant is an answer, or a trace of
-ReAct (fathom.tools.trace). The template says what stands around prompts and messages; each part is tokenised by itself,
-as a prompt is when the model is asked. The loss is on answers, their end token included, never on what a tool returned,
-and a row's first token is context only.
+A row is a prompt with its answer, a list of messages in which every message by the assistant is an answer, or a trace
+of ReAct (fathom.tools.trace). The template adds the text around prompts and messages. Each part is tokenised by itself,
+as a prompt is when the model is asked. The loss is on answers, their end token included, and never on what a tool
+returned. A row's first token is only context.
 
-Rows are packed into blocks of `data.block_size` tokens, whole, as documents that do not see each other.
+Whole rows are packed into blocks of `data.block_size` tokens, as documents that do not see each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is asked: token ids up to the last answer of a held-out row, and that answer with its end token."""
+    """A question to a model: token ids up to the last answer of a held-out row, and that answer with its end token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -56,7 +56,7 @@ class Dialogues(PreparedData):
     """Blocks of rows, and the questions that the held-out rows ask.
 
     Attributes:
-        lengths: tokens of the held-out rows, by how many rows have so many.
+        lengths: number of tokens → number of held-out rows with so many.
     """
 
     questions: tuple[Question, ...] = ()
@@ -69,19 +69,21 @@ class SFT(Task):
     """Options:
 
     prompt_field, answer_field: fields of a row that has no `messages_field`.
-    input_field: a field with an input that the prompt speaks of, or null; rows may lack it, or have "".
-    messages_field: a list of {"role", "content"}; a row that has it is read so.
+    input_field: a field with an input that the prompt refers to, or null; it may be absent or "" in a row.
+    messages_field: a list of {"role", "content"}; a row with this field is read as messages.
     tools_field: schemas of the tools that the messages may call, as a list or as JSON.
-    trace_field: a trace of ReAct as one text, with its prompt; a row that has it is read so.
-    template: "auto" is the tokenizer's own chat template, or "headings"; "headings", "alpaca" and "react" are built in.
-    train_on_inputs: the training loss is on prompts too; scores are of answers all the same.
+    trace_field: a trace of ReAct as one text, with its prompt; a row with this field is read as a trace.
+    template: "auto" is the tokenizer's own chat template, or "headings" if it has none; "headings", "alpaca" and
+        "react" are built in.
+    train_on_inputs: the training loss is on prompts too; scores are still of answers.
     packing: rows share blocks as documents of their own; false: one row a block, padded.
     tight: rows are sorted by length, some thousand at a time, to pack them with less padding.
-    balance: a temperature: types of n rows are drawn in proportion to n^balance, in as many rows; null: as they are.
-    type_field: which says the type of a row, for `balance`.
-    questions: held-out rows, from the first on, whose last answer is asked for exact match.
-    text: names of those sources of `data.train` that are running text, learnt whole, so that it is not forgotten; the
-        sources' weights are shares of blocks, and a block of text has more targets than one of answers.
+    balance: a temperature: a type with n rows is drawn in proportion to n^balance, with the total kept; null: every row
+        once.
+    type_field: field with the type of a row, for `balance`.
+    questions: number of held-out rows, from the first on, whose last answer is asked for exact match.
+    text: names of sources of `data.train` that are running text, learnt whole, so that it is not forgotten. The
+        sources' weights are shares of blocks; a block of text has more targets than one of answers.
     """
 
     prompt_field: str = "prompt"
@@ -262,21 +264,20 @@ class SFT(Task):
     def answer_flops(
         self, config: FathomConfig, data: PreparedData, block_size: int, ran: Sequence[float] | None = None
     ) -> float:
-        """FLOPs of reading a held-out row and generating its answer, whose last token is not read; the mean over
-        rows."""
+        """Mean FLOPs over held-out rows of reading a prompt and generating its answer (its last token is not read)."""
         assert isinstance(data, Dialogues)
         read = {max(1, length - 1): rows for length, rows in data.lengths.items()}
         flops = {n: n * forward_flops_per_token(config, n, ran=ran).matmul for n in read}
         return sum(rows * flops[n] for n, rows in read.items()) / sum(read.values())
 
     def _fields(self) -> list[Any]:
-        """What decides how a row is read; without newer options, what older cache entries are named by."""
+        """The options that decide how a row is read, for the name of its cache entry; newer options only if set."""
         fields: list[Any] = [self.prompt_field, self.answer_field, self.messages_field]
         more = [self.input_field, self.tools_field, self.trace_field, self.template]
         return fields if more == [None, "tools", "trace", "auto"] else [*fields, *more]
 
     def _set_template(self, tokenizer: PreTrainedTokenizerFast) -> str:
-        """Give the tokenizer the template that rows are written in; what it is, in a sentence."""
+        """Give the tokenizer the template that rows are written in. Returns a sentence that names it."""
         if self.template == "auto" and tokenizer.chat_template is not None:
             return "Chat template: the tokenizer's own."
         if self.template == "auto":
@@ -286,7 +287,7 @@ class SFT(Task):
         return f"Chat template: {self.template!r}, built in; it is saved with the model."
 
     def _row(self, row: dict[str, Any], where: str) -> RowText:
-        """What stands in a row. Raises ValueError that names the row and the field."""
+        """The content of a row. Raises ValueError that names the row and the field."""
         trace = row.get(self.trace_field)
         if trace is not None:
             if not isinstance(trace, str):
@@ -340,8 +341,8 @@ class SFT(Task):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[self.answer_field]}]
 
     def _texts(self, source: Source) -> Iterator[str]:
-        """What a tokenizer made for the rows learns from: the text that a built-in template makes of them, without its
-        end tokens; messages under the headings that they will have; or traces."""
+        """The texts from which a new tokenizer is trained: rows as a built-in template writes them, without end tokens;
+        messages under their headings; or traces."""
         blank = train_bpe([], 257)
         blank.chat_template = TEMPLATES.get(self.template)
         for row, where in source.rows():
@@ -359,7 +360,7 @@ class SFT(Task):
         inputs: bool,
         counts: collections.Counter,
     ) -> Iterator[Row]:
-        """Every row that has an answer within `room` tokens; `counts` gets the rows, the cut ones and those kept."""
+        """All rows with an answer within `room` tokens. `counts` gets the numbers of rows, cut rows and kept rows."""
         while some := list(islice(left, 1000)):
             rows = [parts(self._row(row, where), tokenizer, where) for row, where in some]
             texts = [text for row in rows for text, _ in row]  # the template's end tokens in them are tokens
@@ -379,7 +380,7 @@ class SFT(Task):
                     yield Row(tokens[:room], labels[:room], last, len(tokens) > room)
 
     def _balanced(self, source: Source, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
-        """The rows of a source, types balanced."""
+        """The rows of a source, balanced by type."""
         rows = list(source.rows())
         for row, where in rows:
             if not isinstance(row.get(self.type_field), str):
@@ -399,7 +400,7 @@ class SFT(Task):
         inputs: bool,
         seed: int | None = None,
     ) -> tuple[datasets.Dataset, dict[str, int]]:
-        """Blocks of rows, and what became of them. With `seed`, by which types are balanced if the task says so."""
+        """Blocks of rows, and counts of rows kept and cut. seed: for balancing types, if the task asks for it."""
         options = [tokenizer.chat_template, size, inputs, self.packing, *self._fields()]
         balance = self.balance is not None and seed is not None
         options += [self.balance, self.type_field, seed] if balance else []
@@ -436,8 +437,9 @@ class Row:
 
 @dataclass(frozen=True)
 class RowText:
-    """What stands in a row: messages, in transformers' convention, and schemas of the tools that they may call; or a
-    trace of ReAct, whose text is what a model reads and writes."""
+    """The content of a row: messages in transformers' convention with schemas of their tools, or a trace of ReAct,
+    whose text is what a model reads and writes.
+    """
 
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -448,12 +450,12 @@ Kind = Literal["prompt", "answer", "result"]
 
 
 def parts(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]]:
-    """The text that the chat template makes of the messages up to the last answer, or a trace, part by part: whether it
-    is of a prompt, an answer, or the result of a tool.
+    """The parts of a row's text, up to the last answer, each with its kind: prompt, answer, or result of a tool.
 
-    An answer is what the template adds to the prompt it writes before one: the message and what ends it. Raises
-    ValueError for a template that refuses the messages, changes earlier ones or has no place for tools, and for a
-    message that holds a special token, which would be read as one.
+    The chat template makes the text of messages. An answer is what the template adds to the prompt that it writes
+    before
+    it: the message and its end. Raises ValueError for a template that refuses the messages, changes earlier ones or
+    does not support tools, and for a message that contains a special token, which would be read as one.
     """
     held = [(f"a message by {m['role']!r}", m["content"]) for m in row.messages]
     held += [("a call", json.dumps(m["tool_calls"], ensure_ascii=False)) for m in row.messages if m.get("tool_calls")]
@@ -481,7 +483,7 @@ def parts(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]]:
 
 
 def _rendered(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]]:
-    """The parts of messages. All that stands between two answers is a result if a tool's is among it."""
+    """The parts of messages. Text between two answers is a result if it contains a tool's result."""
     messages, tools = row.messages, {"tools": row.tools} if row.tools else {}
     found: list[tuple[str, Kind]] = []
     text, read = "", 0
@@ -507,7 +509,7 @@ def _rendered(row: RowText, tokenizer: Any, where: str) -> list[tuple[str, Kind]
 
 @torch.no_grad()
 def answers(model: Any, questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
-    """Greedy answers, token ids of at most the right one's length each, in the order of the questions."""
+    """Greedy answers as token ids, each at most as long as the right answer, in the order of the questions."""
     special = set(tokenizer.all_special_ids)
     ends = {tokenizer.eos_token_id, *(token for question in questions for token in question.answer if token in special)}
     found: dict[int, list[int]] = {}
@@ -533,7 +535,7 @@ def answers(model: Any, questions: Sequence[Question], tokenizer: Any) -> list[l
 
 
 def _batches(questions: Sequence[Question], positions: int) -> Iterator[list[int]]:
-    """Indices of questions that fit into the model's positions together, those of like answers beside each other."""
+    """Batches of question indices that fit into the model's positions, grouped by the length of their answers."""
     batch: list[int] = []
     for index in sorted(range(len(questions)), key=lambda i: (len(questions[i].answer), len(questions[i].prompt))):
         together = [questions[i] for i in (*batch, index)]
@@ -547,7 +549,7 @@ def _batches(questions: Sequence[Question], positions: int) -> Iterator[list[int
 
 
 def _is_right(question: Question, found: list[int], tokenizer: Any) -> bool:
-    """Whether an answer has the right one's text, and an end where that has one."""
+    """Whether an answer has the right answer's text, and an end token if that has one."""
     special = set(tokenizer.all_special_ids)
     said, right = ([*takewhile(lambda token: token not in special, ids)] for ids in (found, question.answer))
     ended = len(said) < len(found) or len(right) == len(question.answer)
@@ -559,7 +561,7 @@ def _question(row: Row) -> Question:
 
 
 def _cut(source: Source, counts: dict[str, int], size: int, more: str = "") -> list[str]:
-    """What became of rows that are too long, in sentences."""
+    """Sentences that say how many rows were too long, and were cut or left out."""
     said = []
     if counts["cut"]:
         said.append(

@@ -1,9 +1,9 @@
-"""From a table to its description, by an encoder and a decoder, with few labelled pairs (`fathom.tables.text`).
+"""Descriptions of tables, written by an encoder and a decoder, with few labelled pairs (`fathom.tables.text`).
 
 A row has a table, `{"table": [[key, value], …]}` or `{"header": …, "rows": …, "caption": …, "highlights": …,
-"background": …}`, and its description, `text` or `references`. Every row is prepared once with all that a method might
-read beside the table: the reference's plan, a planner's plan, prototypes, background. A method of the section `table`
-says which of these parts its model reads; what it leaves out is gone, as if it had never been there.
+"background": …}`, and its description, `text` or `references`. Every row is prepared once with all parts that a method
+may read beside the table: the reference's plan, a planner's plan, prototypes, background. A method of the section
+`table` says which of these parts its model reads; the others are removed from its source.
 
 Stage "knowledge" trains the knowledge adapter alone, on sentences of `corpus` with the table's words masked. Its
 checkpoint is what recipes of the last stage start from: methods without an adapter leave it out.
@@ -66,7 +66,7 @@ NEEDED = {"bm25s": "finds prototypes", "sacrebleu": "scores descriptions", "roug
 
 @dataclass(frozen=True)
 class Row:
-    """A table with its descriptions; `where` it stands is for messages."""
+    """A table with its descriptions. where: its file and line, for messages."""
 
     table: Table | Grid
     references: tuple[str, ...]
@@ -79,8 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Descriptions(PreparedData):
-    """Examples, the held-out rows that they were made of, and by its role the folder of every part that learned to make
-    their sources (`kept.py`)."""
+    """Examples, the held-out rows behind them, and the folder of every trained part by its role (`kept.py`)."""
 
     rows: tuple[Row, ...] = ()
     kept: dict[str, Path] = dataclasses.field(default_factory=dict)
@@ -92,30 +91,30 @@ class TableToText(EncoderTask):
     """Options:
 
     stage: "describe" trains on descriptions; "knowledge" the adapter alone, on the corpus.
-    prefix: stands before every source, "translate Table to Text: " for T5.
+    prefix: text before every source, such as "translate Table to Text: " for T5.
     corpus: text or JSONL file, or folder: sentences of the domain, for prototypes and for the stage knowledge.
-    table_tokens: a table's most tokens; a table that is cut loses its last slots, planned or not.
-    plan_tokens: a plan's most tokens, five for each item.
-    prototypes, prototype_tokens: how many sentences of the corpus a source has, and each one's most tokens.
-    source_tokens: most tokens of a source of a table of rows, and of a masked sentence.
-    target_tokens: a description's most tokens, its end included.
-    plan_item: what a planned slot is written as: key, value or key_value.
-    planner: who makes the plans of methods with a planner; "auto": the pointer below 500 pairs, else the CRF.
+    table_tokens: the most tokens of a table; a table that is cut loses its last slots, planned or not.
+    plan_tokens: the most tokens of a plan, five for each item.
+    prototypes, prototype_tokens: number of corpus sentences in a source, and the most tokens of each.
+    source_tokens: the most tokens of a source made from a table of rows, and of a masked sentence.
+    target_tokens: the most tokens of a description, its end included.
+    plan_item: how a planned slot is written: key, value or key_value.
+    planner: how plans are made for methods with a planner; "auto": the pointer below 500 pairs, else the CRF.
     planner_model, planner_steps: its encoder, a folder or hub name (none: a small one from scratch), and its steps.
-    selector: who sorts prototypes: bm25, or trained, a reranker that learns from the pairs.
-    selector_model, selector_steps: its encoder, as the planner's, and training steps.
-    retriever: who chooses background: tsdae, tfidf, cross_encoder, random, oracle or none.
-    retriever_model, retriever_steps: its encoder, as the planner's, and training steps.
-    sentences: background sentences that a source has.
-    sentence_tokens: most tokens of each; none: the source's end cuts.
+    selector: how prototypes are sorted: bm25, or trained, a reranker that learns from the pairs.
+    selector_model, selector_steps: its encoder, like the planner's, and training steps.
+    retriever: how background is chosen: tsdae, tfidf, cross_encoder, random, oracle or none.
+    retriever_model, retriever_steps: its encoder, like the planner's, and training steps.
+    sentences: number of background sentences in a source.
+    sentence_tokens: the most tokens of each; none: only the end of the source cuts them.
     strip_stopwords: background sentences without their stop words.
     query_for_train: "oracle" puts references into the queries of training rows, as CTRLSciTab's released code does.
     knowledge: what is masked in the stage "knowledge": table_values, random_span or entity.
-    knowledge_with_table: the table stands before the masked sentence.
+    knowledge_with_table: put the table before the masked sentence.
     mask_unit, mask_source: one mask for a run of table words or for each word; of values or of values+keys.
-    candidates: sentences of the corpus found for each table.
-    answers: held-out rows, from the first on, that are described for the scores.
-    beams, no_repeat: of the search that describes; an n-gram of `no_repeat` tokens comes once (0: no such rule).
+    candidates: number of corpus sentences found for each table.
+    answers: number of held-out rows, from the first on, that are described for the scores.
+    beams, no_repeat: of the search; no n-gram of `no_repeat` tokens may occur twice (0: no such rule).
     """
 
     stage: Literal["describe", "knowledge"] = "describe"
@@ -284,7 +283,7 @@ class TableToText(EncoderTask):
         return max(self.source_tokens, self.table_tokens + self.plan_tokens + prototypes)
 
     def room(self, config: Any) -> int:
-        """Most tokens of a source that a method reads: what a batch is padded to."""
+        """The most tokens of a source that a method reads, to which a batch is padded."""
         method = config.method
         if not isinstance(method, SlotMethod):
             return self.source_tokens
@@ -294,7 +293,7 @@ class TableToText(EncoderTask):
         return self.table_tokens + plan + method.prototypes * self.prototype_tokens
 
     def example_flops(self, config, block_size):
-        """FLOPs of an example whose source is as long as the method's may be, whatever `block_size`."""
+        """FLOPs of an example with the longest source that the method can read; `block_size` does not matter."""
         return counted_flops(self.auto, config, self.room(config), self.target_tokens)
 
     # -- examples ----------------------------------------------------------------------------------------------------
@@ -387,7 +386,7 @@ class TableToText(EncoderTask):
             }
 
     def selected(self, batch: dict[str, Tensor], config: Any, training: bool) -> dict[str, Tensor]:
-        """What a method's model reads of a batch's sources, moved together and padded on the right."""
+        """The parts of a batch's sources that a method's model reads, closed up and padded on the right."""
         method, parts = config.method, batch["parts"]
         known = TABLE if self.stage == "knowledge" else None
         reads = (known,) if known is not None else method.parts(training)
@@ -419,7 +418,7 @@ class TableToText(EncoderTask):
         weight = getattr(config.method, "content_aware", 0.0)
         if model.training and weight > 0:
             losses = losses + weight * unlikelihood(out.logits, labels, given)
-        out["loss"] = losses / (self.targets({"labels": labels}) if items is None else items)
+        out["loss"] = losses / (self.targets({"labels": labels}).clamp(min=1) if items is None else items)
         return out
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
@@ -468,7 +467,7 @@ class TableToText(EncoderTask):
 
 
 class Prompts:
-    """What a source has beside its table. What learns does so from the training rows, when first asked."""
+    """The parts of sources beside tables. Trained ones learn from the training rows on first use."""
 
     def __init__(
         self, task: TableToText, tokenizer: Any, rows: Sequence[Row], held_out: Sequence[Row], corpus: Sequence[str],
@@ -491,7 +490,7 @@ class Prompts:
         )
 
     def described(self, rows: Sequence[Row], training: bool) -> Iterator[tuple[list[tuple[int, list[int]]], str, str]]:
-        """(parts, description, place) of every row; of training rows one for each reference."""
+        """(parts, description, place) of every row; a training row gives one for each reference."""
         for row in rows:
             for text in row.references if training else row.references[:1]:
                 parts = self._grid(row.table, text, training) if isinstance(row.table, Grid) else self._slots(row, text)
@@ -514,7 +513,7 @@ class Prompts:
         return Candidates(self.corpus)
 
     def _learned(self, role: str, make: Callable[[], Any]) -> Any:
-        """The part of that role, made once for these rows and options, as it is kept."""
+        """The trained part of a role, made once for these rows and options and then loaded."""
         from fathom.tables.text.kept import keep, load_kept
 
         build_once(self.kept[role], lambda work: keep(make(), work))
@@ -590,7 +589,7 @@ class Prompts:
 
 
 def reads(method: Any, role: str) -> bool:
-    """Whether a method's sources have what the part of that role makes."""
+    """Whether a method's sources contain what the part of this role makes."""
     if role == "retriever":
         return bool(getattr(method, "background", False))
     return bool(getattr(method, {"planner": "plans", "selector": "prototypes"}[role], False))
@@ -601,7 +600,7 @@ def _background(row: Row) -> Sequence[str]:
 
 
 def unlikelihood(logits: Tensor, labels: Tensor, given: dict[str, Tensor]) -> Tensor:
-    """Σ −ln(1 − p(w)) over the targets' places and the prototype words w that the target lacks, their mean a place."""
+    """Unlikelihood: Σ −ln(1 − p(w)) over prototype words w that the target lacks, averaged over its positions."""
     total = logits.new_zeros((), dtype=torch.float32)
     for row, target, ids, parts in zip(logits, labels, given["input_ids"], given["parts"], strict=True):
         wrong = ids[parts == PROTOTYPES].unique()
@@ -613,7 +612,7 @@ def unlikelihood(logits: Tensor, labels: Tensor, given: dict[str, Tensor]) -> Te
 
 
 def description_scores(said: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
-    """All scores of descriptions but the loss's."""
+    """All scores of descriptions except the one from the loss."""
     from fathom.tables.text import metrics
     from fathom.tables.text.plan import gold_plan
 

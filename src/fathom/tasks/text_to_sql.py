@@ -1,7 +1,7 @@
-"""Questions over databases to SQL, by a T5 that may know relations between words and the schema (RASAT).
+"""SQL from questions about databases, by a T5 that may know relations between words and the schema (RASAT).
 
 Rows are questions or whole dialogues. A source has the question, earlier turns and the database (fathom.tables.source);
-the answer is the database's name and the query. Every prediction is matched with the right query and run beside it.
+the answer is the database's name and the query. Every prediction is compared with the right query, and both are run.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class TextToSQL(EncoderTask):
     question_field, query_field, database_field: fields of a row; one with "interaction" is a dialogue.
     coreference, parses: of the training rows; files of `fathom.tables.spoken`.
     held_out_coreference, held_out_parses: of the held-out rows.
-    values: cells that nearly stand in the question are written beside their column.
+    values: write cells that nearly match words of the question beside their column.
     links: cells of the database link words to columns.
-    target_tokens: an answer's most tokens, its end included.
-    answers: held-out questions, from the first on, that are answered.
-    beams: of the search that answers.
-    suites: filled databases of a test suite, at most so many for each database, on which execution is asked, too; they
-        are all that a database without a file has.
+    target_tokens: the most tokens of an answer, its end included.
+    answers: number of held-out questions, from the first on, that are answered.
+    beams: of the search for an answer.
+    suites: the most generated databases of a test suite for each database, on which queries are run as well; for a
+        database without a file they are the only ones.
     picard: options of `picard` (`fathom methods picard`), as a mapping; none: without it.
     """
 
@@ -242,8 +242,9 @@ class TextToSQL(EncoderTask):
         self, source: Rows, questions: Sequence[Question], databases: Databases, tokenizer: Any, data: DataConfig,
         cache: Path, notes: list[str],
     ) -> datasets.Dataset:  # fmt: skip
-        """The questions as a data set on disk, made once. Relations are kept as one matrix between the words, names and
-        cells of a source, and the row of each token."""
+        """The questions as a data set on disk, made once. Relations are stored as one matrix between the words, names
+        and cells of a source, and for each token its row in it.
+        """
         size = data.block_size
         files = [source.content_hash(), tokenizer_hash(tokenizer), *map(_digest, self._outside())]
         names = sorted({question.database for question in questions})
@@ -316,7 +317,7 @@ class TextToSQL(EncoderTask):
 
     @torch.no_grad()
     def _answers(self, model: Any, data: Questions, count: int, databases: Databases) -> Iterator[Sample]:
-        """Answers to the first held-out questions, beside what was asked and the right ones."""
+        """Answers to the first held-out questions, with the questions and the right answers."""
         rows: Any = data.validation
         names = ("input_ids", "attention_mask", "relation_ids")
         for start in range(0, count, BATCH):
@@ -351,7 +352,7 @@ class TextToSQL(EncoderTask):
 
 
 def with_relations(batch: dict[str, Any], config: Any, parsed: bool) -> dict[str, Any]:
-    """The batch with relations by the ids of this model's tables, or without for a model that reads none.
+    """The batch with relation ids of this model's tables, or without relations for a model that reads none.
 
     Raises ValueError for a model that reads parses where there are none, and one that reads distances where the rows
     have parses instead.
@@ -390,7 +391,7 @@ def expand(batch: dict[str, list[Any]], size: int, pad: int) -> dict[str, Any]:
 
 
 def _texts(questions: Sequence[Question], databases: Databases) -> Iterator[str]:
-    """What a tokenizer made for the rows learns from: every question and answer, and every schema once."""
+    """The texts from which a new tokenizer is trained: every question and answer, and every schema once."""
     for question in questions:
         yield question.turns[-1]
         yield answer_text(question.query, databases.schema(question.database).name)
@@ -399,7 +400,7 @@ def _texts(questions: Sequence[Question], databases: Databases) -> Iterator[str]
 
 
 def _digest(path: Any) -> str:
-    """What a file holds, in short; "" without one."""
+    """A hash of a file's content; "" without a file."""
     return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

@@ -1,10 +1,11 @@
-"""Answering questions about generated scenes: what small pictures and words cost when vision tokens are few.
+"""Answering questions about generated scenes: how much few vision tokens lose on small pictures and words.
 
 `fathom.vision.scenes` makes the scenes, and pictures are drawn when a batch is put together. Models are LLaVA's
-(`LlavaForConditionalGeneration`): a vision tower, a projector, a language model, each from scratch or of a folder. The
-recipe's section `vision_compress` is the compressor; one image token stands for the picture in a row, and a model reads
-as many as its compressor keeps. So all methods learn from the same rows. A row may hold several questions about its
-picture: each sees the picture and itself alone, so they cost little more and teach as much as a row each.
+(`LlavaForConditionalGeneration`): a vision tower, a projector and a language model, each from scratch or from a folder.
+The recipe's section `vision_compress` names the compressor. A row has one image token for its picture, which becomes as
+many as the model's compressor keeps, so all methods learn from the same rows. A row may hold several questions about
+its picture. Each sees only the picture and itself, so together they cost little more than one and teach as much as
+several.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class VQA(Task):
     """Options:
 
     side: of a picture, in pixels.
-    scenes: how many different ones there are to learn from.
-    questions: held-out ones.
-    asked: questions about each picture to learn from, at most.
-    things: in a picture, at most, before those that are to be counted.
-    trains: all; the projector and the language model ("language"); or the projector alone.
-    align: examples of a stage before, in which the projector trains alone, as in LLaVA's first; 0: none.
-    align_lr: its peak learning rate.
+    scenes: number of different training scenes.
+    questions: number of held-out questions.
+    asked: the most questions about each training picture.
+    things: the most things in a picture, without those that are to be counted.
+    trains: "all"; "language", the projector and the language model; or "projector", the projector alone.
+    align: examples of a first stage in which only the projector trains, as in LLaVA; 0: no such stage.
+    align_lr: peak learning rate of that stage.
     """
 
     side: int = 336
@@ -174,7 +175,7 @@ class VQA(Task):
         return config
 
     def new_model(self, config, fields, data):
-        """The model, with the weights of the folders that the recipe names; what does not train is frozen."""
+        """The model with the weights of the folders that the recipe names; parts that do not train are frozen."""
         if fields.get("checkpoint") is not None:
             model = self.model_class.from_pretrained(fields["checkpoint"], config=config, dtype=torch.float32)
         else:
@@ -222,7 +223,7 @@ class VQA(Task):
     # Its cost
 
     def training_flops(self, config, block_size, checkpointing, ran=None):
-        """Three forwards of what trains and what gradients pass through, one of a frozen tower."""
+        """FLOPs of three forwards of parts that train or pass gradients on, and of one of a frozen tower."""
         parts, times = llava_flops(config, self.side, block_size), 4 if checkpointing else 3
         tower = parts["tower"] * (times if self.trains == "all" else 1)
         return (tower + times * (parts["projector"] + parts["language"])) / block_size
@@ -303,7 +304,7 @@ class VQA(Task):
         return {**batch, "pixel_values": torch.stack(pixels)}
 
     def forward(self, model: Any, **batch: Any) -> Any:
-        """The image token of a row, its first, becomes as many as the model's compressor keeps."""
+        """The model's output; a row's image token, its first, is repeated as often as the compressor keeps tokens."""
         from fathom.vision import compress_vision, from_dict
 
         ids, labels, items = batch["input_ids"], batch["labels"], batch.get("num_items_in_batch")
@@ -324,7 +325,7 @@ class VQA(Task):
         total = F.cross_entropy(
             out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        out["loss"] = total / (self.targets(batch) if items is None else items)
+        out["loss"] = total / (self.targets(batch).clamp(min=1) if items is None else items)
         return out
 
     def held_out_size(self, data: PreparedData) -> str:
@@ -335,8 +336,8 @@ class VQA(Task):
 
     @torch.no_grad()
     def answers(self, model: Any, data: PreparedData, count: int) -> Iterator[tuple[Scene, str, bool]]:
-        """The first held-out questions: scene, likeliest tokens where the right answer stands, and whether they are it,
-        which greedy generation then gives too."""
+        """For the first held-out questions: scene, likeliest tokens at the places of the right answer, and whether they
+        are that answer; greedy generation then gives it, too."""
         rows: Any = data.validation
         for start in range(0, count, BATCH):
             batch = self.collate([rows[i] for i in range(start, min(start + BATCH, count))])
@@ -378,7 +379,7 @@ class VQA(Task):
 
 
 def row_of(drawn: Scene, tokenizer: Any, size: int, asked: int) -> dict[str, Any]:
-    """A scene's text as ids, padded: one image token, then each question with its answer and its end."""
+    """A scene's text as padded ids: one image token, then each question with its answer and end token."""
     pairs = [(drawn.question, drawn.answer)] if asked == 1 else questions(drawn, asked)
     ids, labels, owners = [tokenizer.convert_tokens_to_ids(IMAGE)], [IGNORED], [IMAGES]
     for owner, (question, answer) in enumerate(pairs):
@@ -396,8 +397,9 @@ def row_of(drawn: Scene, tokenizer: Any, size: int, asked: int) -> dict[str, Any
 
 
 def several(question: Tensor, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Mask and positions of rows [B, L] whose tokens belong to so many questions, behind `count` vision tokens: a token
-    sees the picture and what came before it in its own question, whose positions follow the picture's."""
+    """Mask and positions of rows [B, L] with several questions after `count` vision tokens. A token sees the picture
+    and earlier tokens of its own question; positions of each question follow the picture's.
+    """
     owner = torch.cat((question[:, :1].expand(-1, count), question[:, 1:]), 1)
     same = owner[:, :, None] == owner[:, None, :]
     allowed = (same | (owner == IMAGES)[:, None, :]).tril()
@@ -415,7 +417,7 @@ def picture(drawn: Scene, side: int) -> Tensor:
 
 
 def with_image(tokenizer: Any) -> Any:
-    """The tokenizer with a token for an image, and padding that is none that ends texts."""
+    """The tokenizer with a token for an image, and a padding token that differs from EOS."""
     if IMAGE not in tokenizer.get_vocab():
         tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.eos_token:

@@ -1,4 +1,4 @@
-"""What a finished training says of itself beside the model, for its card (models/model_card.py)."""
+"""Facts about a finished training, saved beside the model for its card (models/model_card.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def training_facts(recipe: Recipe, method: MethodConfig, result: TrainResult, data: PreparedData) -> dict[str, Any]:
-    """Recipe, data, length and scores of a run, as JSON. Of files on this machine only the names are told."""
+    """Recipe, data, length and scores of a run, as JSON. Local files are given by name, without their path."""
     checkpoint = recipe.model.get("checkpoint")
     training = {**_said(recipe.training), "tokens": result.tokens, "lr": result.lr}
     for name in ("examples", "report_to", "tensorboard", "num_workers"):  # what no weight depends on

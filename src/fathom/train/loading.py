@@ -88,7 +88,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
-    """The first alternative that fits; a list or mapping is read as the alternative that is one, for its message."""
+    """The value as the first type that fits. A list or mapping is tried as its own kind first, for the message."""
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))

@@ -1,17 +1,20 @@
-"""What a run measures while it trains: `metrics.jsonl`, one line a log.
+"""Measurements of a run while it trains: `metrics.jsonl`, one line for each log.
 
 Training lines have step, tokens, train_flops, seconds, loss, learning_rate, grad_norm, tokens_per_second, and on a GPU
-peak_memory_bytes; where tokens stop on their own also mean_steps, what a token ran since the last line; train_flops
-counts these (on rank 0's tokens). What methods say by name beside the loss (their losses, and what layers say) has a
-mean over the micro-batches since the last line, under its name. If losses are among it, penalty is their sum: `loss`
-is without them, so that it compares with other methods' and with the held-out loss. What a feed-forward network says
-`by_layer` is a list with a number a layer instead, as its `describe` words it. Validation lines have step, tokens,
-train_flops and validation_loss. Losses are means over targets, null where not finite. `seconds` is training alone,
-over all restarts; tokens per second is since the last line.
+peak_memory_bytes. Where tokens stop on their own they also have mean_steps, the mean number of steps that a token ran
+since the last line; train_flops counts these steps (on rank 0's tokens).
 
-Where one process trains alone on a CPU, a training line also has busy: the share of the time that it was on a core. It
-is near 1 unless something else had the cores, or the process waited for data. A run that goes on from a checkpoint says
-so in a line with step, tokens, train_flops and resumed.
+Auxiliary losses and statistics of a method appear under their names, as means over the micro-batches since the last
+line. If there are auxiliary losses, penalty is their sum. `loss` excludes them, so that it compares with other methods'
+and with the held-out loss. Statistics `by_layer` of a feed-forward network become lists with a number for each layer,
+under the names that its `describe` gives.
+
+Validation lines have step, tokens, train_flops and validation_loss. Losses are means over targets, null where not
+finite. `seconds` is training time alone, over all restarts; tokens_per_second is since the last line. Where one process
+trains
+alone on a CPU, a training line also has busy: the share of the time that it was on a core. It is near 1 unless other
+processes had the cores, or the process waited for data. A run that resumes from a checkpoint adds a line with step,
+tokens, train_flops and resumed.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Metrics(TrainerCallback):
-    """Writes `metrics.jsonl`. A loss is logged with every checkpoint and evaluation too, so none is lost on resume."""
+    """A callback that writes `metrics.jsonl`. Every checkpoint and evaluation also logs a loss: a resumed
+    run has all.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class Metrics(TrainerCallback):
         depth: DepthMethod | None,
         feed_forward: type[FeedForward] = FeedForward,
     ) -> None:
-        """`flops_per_token`: of training, by the measured shares of tokens that run each step, or None for all."""
+        """flops_per_token: training FLOPs as a function of the shares of tokens that run each step (None: all do)."""
         self.folder, self.tokens_per_step, self.flops_per_token = folder, tokens_per_step, flops_per_token
         self.adaptive = depth is not None and bool(depth.segments)  # training skips steps of tokens that have stopped
         self.ran: list[torch.Tensor] = []  # shares of tokens that ran each step, of every forward
@@ -139,7 +144,7 @@ class Metrics(TrainerCallback):
         self._on_core += self._mark[1] - core
 
     def add(self, output: FathomOutput) -> None:
-        """Keep what one training forward said beside its loss, without waiting for the device."""
+        """Keep the auxiliary losses and statistics of one training forward, without waiting for the device."""
         if self.depth is None and getattr(output, "auxiliary", None) is None:
             return
         assert output.losses is not None and output.auxiliary is not None and output.trace is not None  # asked for
@@ -157,8 +162,7 @@ class Metrics(TrainerCallback):
             self.ran.append(torch.stack(shares))
 
     def _means(self, forwards: int) -> dict[str, float]:
-        """Means over the forwards since the last training line (some may have said nothing) and over all ranks, as the
-        loss is."""
+        """Means over all ranks and over the forwards since the last line that gave each value, as for the loss."""
         if not self.said:
             return {}
         names = sorted(self.said)
@@ -172,7 +176,7 @@ class Metrics(TrainerCallback):
         return dict(zip(names, means.tolist(), strict=True))
 
     def _by_layer(self) -> dict[str, Any]:
-        """What the feed-forward network makes of its means over the forwards since the last training line."""
+        """The feed-forward network's quantities by layer, from its means since the last training line."""
         kept, self.of_layers = self.of_layers, {}
         means = {name: torch.stack(values).mean(0) for name, values in kept.items()}
         if means and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -191,7 +195,7 @@ class Metrics(TrainerCallback):
         return found
 
     def _add_flops(self, state: Any) -> float | None:
-        """Count the steps since the last time; returns how many steps a token ran in them."""
+        """Add the FLOPs of the steps since the last call. Returns the mean number of steps that a token ran in them."""
         tokens = (state.global_step - self._counted) * self.tokens_per_step
         self._counted = state.global_step
         if not self.adaptive:
@@ -217,14 +221,14 @@ class Metrics(TrainerCallback):
 
 
 def _finite(value: Any) -> Any:
-    """The number, or the numbers of the lists, None for each that is not finite."""
+    """The number, or nested list of numbers, with None for each that is not finite."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return value if value is None or math.isfinite(value) else None
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds that have passed, and those of them that this thread was on a core."""
+    """Two clocks in seconds: wall time, and the time that this thread was on a core."""
     return time.perf_counter(), time.thread_time()
 
 

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model's blocks and AdamW for all else: one optimizer, one state, one schedule."""
+"""One optimizer with Muon for the matrices of a model's blocks and AdamW for all else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def matrices_of_blocks(model: nn.Module) -> set[str]:
-    """Names of the weights that Muon serves: of linear layers inside a model's repeated blocks (`nn.ModuleList`).
+    """Names of the weights that Muon takes: those of linear layers inside a model's repeated blocks (`nn.ModuleList`).
 
     A layer with one input or one output, such as a gate, holds a vector and is left out. Raises ValueError where blocks
     have trained weights of more than two dimensions (stacked experts, convolutions), and where nothing is left.
@@ -47,12 +47,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
     AdamW's (arXiv 2502.16982), so that one learning rate and one weight decay serve both.
 
     Args:
-        groups: as of any optimizer, each with `muon`: whether Muon takes its parameters.
+        groups: parameter groups, as for any optimizer, each with `muon`: whether Muon takes its parameters.
         fused: AdamW as one kernel.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float], fused: bool
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         # Each class completes its groups with what it reads. Loading a checkpoint puts new objects in the place of
@@ -64,7 +70,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self._parts[muon] = (
                     torch.optim.Muon(mine, lr, adjust_lr_fn="match_rms_adamw")
                     if muon
-                    else torch.optim.AdamW(mine, lr, betas, fused=fused)
+                    else torch.optim.AdamW(mine, lr, betas, eps, fused=fused)
                 )
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The order in which blocks are read: a function of the seed alone.
 
-The Trainer sees one long epoch, so every step has its full number of tokens, all methods read the same blocks in the
-same steps whatever the number of devices, and resuming is skipping.
+The Trainer sees one long epoch. So every step has its full number of tokens, all methods read the same blocks in the
+same steps on any number of devices, and a resumed run only skips what was read.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ __all__ = ["ShuffledBlocks", "reseeded"]
 
 
 def reseeded(stream: StreamingBlocks, seed: int) -> StreamingBlocks:
-    """The stream (which never ends) in another order."""
+    """The endless stream in the order of this seed."""
     return StreamingBlocks(stream.source, stream.tokenizer, replace(stream.config, seed=seed))

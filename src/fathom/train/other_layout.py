@@ -1,11 +1,11 @@
-"""A checkpoint goes on where processes share the model otherwise than those that wrote it: one, DDP, or FSDP.
+"""Resuming a checkpoint under another layout of processes than the one that wrote it: one process, DDP, or FSDP.
 
     one process, DDP    model.safetensors, optimizer.pt, moments by the parameter's number
     FSDP, sharded       pytorch_model_fsdp_0/, optimizer_0/: shards of torch.distributed.checkpoint, by name
     FSDP, full          pytorch_model_fsdp.bin, optimizer.bin, by name
 
-A checkpoint of the run's own layout, whatever the number of processes, is the Trainer's to read. One of another is read
-whole by every process, and each keeps its part.
+The Trainer reads a checkpoint of the run's own layout, with any number of processes. A checkpoint of another layout is
+read whole by every process, and each keeps its part.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _WHOLE = StateDictOptions(full_state_dict=True, strict=False)  # a tied head is 
 
 
 def layout_of(checkpoint: Path) -> Layout:
-    """Which of the three a checkpoint is."""
+    """The layout of a checkpoint, one of the three."""
     if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
         return "shards"
     return "gathered" if (checkpoint / f"{FSDP_MODEL_NAME}.bin").is_file() else "whole"
 
 
 def layout_of_run(fsdp_plugin: Any) -> Layout:
-    """Which of the three the run writes: `fsdp_plugin` is accelerate's, None without FSDP."""
+    """The layout that the run writes, one of the three. fsdp_plugin: accelerate's; None without FSDP."""
     if fsdp_plugin is None:
         return "whole"
     return "gathered" if "FULL_STATE_DICT" in str(fsdp_plugin.state_dict_type) else "shards"
 
 
 def read_weights(checkpoint: Path, model: nn.Module) -> None:
-    """The checkpoint's weights, into the model as it is sharded now."""
+    """Load the checkpoint's weights into the model as it is sharded now."""
     layout = layout_of(checkpoint)
     if layout == "shards":
         weights = _unsharded(checkpoint / f"{FSDP_MODEL_NAME}_0")["model"]
@@ -61,7 +61,7 @@ def read_weights(checkpoint: Path, model: nn.Module) -> None:
 
 
 def read_moments(checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-    """The checkpoint's optimiser state, into an optimiser of the model as it is sharded now."""
+    """Load the checkpoint's optimiser state into an optimiser of the model as it is sharded now."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     layout = layout_of(checkpoint)
     if layout == "shards":
@@ -81,7 +81,7 @@ def _unsharded(folder: Path) -> dict[str, Any]:
 
 
 def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """torch numbers parameters in the order of the groups, which is the same in every layout."""
+    """The optimiser state by parameter name. torch numbers parameters in the order of groups, equal in every layout."""
     named = {id(weight): name for name, weight in model.named_parameters()}
     names = [named[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]

@@ -1,8 +1,8 @@
-"""Training in phases: what a depth method does at which share of the training, and when it trains alone.
+"""Training in phases: what a depth method does at each share of the training, and when it trains alone.
 
-While `depth.trains_alone()`, the gradients of all other parameters are zero before they are clipped and None when the
-optimiser steps, so that neither an update nor weight decay touches them. Gradients exist all the same: under DDP every
-rank must reduce the same tensors in every step.
+While `depth.trains_alone()`, gradients of all other parameters are set to zero before clipping and to None before the
+optimiser steps, so that neither an update nor weight decay changes these parameters. The gradients are still computed:
+under DDP every rank must reduce the same tensors in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fathom.depth.base import DepthMethod
 
 
 class Phases(TrainerCallback):
-    """Tells the model's depth method how far training is, and any module with `on_step(step, of_steps)` the step."""
+    """A callback that tells the depth method how far training is, and modules with `on_step(step,
+    of_steps)` the step.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         # peft may train a copy of the method beside the first (modules_to_save)

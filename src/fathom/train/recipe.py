@@ -1,4 +1,4 @@
-"""A recipe: one YAML file that says which models are trained on what and how. `fathom train` and `compare` read it.
+"""A recipe: one YAML file with an experiment's models, data and training, for `fathom train` and `fathom compare`.
 
 name: demo
 model: {backbone: llama, hidden_size: 192, num_hidden_layers: 4, num_attention_heads: 4}
@@ -45,9 +45,9 @@ Trains = Literal["all", "feed_forward", "router", "lora"]
 
 @dataclass(frozen=True)
 class LowRank:
-    """LoRA (arXiv 2106.09685), W x + α/r · B A x with A and B alone trained. The trained model has them merged.
+    """LoRA (arXiv 2106.09685): W x + α/r · B A x, where only A and B train. They are merged into the trained model.
 
-    The defaults are K2's, GeoGalactica's sibling.
+    The defaults are those of K2, a model by GeoGalactica's authors.
 
     Attributes:
         rank: r.
@@ -77,9 +77,9 @@ class MethodConfig:
             of the registered method.
         fields: fields of FathomConfig that this method sets, over those of the recipe's `model`.
         lr: learning rate or candidates of this method, instead of `training.lr`.
-        seeds: of this method, instead of the recipe's: more where a difference must be told from noise.
-        trains: what of this method's model trains, instead of `training.trains`.
-        weights: of the sources of `data.train` for this method, instead of theirs; one that is left out is not read.
+        seeds: of this method, instead of the recipe's: more of them where a difference must be told from noise.
+        trains: which parameters of this method's model train, instead of `training.trains`.
+        weights: of the sources of `data.train` for this method, instead of theirs; a source left out is not read.
     """
 
     name: str
@@ -120,7 +120,7 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the methods of a comparison have in common.
+    """The quantity that is equal for all methods of a comparison.
 
     Attributes:
         kind: "tokens" or "examples" seen in training; "train_flops" spent in training; "inference_flops" of one of the
@@ -138,7 +138,9 @@ class Budget:
 
     @classmethod
     def from_yaml(cls, raw: Any, where: str) -> Budget:
-        """One of `BUDGETS`, or a mapping from one of them but inference_flops to its amount."""
+        """A budget given as one of `BUDGETS`, or as a mapping from one of them (except inference_flops) to
+        an amount.
+        """
         kind, amount = next(iter(raw.items())) if isinstance(raw, dict) and len(raw) == 1 else (raw, None)
         if kind not in BUDGETS:
             known = ", ".join(BUDGETS)
@@ -154,8 +156,8 @@ class Budget:
 class Training:
     """How every model of a recipe is trained. Steps are optimiser steps.
 
-    A step reads sequences × gradient_accumulation blocks of `data.block_size` tokens, whatever the number of processes
-    (`torchrun`): they share every batch.
+    A step reads sequences × gradient_accumulation blocks of `data.block_size` tokens. Several processes (`torchrun`)
+    share every batch.
     """
 
     tokens: int | None = None  # training tokens, rounded down to whole steps; or else:
@@ -164,7 +166,8 @@ class Training:
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the one with the best score is taken
     sweep_fraction: float = 0.25  # share of the training that each candidate of a learning-rate sweep is trained on
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # transformers' own; wsd warms up from min_lr_ratio
+    # transformers' own, "linear" down to 0; wsd warms up from min_lr_ratio
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
     min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak
@@ -174,6 +177,7 @@ class Training:
     lora: LowRank = field(default_factory=LowRank)
     weight_decay: float = 0.1  # of matrices other than embedding tables
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8  # of AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast, weights and optimiser stay in fp32
     # "layers" compiles one layer at a time: minutes less where a step runs the layers many times (ponderlm2, ponderlm3,
@@ -199,7 +203,7 @@ class Training:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Names of the trackers that are told, each once."""
+        """Names of the trackers, each once."""
         return tuple(dict.fromkeys((*self.report_to, *(["tensorboard"] if self.tensorboard else []))))
 
     def __post_init__(self) -> None:
@@ -211,7 +215,7 @@ class Training:
         for name in (*counts, "keep"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"training.{name}", value, "be at least 1")
-        for name in ("weight_decay", "grad_clip", "num_workers"):
+        for name in ("weight_decay", "eps", "grad_clip", "num_workers"):
             _require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "not be negative")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
             _require(0 <= getattr(self, name) <= 1, f"training.{name}", getattr(self, name), "be between 0 and 1")
@@ -249,10 +253,10 @@ class Recipe:
             default to the tokenizer's and `max_position_embeddings` to `data.block_size`.
         task: what the models are trained and judged on; its options are fields of its class.
         seeds: of initialisation and data order.
-        retrain: how often `fathom compare` trains the first method's first seed again, the very same run. No difference
-            that is smaller than what its score moves by is called. On a CPU it does not move.
+        retrain: number of times that `fathom compare` repeats the first method's first seed, the very same run. The
+            page calls no difference that is smaller than the spread of these scores. On a CPU there is no spread.
         downstream: lm_eval tasks that every trained model is scored on.
-        license: of the trained models, by the hub's name for it ("apache-2.0"), for their cards. None: none is stated.
+        license: of the trained models, by the hub's name ("apache-2.0"), for their cards; None: cards state none.
     """
 
     name: str
@@ -329,7 +333,7 @@ class Recipe:
         return self.tokens_of_examples(self.training.examples, data)
 
     def tokens_of_examples(self, examples: float, data: PreparedData) -> int:
-        """Tokens of as many sequences, in whole steps if there is one, as hold so many examples on average."""
+        """Tokens of the sequences that hold `examples` examples on average, cut to whole steps if there is one."""
         tokens = math.floor(examples / data.examples_per_sequence + 1e-9) * self.data.block_size
         return tokens - tokens % self.step_tokens or tokens
 
@@ -340,7 +344,7 @@ class Recipe:
         return self._trial(tokens)
 
     def check_trials(self, tokens: int) -> None:
-        """Raise ValueError where a trial of a sweep, in a training of so many tokens, is less than a step."""
+        """Raise ValueError if a sweep's trial, in a training of `tokens` tokens, is shorter than one step."""
         trial = self._trial(tokens)
         if trial < self.step_tokens and any(len(candidates(self, method)) > 1 for method in self.methods):
             least = math.ceil(1000 * self.step_tokens / tokens) / 1000
@@ -365,11 +369,11 @@ class Recipe:
         _require(bool(method.weights), where, {}, "name a source")
 
     def trains(self, method: MethodConfig) -> str:
-        """What of a method's model trains."""
+        """Which parameters of a method's model train: "all", "feed_forward", "router" or "lora"."""
         return method.trains or self.training.trains
 
     def method(self, name: str) -> MethodConfig:
-        """The method of that name. Raises ValueError that lists what the recipe has."""
+        """The method with this name. Raises ValueError that lists the recipe's methods."""
         for method in self.methods:
             if method.name == name:
                 return method
@@ -482,7 +486,7 @@ def model_config(
 
 
 def _numbers(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields, numbers among them read as in the rest of a recipe: YAML takes 1e-5 for text."""
+    """The fields with numbers read as in the rest of a recipe; YAML reads 1e-5 as text."""
     types = FathomConfig.types()
     numbers = {name for name, value in fields.items() if types.get(name) in (int, float) and value is not None}
     return {
@@ -492,7 +496,7 @@ def _numbers(fields: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checkpoint_config(checkpoint: str, changes: dict[str, Any], rows: int = 0) -> FathomConfig:
-    """The checkpoint's config with `changes`, and at least so many rows of embeddings."""
+    """The checkpoint's config with `changes`, and at least `rows` rows of embeddings."""
     refuse_absent(checkpoint, f"model.checkpoint={checkpoint!r}")
     try:
         stored = AutoConfig.from_pretrained(checkpoint)

@@ -22,7 +22,7 @@ FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a finished run reports. Losses are means over the task's targets; None where not finite or without held-out
+    """The result of a finished run. Losses are means over the task's targets; None where not finite or without held-out
     examples.
 
     Attributes:
@@ -31,14 +31,14 @@ class TrainResult:
         train_loss: of the last logged steps.
         validation_loss: on the held-out examples after the last step.
         scores: the task's, by name, on the held-out examples after the last step.
-        tokens_per_second: of all processes, without evaluation and saving: the median over the stretches between
-            logged losses. The first stretch after a start, which warms up, counts only where there is no other.
+        tokens_per_second: of all processes, without evaluation and saving: the median over the intervals between
+            logged losses. The first interval after a start, which warms up, counts only if there is no other.
         seconds: of training, without evaluation and saving.
         peak_memory_bytes: allocated on rank 0's GPU; None on a CPU, where only the whole process's is known.
-        tokens_per_second_interval: from the slowest tenth of these stretches to the fastest; None for fewer than 5.
-        interruptions: how often the run went on from a checkpoint.
+        tokens_per_second_interval: 10th and 90th percentile over these intervals; None for fewer than 5.
+        interruptions: how often the run was resumed from a checkpoint.
         busy: on a CPU, the mean share of the time that the process was on a core (metrics.py).
-        notes: what was done to the data that a reader should know.
+        notes: sentences about changes to the data that a reader should know.
         history: the lines of metrics.jsonl.
     """
 
@@ -123,7 +123,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Training lines but the first one after each start."""
+    """The training lines except the first one after each start."""
     found, warm = [], False
     for line in history:
         if "resumed" in line:

@@ -12,7 +12,7 @@ from fathom.models.configuration import FathomConfig
 from fathom.tasks import DEFAULT, tasks
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.metrics import read_metrics
-from fathom.train.recipe import MethodConfig, Recipe
+from fathom.train.recipe import MethodConfig, Recipe, Training
 from fathom.train.result import MODEL
 from fathom.writing import write_json
 
@@ -41,7 +41,7 @@ def identity(
     steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """What decides the trained weights; and the number of processes that began, which decides their last digits."""
+    """Everything that decides the trained weights, and the number of processes, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
     if method.weights is not None:
@@ -53,6 +53,8 @@ def identity(
         training.pop("lora")
     if training["optimizer"] == "adamw":  # runs of versions that had no other say nothing of it
         training.pop("optimizer")
+    if training["eps"] == Training.eps:
+        training.pop("eps")
     model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
@@ -64,8 +66,8 @@ def identity(
 def claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
     """Write run.json, or raise ValueError if the folder holds another run that has trained.
 
-    The number of processes decides nothing but rounding and which random numbers are drawn: a run may go on with
-    another.
+    The number of processes only affects rounding and which random numbers are drawn, so a run may be resumed with
+    another number.
     """
     path = folder / "run.json"
     if path.exists() and has_trained(folder):
@@ -90,13 +92,13 @@ def claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
 
 
 def has_trained(folder: Path) -> bool:
-    """Whether a run's folder holds anything that a run of other settings must not mix with: a step's metrics, a
-    checkpoint or a model. A run that failed before its first step leaves none."""
+    """Whether a run's folder holds metrics of a step, a checkpoint or a model, which a run with other settings must not
+    mix with. A run that failed before its first step leaves none."""
     return bool(read_metrics(folder) or checkpoints.checkpoints(folder)) or (folder / MODEL).is_dir()
 
 
 def processes() -> int:
-    """How many processes train this model together, as torchrun and accelerate launch say it."""
+    """The number of processes that train this model together, as torchrun or accelerate launch sets it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,9 +1,9 @@
-"""The running mean of the weights (EMA), which a model has at the end of its training instead of the last ones.
+"""The running mean of the weights (EMA), which replaces the last weights at the end of a training.
 
     after step n:   m ← d m + (1 − d) θ,   d = min(decay, (1 + n)/(10 + n)),   m = θ after the first
 
-It lies in the optimiser's state beside each weight, so it is saved, sharded and resumed with it. At the last step the
-model takes the mean, before it is scored and saved. Scores along the way are of the weights as they are.
+It is part of the optimiser's state of each weight, so it is saved, sharded and resumed with it. After the last step the
+model's weights are set to the mean, before it is scored and saved. Scores during training are of the current weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEAN = "running_mean"  # in the state of a weight
 
 
 class RunningMean(TrainerCallback):
-    """Keeps the mean by `decay` of every weight that trains."""
+    """A callback that keeps the running mean, by `decay`, of every weight that trains."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay

@@ -1,4 +1,4 @@
-"""A recipe in stages: several trainings of one method, each of which starts from what another one left.
+"""A recipe in stages: several trainings of one method, each of which may start from the model of an earlier one.
 
 name: codar
 data: {…}                                   what all stages share; a stage's own fields lie over it
@@ -6,8 +6,8 @@ stages:
   encoder: {task: masked_diffusion, model: {…}, training: {…}}
   denoiser: {task: latent_diffusion, model: {encoder: stage:encoder, …}, data: {tokenizer: stage:encoder}, …}
 
-`stage:NAME` stands for the folder of that stage's trained model, of the same seed. A stage is an ordinary recipe with
-one method; the same command goes on where it was stopped.
+`stage:NAME` is replaced by the folder of that stage's trained model with the same seed. A stage is an ordinary recipe
+with one method. Rerun the command to resume.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Stages:
 
     Attributes:
         stages: raw recipes by name.
-        seeds: each trains all stages anew.
-        more: sections of the file that are no stage, for the command that reads it.
+        seeds: each trains all stages.
+        more: other sections of the file, for the command that reads it.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Stages:
     more: dict[str, Any]
 
     def recipe(self, name: str, models: dict[str, Path]) -> Recipe:
-        """The recipe of a stage, given the models of those before it."""
+        """The recipe of a stage, given the folders of earlier stages' models."""
         return build(Recipe, replaced(self.stages[name], models, f"stages.{name}"))
 
 
 def load_stages(path: str | Path, sections: tuple[str, ...] = ()) -> Stages:
     """The stages in a YAML file, which may have further `sections`.
 
-    Raises OSError if the file cannot be read; ValueError, naming the key, for what is no recipe in stages.
+    Raises OSError if the file cannot be read; ValueError, naming the key, if it is no recipe in stages.
     """
     try:
         raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def load_stages(path: str | Path, sections: tuple[str, ...] = ()) -> Stages:
 def run_stages(
     stages: Stages, output: Path, seed: int, say: Callable[[str], None] = print
 ) -> dict[str, tuple[Recipe, TrainResult]]:
-    """Train every stage with this seed, in `output/<name>/seed-<seed>/<stage>`; finished ones are read."""
+    """Train every stage with this seed, in `output/<name>/seed-<seed>/<stage>`; finished stages are loaded."""
     found: dict[str, tuple[Recipe, TrainResult]] = {}
     for name in stages.stages:
         recipe = stages.recipe(name, {other: result.model.resolve() for other, (_, result) in found.items()})
@@ -95,7 +95,7 @@ def run_stages(
 
 
 def replaced(value: Any, models: dict[str, Path], where: str) -> Any:
-    """The value with folders for `stage:NAME`. Raises ValueError for a name that does not stand before."""
+    """The value with `stage:NAME` replaced by folders. Raises ValueError for a name that no earlier stage has."""
     if isinstance(value, dict):
         return {key: replaced(item, models, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list):

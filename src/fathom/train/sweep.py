@@ -20,10 +20,10 @@ from fathom.train.trainer import train_run
 
 @dataclass(frozen=True)
 class LearningRateSweep:
-    """What a sweep found.
+    """The result of a sweep.
 
     Attributes:
-        best: the candidate with the best headline score of the task; of equal ones that with the lower held-out loss.
+        best: the candidate with the best headline score of the task; among equal ones, the lowest held-out loss.
         trials: every candidate's run, in the recipe's order; empty if there was no choice.
         at_edge: the best is the smallest or largest candidate, so a better one may lie outside.
     """
@@ -40,7 +40,8 @@ class LearningRateSweep:
 def try_lr(
     recipe: Recipe, method: MethodConfig, lr: float, *, seed: int, folder: str | Path, data: PreparedData
 ) -> TrainResult:
-    """Train one candidate of a sweep on `sweep_fraction` of the training, with its full schedule, or find it trained.
+    """The run of one candidate of a sweep: `sweep_fraction` of the training with a full schedule, or loaded if
+    finished.
 
     A second process that wants the same trial waits for the first. Raises ValueError without held-out examples.
     """
@@ -58,7 +59,7 @@ def try_lr(
 def sweep_lr(
     recipe: Recipe, method: MethodConfig, *, seed: int, folder: str | Path, data: PreparedData
 ) -> LearningRateSweep:
-    """Try every candidate, if there are several, and compare their scores; one that diverges loses.
+    """The sweep over a method's learning rates: every candidate is tried if there are several; one that diverges loses.
 
     Trials are kept in `folder`, finished ones are not repeated. Raises ValueError without held-out examples or if every
     candidate diverges.
@@ -71,7 +72,7 @@ def sweep_lr(
 
 
 def best_of(method: MethodConfig, trials: Sequence[TrainResult], score: Score) -> LearningRateSweep:
-    """The sweep that these trials make, judged by `score`; ValueError if all of them diverged."""
+    """The sweep with these trials, judged by `score`. Raises ValueError if all of them diverged."""
 
     def badness(trial: TrainResult) -> tuple[float, float]:
         value = trial.scores[score.name]

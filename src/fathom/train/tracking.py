@@ -1,7 +1,8 @@
-"""Trackers of a recipe's `training.report_to`: the Trainer's own integrations, one run of the tracker a run of ours.
+"""Trackers of a recipe's `training.report_to`: the Trainer's own integrations, with one run of the tracker for each of
+ours.
 
-What they get is what the Trainer logs. `metrics.jsonl` is written whatever is tracked. Offline, TensorBoard and Trackio
-write here anyway, and Weights & Biases does with WANDB_MODE=offline.
+They get what the Trainer logs; `metrics.jsonl` is always written as well. Offline, TensorBoard and Trackio write to
+local files anyway, and Weights & Biases does with WANDB_MODE=offline.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def place(folder: Path, recipe: str) -> str:
-    """Where a run lies below its recipe's folder: what tells trials, budgets and numbers of layers apart in a tracker,
-    which would draw runs of one name as one."""
+    """A run's path below its recipe's folder. As a name in a tracker it tells trials, budgets and numbers of layers
+    apart; runs of one name would be drawn as one.
+    """
     parts = folder.resolve().parts
     below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts[:-1] else parts[-1:]
     return "/".join(below)
@@ -36,9 +38,10 @@ def place(folder: Path, recipe: str) -> str:
 
 @contextlib.contextmanager
 def tracking(names: Sequence[str], folder: Path, saves: bool) -> Iterator[list[TrainerCallback]]:
-    """Callbacks for a run's Trainer. The tracker's run ends with the block: the next one must not go on in it.
+    """A context that yields callbacks for a run's Trainer. The tracker's run ends with it, so that the next starts
+    anew.
 
-    `saves`: of one process among several, which alone tracks.
+    saves: whether this is the process that tracks, one of several.
     """
     made: list[TrainerCallback] = []
     if saves:
@@ -60,7 +63,7 @@ def _callback(name: str, folder: Path) -> TrainerCallback:
 
 
 class _Wandb(WandbCallback):
-    """The Trainer's own, which leaves a run open at the end of training, and files beside the working folder."""
+    """The Trainer's own integration, which leaves a run open after training and writes files to the working folder."""
 
     _wandb: Any
 

@@ -12,8 +12,8 @@ from fathom.train.recipe import LowRank
 
 
 def freeze(model: FathomForCausalLM, trains: str) -> None:
-    """Leave gradients to the feed-forward networks, or to their routers, alone. Raises ValueError for networks without
-    a router."""
+    """Freeze all parameters but those of feed-forward networks, or of their routers. Raises ValueError for networks
+    without a router."""
     if trains in ("all", "lora"):
         return
     layers = getattr(getattr(model, "model", None), "layers", None)
@@ -33,8 +33,8 @@ def freeze(model: FathomForCausalLM, trains: str) -> None:
 
 
 def add_low_rank(model: nn.Module, options: LowRank) -> None:
-    """Put matrices of low rank beside layers, which alone train. Raises ImportError without peft, ValueError for
-    targets that the model has not."""
+    """Add LoRA matrices to layers; only these train. Raises ImportError without peft, ValueError for targets that the
+    model lacks."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError("training.trains='lora' needs peft: pip install 'fathom-lm[peft]'")
     from peft import LoraConfig, inject_adapter_in_model
@@ -63,7 +63,7 @@ def add_low_rank(model: nn.Module, options: LowRank) -> None:
 
 
 def merge_low_rank(model: nn.Module) -> nn.Module:
-    """A copy of the model whose layers have taken in what stands beside them; the model itself if nothing does."""
+    """A copy of the model with LoRA merged into its layers; the model itself if it has none."""
     if importlib.util.find_spec("peft") is None:
         return model
     from peft.tuners.lora import LoraLayer

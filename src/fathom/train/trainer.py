@@ -1,4 +1,4 @@
-"""A recipe, one method and one seed to a trained model, through transformers' `Trainer`.
+"""Training one model: from a recipe, a method and a seed to a checkpoint, through transformers' `Trainer`.
 
 A run has one folder:
 
@@ -40,6 +40,7 @@ from fathom.models.model_card import describe
 from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
+from fathom.ops.cudnn_attention import sound_attention
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import Task
 from fathom.train import complete_checkpoints as checkpoints
@@ -85,7 +86,7 @@ class FathomTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The task's loss; what methods say beside it goes to the metrics."""
+        """The task's loss. Auxiliary losses and statistics of methods go to the metrics."""
         forward = functools.partial(self.task.forward, model)
         inputs = {**inputs, "output_auxiliary": True}
         if not model.training:  # else 5.24 divides by the targets of all ranks, which prediction_step would weigh twice
@@ -97,7 +98,8 @@ class FathomTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counted = [{"labels": self.task.counted(batch)} for batch in batch_samples]
-        return super()._get_num_items_in_batch(counted, device)
+        found = super()._get_num_items_in_batch(counted, device)
+        return found if found is None else max(found, 1) if isinstance(found, int) else found.clamp(min=1)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
@@ -121,8 +123,9 @@ class FathomTrainer(Trainer):
             {"params": weights, "muon": muon, "weight_decay": self.args.weight_decay if decays else 0.0}
             for (muon, decays), weights in groups.items()
         ]
-        betas, fused = (self.args.adam_beta1, self.args.adam_beta2), str(self.args.optim).endswith("fused")
-        self.optimizer = MuonAndAdamW(given, self.args.learning_rate, self.args.weight_decay, betas, fused)
+        args = self.args
+        betas, fused = (args.adam_beta1, args.adam_beta2), str(args.optim).endswith("fused")
+        self.optimizer = MuonAndAdamW(given, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, fused)
         return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -131,7 +134,7 @@ class FathomTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Weighted so that the mean over sequences, which the Trainer reports, is the mean over targets."""
+        """The loss of a batch, weighted so that the Trainer's mean over sequences is the mean over targets."""
         share = self.task.targets(inputs) / len(inputs["labels"]) / self.targets_per_sequence
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         assert loss is not None  # there are labels
@@ -157,7 +160,9 @@ class FathomTrainer(Trainer):
         return layout_of(Path(checkpoint)) == layout_of_run(plugin)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each process's random numbers where as many go on as there were; else others, of the seed, step and rank."""
+        """Restore each process's random state if the number of processes is unchanged; else seed it by seed, step,
+        rank.
+        """
         if checkpoint is not None:
             stored = len(list(Path(checkpoint).glob("rng_state*.pth")))
             if stored != self.args.world_size:
@@ -177,13 +182,13 @@ def train_run(
     tokens: int | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainResult:
-    """Train one model, or take up where an earlier call was stopped; a finished run is returned as it is.
+    """Train one model, or resume a run that was stopped. A finished run is returned as it is.
 
     Args:
         folder: of this run alone.
         data: `recipe.task.prepare(recipe.data, …)`.
         lr: peak learning rate; None: the method's or the recipe's, which must then be one number (sweep.py).
-        tokens: training tokens instead of the recipe's, with a full schedule of their own.
+        tokens: number of training tokens, instead of the recipe's, with a full schedule.
         callbacks: further Trainer callbacks.
 
     Raises:
@@ -310,8 +315,10 @@ def train_run(
 
 
 def _leave_shared_tables_together(model: nn.Module) -> None:
-    """accelerate shards the input table apart from the rest. Where other modules hold it as well, as encoder and
-    decoder of BART and T5 do, torch refuses that: without the table's address it goes with what no layer holds."""
+    """Keep accelerate from sharding a shared input table by itself. torch refuses that where other modules hold the
+    table, too, as encoder and decoder of BART and T5 do; without its address it is sharded with parameters outside
+    layers.
+    """
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     holders = sum(getattr(module, "weight", None) is table for module in model.modules())
     if table is not None and holders > 2:  # itself and a tied head
@@ -353,6 +360,7 @@ def _arguments(
 ) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
+        "linear": ("linear", {}),
         "wsd": (
             "warmup_stable_decay",
             {"num_decay_steps": round(training.decay_ratio * steps), "min_lr_ratio": training.min_lr_ratio},
@@ -375,6 +383,7 @@ def _arguments(
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
+        adam_epsilon=training.eps,
         max_grad_norm=training.grad_clip,
         optim="adafactor" if training.optimizer == "adafactor" else f"adamw_torch{'_fused' if training.fused else ''}",
         use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
@@ -413,10 +422,10 @@ def _arguments(
 
 
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
-    """Have torch.compile make one set of graphs that all layers share, and one of each product with the vocabulary.
+    """Compile the layers, which share one set of graphs, and each product with the vocabulary by itself.
 
-    `graphs`: of methods that run step by step, replay the layers as CUDA graphs (`StepGraphs`) of foreseen sizes; not
-    with a mixer, whose layers read each other's states.
+    graphs: for methods that run step by step, replay layers as CUDA graphs (`StepGraphs`) of forecast sizes; not with a
+        mixer, whose layers read each other's states.
     """
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a layer's number makes another graph of each
     if graphs and model.depth.segments and model.model.mixer is None:
@@ -433,8 +442,9 @@ def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: 
 def _make_model(
     recipe: Recipe, method: MethodConfig, config: FathomConfig, data: PreparedData, begun: TrainResult | None
 ) -> Any:
-    """fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or the run that came before; or as
-    the task says."""
+    """The model with fp32 weights: initialised by the config's rule, or those of `model.checkpoint` or of the run
+    before it, or as the task makes it.
+    """
     came_before = {} if begun is None else {"checkpoint": str(begun.model)}
     own = recipe.task.new_model(config, {**recipe.model, **method.fields, **came_before}, data)
     if own is not None:
@@ -477,11 +487,12 @@ def _ordered(
 
 
 def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display: ProgressDisplay) -> None:
-    """`Trainer.train`; a failure while a checkpoint was written becomes an OSError that says what stays."""
+    """Run `Trainer.train`. A failure to write a checkpoint becomes an OSError that says which one is still complete."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of saving: it would tear our own display
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with sound_attention():
+            trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         partial = folder / f"{checkpoints.PREFIX}{trainer.state.global_step}"
         if not partial.exists() or checkpoints.is_complete(partial):
@@ -498,7 +509,9 @@ def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display
 
 
 def _save_model(trainer: FathomTrainer, folder: Path, config: Any, data: PreparedData) -> None:
-    """The model and tokenizer as an ordinary checkpoint; the folder appears when it is whole. All ranks call it."""
+    """Write model and tokenizer as an ordinary checkpoint, whose folder appears once it is complete. All ranks call
+    this.
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     if trainer.is_fsdp_enabled:  # gather the shards
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

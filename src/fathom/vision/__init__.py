@@ -1,6 +1,6 @@
 """The `vision` wing: how many tokens does an image take? Compressors of vision tokens for stock models.
 
-`import fathom` imports `configuration` from here, so that everything else waits until it is named.
+`import fathom` imports only `configuration` from here; everything else is imported when it is first named.
 """
 
 from __future__ import annotations

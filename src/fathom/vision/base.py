@@ -1,10 +1,11 @@
-"""The seam of the wing: a *compressor* (frozen dataclass) makes few vision tokens of many.
+"""The seam of the wing: a *compressor* (frozen dataclass) turns many vision tokens into few.
 
     image → vision tower → features of a grid of patches [B, H·W, C] → compressor → [B, m, C] → language model
 
-Where in a model that happens, and how its processor and positions follow, is the family's affair (`families.py`). Two
-kinds need more than the features: a `TowerCompressor` what the tower attended to, a `LanguageCompressor` what the
-language model attends to, between whose layers it leaves tokens out.
+`families.py` says where in each family of models this happens, and how processor and positions follow. Two kinds need
+more
+than the features: a `TowerCompressor` reads the tower's attention; a `LanguageCompressor` reads the language model's
+and drops tokens between its layers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 
 def fitting(grid: Grid, tokens: int) -> Grid | None:
-    """The grid of that many tokens with the proportions of `grid`, or None if there is none: 24 × 24, 144 → 12 × 12."""
+    """The grid with `tokens` tokens and the proportions of `grid`, or None: for 24 × 24 and 144 it is 12 × 12."""
     rows, columns = grid
     unit = math.gcd(rows, columns)
     rows, columns = rows // unit, columns // unit
@@ -33,9 +34,9 @@ def fitting(grid: Grid, tokens: int) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True)
 class Compressor(ABC):
-    """One way to make fewer vision tokens. Subclasses are frozen dataclasses whose fields are the method's options.
+    """A way to make fewer vision tokens. Subclasses are frozen dataclasses whose fields are the method's options.
 
-    `invariants` names what a method promises beside what all do (tests/vision/test_vision_invariants.py):
+    `invariants` names further properties that a method promises (tests/vision/test_vision_invariants.py):
         "identity": with all tokens kept nothing changes.
         "linear": in the features.
         "channels": each channel is treated alike and by itself.
@@ -87,21 +88,21 @@ class Compressor(ABC):
         return 0
 
     def read(self, grid: Grid, layers: int) -> list[int]:
-        """Vision tokens of a grid that each layer of the language model reads."""
+        """The number of a grid's vision tokens that each layer of the language model reads."""
         return [self.count(grid)] * layers
 
     def resampler(self, channels: int) -> nn.Module | None:
-        """The module with a method's weights, for features of so many channels; it takes features, grid, count."""
+        """The module with the method's weights for features of `channels` channels; it takes features, grid, count."""
         return None
 
     def in_training(self) -> Compressor:
-        """The compressor of one training step."""
+        """The compressor that one training step uses."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What one layer of a tower attended to: the CLS token's query [B, C], the keys of that token and of all patches
+    """The attention of one layer of a tower: the CLS token's query [B, C], the keys of that token and of all patches
     [B, 1+n, C], neither split into heads, and the number of heads."""
 
     query: Float[Tensor, "B C"]
@@ -109,7 +110,7 @@ class Seen:
     heads: int
 
     def attention(self, heads: int | None = None) -> Float[Tensor, "B heads n"]:
-        """softmax(q_cls Kᵀ / √d) of every patch, in so many heads; the CLS token's own share is left out."""
+        """softmax(q_cls Kᵀ / √d) for every patch, in `heads` heads; the CLS token's own share is left out."""
         heads = self.heads if heads is None else heads
         wide = torch.promote_types(self.keys.dtype, torch.float32)
         query = self.query.unflatten(-1, (heads, -1)).to(wide)  # [B, heads, d]
@@ -120,9 +121,9 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class TowerCompressor(Compressor):
-    """A compressor that reads what the tower's CLS token attended to.
+    """A compressor that reads the attention of the tower's CLS token.
 
-    next_layer: whether that is in the layer that reads the features, else in the one that wrote them.
+    next_layer: whether it is taken from the layer that reads the features, instead of the one that wrote them.
     """
 
     next_layer: ClassVar[bool] = False
@@ -135,7 +136,7 @@ class TowerCompressor(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class LanguageCompressor(Compressor):
-    """A method that leaves vision tokens out between layers of the language model; at last `tokens` are left.
+    """A method that drops vision tokens between layers of the language model, until `tokens` are left.
 
     All vision tokens enter the language model, so their placeholders stay. Kept tokens keep their positions.
     """
@@ -158,10 +159,12 @@ class LanguageCompressor(Compressor):
 
     @abstractmethod
     def stages(self, tokens: int, layers: int) -> dict[int, int]:
-        """How many of a picture's `tokens` vision tokens are left, by the layer after which others leave (from 0)."""
+        """The number of a picture's vision tokens that are left, by the layer after which others are
+        dropped (from 0).
+        """
 
     def raters(self, embeddings: Float[Tensor, "T C"], image: Bool[Tensor, " T"]) -> Int[Tensor, " r"]:
-        """Places in one prompt of the tokens whose attention counts: the last one."""
+        """Indices in one prompt of the tokens whose attention is used: by default the last one."""
         return torch.tensor([len(image) - 1], device=image.device)
 
     @abstractmethod
@@ -199,7 +202,7 @@ class GridCompressor(Compressor):
                 raise self.refuse("ratio", self.ratio, 'use a number in (0, 1], such as 0.5 or "2/3"')
 
     def kept(self, grid: Grid) -> Grid:
-        """Rows and columns of what is kept. Raises ValueError where `tokens` makes no grid of these proportions."""
+        """Rows and columns of the kept grid. Raises ValueError if no grid of `tokens` tokens has these proportions."""
         if self.ratio is not None:
             share = Fraction(str(self.ratio))
             return max(1, math.floor(grid[0] * share)), max(1, math.floor(grid[1] * share))

@@ -1,4 +1,4 @@
-"""What vision tokens cost in a model, method by method, at equal tokens; and pictures of what each keeps."""
+"""A bench of the cost of vision tokens, method by method at equal numbers; and pictures of what each method keeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Recorder(Compressor):
 
 
 def inputs_of(model: Any, processor: Any, images: list[Any], prompt: str) -> dict[str, Tensor]:
-    """The processor's inputs for a prompt and its images. A prompt that names no image has them put before it."""
+    """The processor's inputs for a prompt and its images, which come first if the prompt has no placeholder
+    for them.
+    """
     token = processor.image_token
     if token not in prompt:
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
@@ -55,7 +57,7 @@ def inputs_of(model: Any, processor: Any, images: list[Any], prompt: str) -> dic
 
 
 def features_of(model: Any, processor: Any, image: Any) -> tuple[Tensor, Grid]:
-    """What a compressor is given for an image (its first tile or slice): [n, C] and the grid."""
+    """The features [n, C] that a compressor gets for an image (its first tile or slice), and their grid."""
     recorder = Recorder()
     with torch.no_grad(), compress_vision(model, processor, recorder):
         model(**inputs_of(model, processor, [image], ""))
@@ -73,13 +75,15 @@ def bench(
     new_tokens: int = 16,
     names: list[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a method: vision tokens, FLOPs of a prompt and of a step after it (torch's counter, attention as plain
-    products), those of the tower and of the language model's layers by counter and in closed form (None for a tower
-    that attends in windows, as Qwen2.5-VL's), KV bytes as stored and in closed form, time to the first token and tokens
-    per second through `generate()`. Methods that do not serve the model have the reason instead.
+    """Rows of measurements, one for each method.
+
+    A row has vision tokens; FLOPs of a prompt and of a step after it (torch's counter, attention as plain products);
+    FLOPs of the tower and of the language model's layers by counter and in closed form (None for a tower with windowed
+    attention, such as Qwen2.5-VL's); KV bytes as stored and in closed form; time to the first token and tokens per
+    second through `generate()`. A method that does not support the model has the reason instead.
 
     Raises:
-        ValueError: a name in `names` that is no method.
+        ValueError: a name in `names` is no method.
     """
     rows = []
     for name in ["all_tokens", *(other for other in names or METHODS if other != "all_tokens")]:
@@ -117,13 +121,13 @@ def bench(
 
 
 def language_of(model: Any) -> Any:
-    """The language model's layers and what is around them."""
+    """The language model: its layers, and the module around them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
     return base.model.language_model if hasattr(base.model, "language_model") else base.model.text_model
 
 
 def lengths_read(method: Compressor, prompt: int, placeholders: int, layers: int) -> list[int]:
-    """Tokens that each layer reads of a prompt with one picture."""
+    """The number of tokens that each layer reads from a prompt with one picture."""
     if not isinstance(method, LanguageCompressor):
         return [prompt] * layers
     return [prompt - placeholders + tokens for tokens in method.read(square(placeholders), layers)]
@@ -188,9 +192,11 @@ def _seconds(model: Any, inputs: dict[str, Tensor], settings: dict[str, Any], re
 
 @torch.no_grad()
 def chosen_places(model: Any, processor: Any, image: Any, method: Compressor, features: Tensor) -> Tensor:
-    """Which vision tokens of an image (its first tile) a method keeps, by their numbers in the grid. A token that it
-    has made of several stands where the vision token next to it in the features [n, C] is; of a method that leaves
-    tokens out between layers, what the last layer reads."""
+    """Indices in the grid of the vision tokens of an image (its first tile) that a method keeps.
+
+    A token merged from several has the index of the vision token with the nearest features [n, C]. For a method that
+    drops tokens between layers, these are the tokens that the last layer reads.
+    """
     made: list[Tensor] = []
 
     class Noting(type(method)):  # type: ignore[misc]
@@ -210,12 +216,13 @@ def chosen_places(model: Any, processor: Any, image: Any, method: Compressor, fe
 
 
 def show(model: Any, processor: Any, image: Any, tokens: int, output: Path) -> dict[str, Any]:
-    """A picture: the image, its features in three principal colours, what each method keeps of them, and their
-    spectrum. Returns the methods shown, why others are not, and how much of the features' energy the low frequencies
-    hold that `tokens` keep.
+    """Draw an image, its features, what each method keeps of them, and their spectrum.
 
-    A square is one token; colours are the three largest principal components of the uncompressed features. A method
-    that makes a smaller grid has its squares, another the tokens that it keeps at their places.
+    A square is one token; its colour shows the three largest principal components of the uncompressed features. A
+    method with a smaller grid is shown by that grid's squares, any other by the tokens that it keeps at their places.
+
+    Returns the methods shown, why others are not, and the share of the features' energy in the low frequencies that
+    `tokens` tokens keep.
     """
     import matplotlib
     import numpy

@@ -1,7 +1,7 @@
-"""Checkpoints whose config says how vision tokens are compressed: `vision_compress`, read by model and processor alike.
+"""Checkpoints whose config says, for model and processor, how vision tokens are compressed (`vision_compress`).
 
-Their model types are transformers' with `fathom_` before them, so that a program that has not imported fathom refuses
-them and does not run the uncompressed model.
+Their model types are transformers' with `fathom_` in front, so that a program that has not imported fathom refuses them
+instead of running the uncompressed model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fathom.writing import naming, write_json
 
 
 class CompressedModel(Published):
-    """A stock class whose instances ask the compressor of their config."""
+    """A stock class whose instances use the compressor of their config."""
 
     def __init__(self, config: Any, *arguments: Any, **kwargs: Any):
         super().__init__(config, *arguments, **kwargs)  # type: ignore[call-arg]
@@ -56,13 +56,14 @@ class CompressedModel(Published):
             put(part, added, compressor, watch)
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **kwargs: Any) -> None:
-        """As in transformers, but under the names that weights have in memory: the Trainer, which goes on from a
-        checkpoint, does not rename what it reads."""
+        """As in transformers, but with the names that weights have in memory: the Trainer, when it resumes a
+        checkpoint, does not rename what it reads.
+        """
         super().save_pretrained(save_directory, *arguments, **{"save_original_format": False, **kwargs})  # type: ignore[misc]
 
 
 class FathomLlavaForConditionalGeneration(CompressedModel, LlavaForConditionalGeneration):
-    """LLaVA that reads as many vision tokens as its config's compressor keeps."""
+    """LLaVA whose language model reads the vision tokens that its config's compressor keeps."""
 
     config_class = FathomLlavaConfig
 
@@ -99,7 +100,7 @@ def stock_of(cls: type) -> Any:
 
 
 class CompressedProcessor:
-    """Reads the compressor from the config beside the processor's own file."""
+    """A processor that reads the compressor from the config beside its own file."""
 
     @classmethod
     def from_pretrained(cls, folder: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -111,7 +112,7 @@ class CompressedProcessor:
         return processor
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **kwargs: Any) -> Any:
-        """As in transformers, but no file names the class: AutoProcessor then asks the config, which registers it."""
+        """As in transformers, but without the class's name: AutoProcessor then finds the class through the config."""
         written = super().save_pretrained(save_directory, *arguments, **kwargs)  # type: ignore[misc]
         for path in Path(save_directory).glob("*config.json"):
             fields = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +129,7 @@ globals().update({cls.__name__: cls for cls in PROCESSORS.values()})
 
 
 def register() -> None:
-    """Hand models and processors to transformers' Auto classes, which know the configs."""
+    """Register models and processors with transformers' Auto classes, which know the configs."""
     for name, (config, model, _) in CLASSES.items():
         AutoModelForImageTextToText.register(config, model, exist_ok=True)
         AutoProcessor.register(config, PROCESSORS[name], exist_ok=True)

@@ -1,4 +1,4 @@
-"""`compress_vision`: a stock vision-language model reads fewer vision tokens, for as long as a `with` block lasts.
+"""`compress_vision`: a context in which a stock vision-language model reads fewer vision tokens.
 
 `checkpoints.py` keeps the same in a checkpoint.
 """
@@ -29,7 +29,7 @@ TOWERS = ("clip_vision_model", "dinov2")  # they have a CLS token, whose attenti
 
 
 def family_of(model_type: str) -> Family:
-    """Raises ValueError for a model that no compressor knows, and says which it does."""
+    """The family of a model type. Raises ValueError, with the supported ones, for any other."""
     if model_type in REFUSED:
         raise ValueError(f"model_type={model_type!r}: {REFUSED[model_type]}")
     if model_type.removeprefix("fathom_") not in FAMILIES:
@@ -39,7 +39,7 @@ def family_of(model_type: str) -> Family:
 
 
 def check(family: Family, compressor: Compressor) -> None:
-    """Raises ValueError where the model needs a grid and the method gives none, or the method more than features."""
+    """Raise ValueError if the model needs a grid and the method makes none, or the method needs more than features."""
     if not isinstance(compressor, Compressor):
         raise ValueError(f"method={compressor!r}: give a compressor, such as FourierVLM(tokens=144)")
     if family.needs_grid and not compressor.makes_a_grid:
@@ -56,7 +56,7 @@ def check(family: Family, compressor: Compressor) -> None:
 
 @functools.cache
 def with_compressor(added: type, cls: type) -> type:
-    """The class of an instance, with `added` before it; its name and module stay, which saved files name."""
+    """A subclass of `added` and `cls`; it has the name and module of `cls`, which saved files name."""
     return type(
         cls.__name__, (added, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "plain": cls}
     )
@@ -68,7 +68,7 @@ def plain_class(instance: Any) -> type:
 
 
 def put(instance: Any, added: type, compressor: Compressor, watch: Watch | None = None) -> None:
-    """Let this instance ask the compressor, and see what the model's other instances note."""
+    """Give this instance the compressor, and the `Watch` that it shares with the model's other instances."""
     instance.__class__ = with_compressor(added, plain_class(instance))
     instance.__dict__["compressor"] = compressor
     if watch is not None:
@@ -76,9 +76,9 @@ def put(instance: Any, added: type, compressor: Compressor, watch: Watch | None 
 
 
 def parts_of(model: Any, family: Family, compressor: Compressor) -> tuple[list[tuple[nn.Module, type]], Watch]:
-    """The modules concerned, each with the class that goes before its own, and what they share.
+    """The modules that change, each with the class to put before its own, and the `Watch` that they share.
 
-    Raises ValueError where the model has not what the method reads.
+    Raises ValueError if the model lacks what the method reads.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
     inner: Any = getattr(base, "model", base)
@@ -103,7 +103,7 @@ def parts_of(model: Any, family: Family, compressor: Compressor) -> tuple[list[t
 
 
 def tower_attention(inner: Any, compressor: TowerCompressor) -> nn.Module:
-    """The attention of the tower's layer that the method watches."""
+    """The attention module of the tower's layer that the method reads."""
     config, name = inner.config, compressor.name
     kind, layer = config.vision_config.model_type, config.vision_feature_layer
     if kind not in TOWERS or config.vision_feature_select_strategy != "default" or not isinstance(layer, int):
@@ -121,10 +121,10 @@ def tower_attention(inner: Any, compressor: TowerCompressor) -> nn.Module:
 
 @contextlib.contextmanager
 def compress_vision(model: Any, processor: Any, method: Compressor) -> Iterator[Any]:
-    """Within the block, `processor` writes as many placeholders as `method` keeps, and `model` makes that many tokens.
+    """A context in which `model` compresses vision tokens by `method`, and `processor` writes as many placeholders.
 
-    Only these two instances change; blocks may be nested, the innermost counts. `generate`, the Trainer and peft run as
-    on the stock model. `processor` may be None where the ids come from elsewhere.
+    Only these two instances change. Contexts may be nested; the innermost counts. `generate`, the Trainer and peft work
+    as on the stock model. `processor` may be None if the ids come from elsewhere.
 
     Args:
         model: a stock LLaVA, LLaVA-NeXT, SmolVLM or Qwen2.5-VL model of transformers, or peft's wrapper of one.

@@ -1,14 +1,14 @@
-"""Where vision-language models of transformers take a compressor, and how their processors and positions follow.
+"""The places of compressors in transformers' vision-language models, and how their processors and positions follow.
 
-A *family* is a pair of subclasses for each module concerned, put in the place of an instance's own class while a
-compressor acts (`compress.py`): the stock methods run through `super()`, and other instances never notice.
+A *family* has a subclass for each module that changes, which replaces an instance's class while a compressor is active
+(`compress.py`). The stock methods run through `super()`, and other instances are not affected.
 
     LLaVA         tower → compressor → projector → language model
     LLaVA-NeXT    the same for every tile, before the tiles are joined and lines get their newline tokens
     SmolVLM       tower → connector → compressor (the paper says nothing of this family; our rule)
     Qwen2.5-VL    tower with its merger → compressor for each temporal slice; positions of the kept grid
 
-The tower always gets the original grid. Placeholders, features and positions ask the same `compressor`.
+The tower always gets the original grid. Placeholders, features and positions follow from the same `compressor`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fathom.vision.methods.mqt import MQT
 
 
 def square(tokens: int) -> Grid:
-    """The grid of a tower that sees square images. Raises ValueError where there is none."""
+    """The grid of `tokens` tokens of a square image. Raises ValueError if they make no square."""
     side = math.isqrt(tokens)
     if side * side != tokens:
         raise ValueError(f"{tokens} vision tokens are no square grid: only square images can be compressed here")
@@ -35,13 +35,13 @@ def square(tokens: int) -> Grid:
 
 
 class Compressed:
-    """A module or processor that asks its compressor; which is set on the instance."""
+    """A module or processor with a compressor, which is set on the instance."""
 
     compressor: Compressor
 
 
 class ProjectorAfter(Compressed):
-    """The projector of LLaVA: it gets the compressed features."""
+    """LLaVA's projector, which gets the compressed features."""
 
     def forward(self, image_features: Tensor) -> Tensor:
         grid, asked = square(image_features.shape[1]), self.compressor
@@ -57,7 +57,7 @@ class ProjectorAfter(Compressed):
 
 
 class ConnectorBefore(Compressed):
-    """The connector of SmolVLM: what it gives is compressed."""
+    """SmolVLM's connector, whose output is compressed."""
 
     def forward(self, image_hidden_states: Tensor) -> Tensor:
         features = super().forward(image_hidden_states)  # type: ignore[misc]
@@ -95,7 +95,7 @@ class QwenModel(Compressed):
     """Qwen2.5-VL: every temporal slice is compressed after the merger, and positions are those of the kept grid."""
 
     def kept_grids(self, grids: Tensor | None) -> Tensor | None:
-        """(T, H, W) in patches, of the original → of the kept tokens, as `get_rope_index` reads them."""
+        """Grids (T, H, W) of kept tokens, in the patches that `get_rope_index` counts, from the original grids."""
         if grids is None:
             return None
         merge = self.config.vision_config.spatial_merge_size  # type: ignore[attr-defined]
@@ -211,12 +211,12 @@ class QwenProcessor(Compressed):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one kind of model is compressed.
+    """A family of models, with the classes that compress it.
 
     parts: (path of a module within the base model, the class that goes before its own).
-    processors: names of the classes of transformers that belong to it.
-    needs_grid: whether what is kept must be a grid.
-    watched: whether the tower's and the language model's attention can be watched, and a resampler be a part.
+    processors: names of transformers' processor classes for it.
+    needs_grid: whether kept tokens must form a grid.
+    watched: whether the tower's and the language model's attention can be read, and a resampler added.
     """
 
     title: str

@@ -1,6 +1,6 @@
-"""What some compressors see beside features: a tower's attention, and attention within the language model.
+"""The attention of a tower and of the language model, for compressors that read more than features.
 
-Like the classes of `families.py` these stand before an instance's own class while a compressor acts. Instances of one
+Like the classes of `families.py` these go before an instance's own class while a compressor is active. Instances of one
 model share a `Watch`.
 
     TowerAttention      notes the CLS token's query and all keys of one layer of the tower
@@ -26,7 +26,7 @@ BACKENDS = ("eager", "sdpa")  # of the language model, whose masks are known her
 
 @dataclasses.dataclass
 class Watch:
-    """What the parts of one model say to one another within a forward."""
+    """Data that the modules of one model pass to one another within a forward."""
 
     layers: int = 0  # of the language model
     seen: Seen | None = None  # by the tower
@@ -40,8 +40,8 @@ class Watch:
 
 
 def query_and_key(attention: Any) -> tuple[nn.Module, nn.Module] | None:
-    """Projections of a tower's attention, or None for another module. DINOv2's have other names in older versions of
-    transformers."""
+    """The query and key projections of a tower's attention, or None for another module. Older versions of transformers
+    have other names for DINOv2's."""
     for names in (("q_proj", "k_proj"), ("query", "key")):
         query, key = (getattr(attention, name, None) for name in names)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
@@ -114,10 +114,10 @@ class WatchedAttention:
 
 
 class ThinnedLayer:
-    """A layer of the language model.
+    """A layer of the language model that may run on fewer tokens.
 
-    The cache of a layer holds the tokens that the layer has read. Which these were is noted on the cache itself, for
-    the steps after the prompt.
+    The layer's cache holds the tokens that it has read. Their indices are stored on the cache, for the steps after the
+    prompt.
     """
 
     compressor: LanguageCompressor
@@ -188,7 +188,7 @@ class ThinnedLayer:
         ]
 
     def thin(self, states: Tensor, left: int) -> Tensor:
-        """Leave tokens out: rows that keep fewer than others are filled with tokens that do not count."""
+        """Drop tokens. Rows that keep fewer than others are filled with tokens that are masked."""
         watch = self.watch
         assert watch.image is not None and watch.weights is not None and watch.whole is not None
         batch, length = watch.image.shape
@@ -219,7 +219,7 @@ class ThinnedLayer:
 
 
 def check_backend(config: Any) -> None:
-    """Raises ValueError where attention gives no weights that could be watched."""
+    """Raise ValueError if the attention implementation returns no weights to read."""
     if config._attn_implementation not in BACKENDS:
         raise ValueError(
             f"attn_implementation={config._attn_implementation!r}: this method reads attention weights, which it does "
@@ -243,7 +243,7 @@ def _hidden(mask: Tensor, counts: Tensor) -> Tensor:
 
 
 def _thinned(mask: Tensor | None, index: Tensor, counts: Tensor) -> Tensor | None:
-    """The mask of the tokens that are left, in a prompt."""
+    """The mask for the tokens left in a prompt."""
     if mask is None:
         if bool(counts.all()):
             return None
@@ -255,7 +255,7 @@ def _thinned(mask: Tensor | None, index: Tensor, counts: Tensor) -> Tensor | Non
 
 
 def _grown(mask: Tensor | None, index: Tensor, counts: Tensor, prompt: int, since: int, queries: int) -> Tensor | None:
-    """The mask of a step after the prompt: the tokens that are left of it, and all that came since."""
+    """The mask for a step after the prompt: over the tokens left of it and all later ones."""
     if mask is None:
         if bool(counts.all()) and queries == 1:
             return None

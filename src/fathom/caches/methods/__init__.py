@@ -1,1 +1,1 @@
-"""KV-cache methods, one file each; what supports them lies one folder up."""
+"""KV-cache methods, one file each. The code that supports them is one folder up."""

@@ -16,13 +16,13 @@ from fathom.ops.rotary_slots import rotate_slots
 
 @dataclasses.dataclass(frozen=True)
 class FreqKV(CacheMethod):
-    """A cache of `budget` slots C. When it is full and a token comes, the N = C − n_sink − n_recent middle slots become
-    L = ⌊ratio·N⌋ (exact, on the decimal `ratio`):
+    """A cache of C = `budget` slots. When it is full and a token comes, its N = C − n_sink − n_recent middle slots
+    become L = ⌊ratio·N⌋ slots (with `ratio` taken as the decimal that it prints as):
 
         y = √(L/N) · IDCT_L(DCT_N(x)[0:L])     for every channel of the unrotated keys and of the values
 
-    Keys are rotated by slot, so no position reaches C. Prompt, decode and training share one loop, so boundaries
-    coincide for every way of feeding the tokens. Made to be fine-tuned (`Trainer` under `compress`).
+    Keys are rotated by slot, so no position reaches C. Prompt, decoding and training share one loop, so compressions
+    happen at the same tokens however these are fed. Meant for fine-tuning (`Trainer` under `compress`).
 
     budget: C, slots of the cache.
     n_sink: first tokens that are never compressed.

@@ -1,4 +1,4 @@
-"""The full cache in this wing's harness: every token, nothing dropped. The reference of every comparison."""
+"""The full cache as a method of this wing: every token, nothing dropped. The reference of every comparison."""
 
 from __future__ import annotations
 

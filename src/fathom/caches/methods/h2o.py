@@ -12,7 +12,8 @@ from fathom.caches.token_budget import Eviction, SlotState, TokenBudget, keep_hi
 
 @dataclasses.dataclass(frozen=True)
 class H2O(TokenBudget):
-    """Score h_s = Σ_queries a_s, accumulated and never normalised; the lowest non-recent slot leaves.
+    """Keep the slots with the highest score h_s = Σ_queries a_s, accumulated and never normalised; the lowest slot that
+    is not recent leaves.
 
     Heavy hitters: budget − n_recent (by default half of it). Sinks are not protected unless n_sink says so. Ties drop
     the oldest.

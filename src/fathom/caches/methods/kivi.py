@@ -22,13 +22,13 @@ CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", 
 
 @dataclasses.dataclass(frozen=True)
 class KIVI(CacheMethod):
-    """Asymmetric min/max codes of `bits` bits in groups of `group` numbers; keys post-RoPE at their true positions.
+    """Asymmetric min/max codes of `bits` bits in groups of `group` numbers. Keys are rotated, at their true positions.
 
-    Keys: the largest multiple of `residual` tokens is quantised, per channel along tokens. Values: all but the newest
-    `residual` tokens, per token along channels. Attention rebuilds 4096 tokens at a time; on a GPU with Triton that is
-    one launch for keys and one for values, and for a single query one kernel reads the codes as they are.
-    A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's dtype):
-    bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
+    Keys are quantised per channel along tokens, the oldest r·⌊n/r⌋ of n tokens with r = `residual`. Values are
+    quantised per token along channels, all but the newest r. Attention rebuilds 4096 tokens at a time; on a GPU with
+    Triton that is one launch for keys and one for values, and for a single query one kernel reads the codes without
+    rebuilding. A quantised number takes b/8 + 2w/group bytes (w bytes a full number; scale and minimum have the model's
+    dtype): bytes per layer = B·G·D·Σ_{K,V} [n_q (b/8 + 2w/group) + w(n − n_q)] with n_q of n tokens quantised.
 
     bits: width of a code, 2, 4 or 8.
     group: numbers that share a scale and a minimum; divides `residual` and the head dim.
@@ -94,11 +94,11 @@ class KIVI(CacheMethod):
 
 
 class KIVIState(Appending):
-    """Keys as groups [B,G,n_k/group,D,·] and values as [B,G,n_v,D/group,·]; the rest in full.
+    """Codes of keys in groups [B,G,n_k/group,D,·] and of values [B,G,n_v,D/group,·]; the newest tokens in full.
 
     While steps are recorded the stores of codes have room, full keys lie in a ring of r = `residual` slots and full
     values in one of r + 1, and every step codes the value that is r tokens old, and the keys of the ring anew: they
-    count once all are of one block.
+    count once all are of one block, and those of values once they are so old.
     """
 
     def __init__(self, method: KIVI):
@@ -118,8 +118,8 @@ class KIVIState(Appending):
         return self.seen
 
     @property
-    def appends(self) -> bool:
-        return self.value_codes is not None
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return self.key_codes is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         if self.fixed is not None:
@@ -143,7 +143,7 @@ class KIVIState(Appending):
         return dense
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of the quantised keys' tokens, rebuilt a few at a time."""
+        """Keys and values of the tokens whose keys are quantised, rebuilt a few tokens at a time."""
         assert self.value is not None
         method = self.method
         return rebuilt_blocks(self.coded_keys(), self.coded_values(), self.value, method.bits, method.group)
@@ -153,13 +153,13 @@ class KIVIState(Appending):
         return self.key_codes, self.key_scale, self.key_minimum
 
     def coded_values(self) -> Quantized | None:
-        """None as long as none is quantised."""
+        """The codes of values; None as long as no value is quantised."""
         if self.value_codes is None or self.value_scale is None or self.value_minimum is None:
             return None
         return self.value_codes, self.value_scale, self.value_minimum
 
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Quantise what is due of the full-precision part, keep the rest."""
+        """Quantise the tokens that are old enough, and keep the others in full precision."""
         method, held = self.method, self.seen
         self.seen += length
         due_keys = method.quantized(self.seen)[0] - method.quantized(held)[0]
@@ -178,13 +178,17 @@ class KIVIState(Appending):
     def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
         residual, group = self.method.residual, self.method.group
         room = -(-visible.shape[3] // residual) * residual
-        for name, count in zip(CODES, 3 * (room // group,) + 3 * (room,), strict=True):
+        assert self.key is not None and self.value is not None
+        one_key = self.key.new_zeros(*self.key.shape[:2], 1, self.key.shape[3], group)
+        one_value = self.value.new_zeros(*self.value.shape[:2], 1, self.value.shape[3] // group, group)
+        empty = *quantize(one_key, self.method.bits), *quantize(one_value, self.method.bits)
+        for name, like, count in zip(CODES, empty, 3 * (room // group,) + 3 * (room,), strict=True):
             held = getattr(self, name)
-            store = held.new_zeros(*held.shape[:2], count, *held.shape[3:])
-            store[:, :, : held.shape[2]] = held
+            store = like.new_zeros(*like.shape[:2], count, *like.shape[3:])
+            if held is not None:
+                store[:, :, : held.shape[2]] = held
             setattr(self, name, store)
         if self.fixed is None:
-            assert self.key is not None and self.value is not None
             for name, ring, newest in (("key", residual, self.key), ("value", residual + 1, self.value)):
                 slots = torch.arange(length - newest.shape[2], length, device=newest.device) % ring
                 held = newest.new_zeros(*newest.shape[:2], ring, newest.shape[3])
@@ -195,7 +199,7 @@ class KIVIState(Appending):
         method = self.method
         coded_keys, coded_values = method.quantized(length)
         for name, count in zip(CODES, 3 * (coded_keys // method.group,) + 3 * (coded_values,), strict=True):
-            setattr(self, name, getattr(self, name)[:, :, :count].clone())
+            setattr(self, name, getattr(self, name)[:, :, :count].clone() if count else None)
         for name, ring, first in (("key", method.residual, coded_keys), ("value", method.residual + 1, coded_values)):
             held = getattr(self, name)
             setattr(self, name, held[:, :, torch.arange(first, length, device=held.device) % ring])
@@ -211,7 +215,7 @@ class KIVIState(Appending):
         output = ring_quantized_attention(
             query, self.coded_keys(), values, self.key, self.value, place, method.bits, group, scaling
         )
-        oldest = place - residual
+        oldest = (place - residual).clamp(min=0)  # before there is one, what will be written over
         groups = self.value.index_select(2, oldest % (residual + 1)).unflatten(3, (-1, group))
         for store, tensor in zip(values, quantize(groups, method.bits), strict=True):
             store.index_copy_(2, oldest, tensor)

@@ -1,4 +1,4 @@
-"""A migration path for scoring functions (kvpress' `ScorerPress`): a function of keys and values decides what stays.
+"""Scores of your own: a function of keys and values decides what stays (the way over from kvpress' `ScorerPress`).
 
     from fathom.caches import Scored, compress, register_scorer
 
@@ -32,7 +32,7 @@ SCORERS: dict[str, Scorer] = {}
 
 
 def register_scorer(name: str) -> Callable[[Scorer], Scorer]:
-    """Make a function available as `Scored(scorer=name)`."""
+    """A decorator that makes a function available as `Scored(scorer=name)`."""
 
     def add(function: Scorer) -> Scorer:
         SCORERS[name] = function
@@ -61,11 +61,12 @@ def keydiff(keys: Tensor, values: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Scored(TokenBudget):
-    """Keep the highest scores. Needs no attention access: `build_cache(model, Scored(…))` also works as a plain cache.
+    """Keep the tokens with the highest scores. Scores need no attention, so `build_cache(model, Scored(…))` works
+    without `compress`.
 
     scorer: name of the scoring function, as `register_scorer` got it.
-    compression_ratio: fraction of a prompt that is dropped, as in kvpress; None uses `budget`. Of n tokens so far
-        (so a prompt read in chunks ends with as many as one read whole) ⌊n·(1 − ratio)⌋ stay, exactly, and at least 1.
+    compression_ratio: fraction of a prompt that is dropped, as in kvpress; None uses `budget`. Of the n tokens so far
+        ⌊n·(1 − ratio)⌋ stay, and at least 1; a prompt read in chunks therefore ends with as many as one read whole.
     acts_on: "prompt" (calls of several tokens) or "always"; a compression_ratio acts on prompts.
     """
 

@@ -13,7 +13,8 @@ from fathom.caches.token_budget import SlotState, TokenBudget, keep_highest
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(TokenBudget):
-    """Prompt only: s = pool(Σ over the last w queries of softmax weights); the top budget − w and the last w stay.
+    """Of a prompt, keep the last w tokens and the budget − w others with the highest s = pool(Σ over the last w queries
+    of softmax weights).
 
     n_recent: the window w; None: 32, at most half the budget.
     kernel: width of the average pooling along tokens, odd.
@@ -74,7 +75,7 @@ class SnapKV(TokenBudget):
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV whose budget falls with depth; `budget` is the mean over layers. With w the window and the sinks, if any:
+    """SnapKV with a budget that falls with depth; `budget` is the mean over layers. With w = window + sinks:
 
         low = (budget − w) // beta;   high = 2(budget − w) − low;   layer l keeps w + high − l·((high − low) // (L − 1))
 

@@ -13,10 +13,10 @@ from fathom.caches.token_budget import Eviction, SlotState, TokenBudget
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(TokenBudget):
-    """Sinks and a window. `n_recent=None` means budget − n_sink (any other value must equal it).
+    """Keep the first n_sink tokens and the newest budget − n_sink. `n_recent` is None or that number.
 
-    evict: "after" (default: a step attends to budget + 1 slots, then drops one) or "before" (room is made first, so
-        that attention sees at most `budget` slots; calls longer than `chunk` are split).
+    evict: "after" (default: a step attends to budget + 1 slots, then drops one) or "before" (a slot is freed first, so
+        attention sees at most `budget` slots; calls longer than `chunk` are split).
     """
 
     evict: str = "after"

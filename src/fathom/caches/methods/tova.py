@@ -12,9 +12,10 @@ from fathom.caches.token_budget import Eviction, SlotState, TokenBudget, keep_hi
 
 @dataclasses.dataclass(frozen=True)
 class TOVA(TokenBudget):
-    """Score: the last query's weights, mean over all heads; one index set for the layer. The newest token may leave.
+    """Keep the tokens with the highest attention weights of the last query, averaged over all heads of a layer.
 
-    There is no recent window; sinks are optional. Ties drop the oldest.
+    All heads of a layer keep the same tokens. There is no recent window, so the newest token may leave; sinks are
+    optional. Ties drop the oldest.
     """
 
     n_sink: int = 0

@@ -14,16 +14,17 @@ from fathom.ops.tree_sweep import tree_sweep
 
 @dataclasses.dataclass(frozen=True)
 class TreeKV(TokenBudget):
-    """A pointer sweeps over the c = budget − n_sink − n_recent tree slots; the two neighbours at it compete.
+    """A pointer sweeps over the c = budget − n_sink − n_recent tree slots, and the two slots at the pointer compete.
 
         s̄ = S / C;   of slots n_sink + p and n_sink + p + 1 the one with lower s̄ leaves (ties: the older);
         p ← (p + stride) mod c
 
-    S attention received, C queries seen. Every sweep halves everything older. c = 0 is StreamingLLM.
+    S is the attention that a slot received and C the number of queries that saw it. Every sweep halves the older slots.
+    c = 0 is StreamingLLM.
 
     block: None is the largest of 1 … 32 that three times fits the tree slots.
     score: "avg" (S/C), "sum" (S), "last" (the last query's weights), "none" (always keep the older of the pair).
-    stride: slots that the pointer moves by: 1, the paper's walk, or 2.
+    stride: slots that the pointer moves in a step: 1, as in the paper, or 2.
     scope: slots that compete at a time; the method is defined for 2.
     prefill: "block" (default: a long first call is swept in blocks of `block` tokens, scored by the last block's
         queries; later calls are swept by token with frozen scores), "chunked" (frozen scores per `chunk`), "sequential"
@@ -80,7 +81,7 @@ class TreeKV(TokenBudget):
         return self.budget - self.n_sink - self.n_recent
 
     def block_loss(self) -> int:
-        """Tree slots that the protected tail of the block sweep can take at most."""
+        """The most tree slots that the protected tail of the block sweep can take."""
         return max(0, self.block - self.n_recent) + self.block - 1
 
     def new_state(self, context: LayerContext) -> TreeState:
@@ -97,7 +98,7 @@ class TreeKV(TokenBudget):
         return slots * of_a_slot + 8 * shape.batch
 
     def block_plan(self, slots: int) -> tuple[int, int]:
-        """(blocks that compete, blocks that stay) when a first call leaves `slots` > budget slots."""
+        """(Blocks that compete, blocks that stay) when a first call leaves `slots` > budget slots."""
         tail = max(self.n_recent, self.block)
         competing, left_over = divmod(slots - self.n_sink - tail, self.block)
         return competing, max(0, self.budget - self.n_sink - tail - left_over) // self.block
@@ -122,7 +123,7 @@ class TreeState(SlotState):
         return min(length, self.method.block) + self.trailing(length) if self.method.prefill == "block" else length
 
     def trailing(self, length: int) -> int:
-        """Tokens after the last whole block: they observe together with it."""
+        """Number of tokens after the last whole block; their queries are observed with that block's."""
         return length % self.method.block if length > self.method.block else 0
 
     def observe(self, received: Tensor, last: int, length: int) -> None:
@@ -182,7 +183,7 @@ class TreeState(SlotState):
         return leaves.squeeze(-1)
 
     def sweep_blocks(self, score: Tensor, slots: int) -> Tensor:
-        """The block form on a first call: the same rule over blocks, scores fixed. Token indices after the sinks."""
+        """Token indices after the sinks that a first call keeps: the same rule over blocks, with fixed scores."""
         method = self.method
         assert self.pointer is not None
         competing, staying = method.block_plan(slots)

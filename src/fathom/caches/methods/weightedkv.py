@@ -14,21 +14,22 @@ from fathom.ops.run_merge import SMALLEST, discarded_slots, fold_runs, run_merge
 
 @dataclasses.dataclass(frozen=True)
 class WeightedKV(TokenBudget):
-    """When the cache overflows, with ā = A / count (attention received per query that saw the slot):
+    """When the cache overflows, the key with the lowest ā leaves. ā = A / count, attention received per query that saw
+    the slot:
 
         j = argmin ā over slots n_sink … min(n − n_recent − 1, n − 2)        (ties: the oldest)
         v_{j+1} ← (ā_j v_j + ā_{j+1} v_{j+1}) / (ā_j + ā_{j+1});   slot j leaves, slot j + 1 keeps key and statistics
 
-    A call of several tokens discards the lowest ā (frozen for the call) and folds runs of discarded values left to
-    right.
+    A call of several tokens computes ā once, discards the slots with the lowest, and folds runs of discarded values
+    left to right.
 
     prefill: "chunked" (default, `chunk` tokens at a time), "exact" (token by token), "once" (the whole call).
     merge: False drops the value too (plain eviction).
     merge_stats: "keep" the survivor's statistics or "sum" both.
     merge_into_recent: False folds a value whose right neighbour is protected into its left neighbour instead.
 
-    budget = n_sink + n_recent: the one token that may leave is folded into the oldest recent one, so the keys are those
-    of StreamingLLM, the values only with merge=False.
+    With budget = n_sink + n_recent only one token may leave, and it is folded into the oldest recent one. Keys are then
+    those of StreamingLLM; values are only with merge=False.
     Bytes per layer at capacity M: 2·B·G·M·D·bytes + (f + 4)·B·G·M (statistics), f = 4 or 8 (float64).
     """
 

@@ -1,1 +1,1 @@
-"""Readers and writers of checkpoints: stock families, the authors' Depth-Attention layout, adapters."""
+"""Readers and writers of checkpoints: stock families, layouts of papers' authors, adapters."""

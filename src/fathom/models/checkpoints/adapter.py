@@ -1,8 +1,8 @@
-"""Adapters of peft on a checkpoint: where they lie, and how they come onto a model.
+"""peft adapters of a checkpoint: how they are found and put on a model.
 
 An `adapter_config.json` beside the weights is an adapter on them; in a folder without weights it names their folder or
-repository. transformers' loaders follow this rule too, but then report the adapter's names in place of the weights', so
-that a tensor that is absent would stay random in silence: here weights are read without their adapter
+repository. transformers' loaders follow this rule too, but then report missing names of the adapter instead of the
+weights, so that an absent tensor would stay random unnoticed. So weights are read without their adapter
 (`hf_versions.weights_alone`), and the adapter after them.
 """
 
@@ -25,10 +25,10 @@ HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
 
 def find_adapter(path: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, dict[str, Any]] | None]:
-    """The checkpoint that `path` means, and the adapter on it with the arguments that find it; None if there is none.
+    """The checkpoint that `path` means, and its adapter with the arguments that find it; None without an adapter.
 
-    What `kwargs` of from_pretrained say of an adapter is taken out of them. Raises ValueError if peft is not installed,
-    and for an adapter without weights that names none.
+    Removes arguments about an adapter from `kwargs` of from_pretrained. Raises ValueError if peft is not installed, and
+    for an adapter that neither lies beside weights nor names them.
     """
     given = dict(kwargs.pop("adapter_kwargs", None) or {})
     if given == NO_ADAPTER:
@@ -64,8 +64,8 @@ def merge_adapter(
 ) -> tuple[PreTrainedModel, Iterable[str], Iterable[str]]:
     """The stock model with the adapter in its weights, and the adapter's missing and unexpected names.
 
-    Raises ValueError for an adapter that changes no weights (prompts). A head that was tied to the input table may come
-    back with other values: an adapter on one of the two is not on the other.
+    Raises ValueError for an adapter that changes no weights (prompts). A head that was tied to the input table may
+    differ from it afterwards, as an adapter on one of the two is not on the other.
     """
     from peft import PeftConfig, PeftModel
 

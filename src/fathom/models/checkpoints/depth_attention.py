@@ -1,7 +1,7 @@
 """Checkpoints of Depth-Attention's authors (arXiv 2606.05014): a Llama config with their fields, Qwen3's tensor names.
 
-Their `config.json` says `model_type: llama`, but the model has QK-norm weights (`q_norm`, `k_norm`) and applies the
-latter *after* the rotation. What was trained stands in these fields:
+Their `config.json` says `model_type: llama`, but the model has QK-norm weights (`q_norm`, `k_norm`) and applies
+`k_norm` *after* the rotation. These fields say which model was trained:
 
 | field | meaning |
 |---|---|
@@ -10,7 +10,7 @@ latter *after* the rotation. What was trained stands in these fields:
 | depth_softmax_stride, depth_attention_stride | stride; the first wins in their code, which falls back to 1 |
 | depth_recent_window, depth_attention_recent_window | recent window |
 | cross_layer_mode, cross_layer_pattern | "depth_softmax" is Depth-Attention |
-| use_qk_norm, scale_embeds | as they say |
+| use_qk_norm, scale_embeds | as their names say |
 | baseline_mode | a rival's model ("attnres", "denseformer", "mhc") |
 """
 
@@ -38,12 +38,14 @@ def recognised(stock: PreTrainedConfig) -> bool:
 
 
 def translate(stock: PreTrainedConfig, changes: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """A config of that layout as the stock config whose class reads its tensors, and `changes` with its mixer added.
+    """The stock config whose class reads the tensors of such a config, and `changes` with its mixer added.
 
-    Any other config comes back as it is. Options of a `mixer` in `changes` win, one by one. Warns, naming the field,
-    where the config does not say how the model was trained. Raises ValueError for what cannot be read: a rival's model,
-    another mixing mode, two strides, scaled embeddings of unknown factor, MLP biases; and for another mixer where keys
-    are normalised after the rotation.
+    Any other config is returned unchanged. Options of a `mixer` in `changes` override the config's one by one. Warns,
+    naming the field, where the config does not say how the model was trained.
+
+    Raises:
+        ValueError: the config is of a rival's model, another mixing mode, two strides, scaled embeddings of unknown
+            factor or MLP biases; or another mixer is asked for though keys are normalised after the rotation.
     """
     if not recognised(stock):
         return stock, changes

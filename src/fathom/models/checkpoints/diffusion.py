@@ -1,8 +1,8 @@
 """Checkpoints of diffusion models in their authors' layouts, read without their code: LLaDA (arXiv 2502.09992) and
 Dream (arXiv 2508.15487).
 
-LLaDA is a Llama decoder under other names, without biases, whose tokens see all of a row. Dream has the tensors of
-Qwen2, and predictions shifted by one.
+LLaDA is a Llama decoder with other tensor names and no biases, in which every token sees the whole row. Dream has the
+tensors of Qwen2, and predictions shifted by one.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LLADA_NAMES = (
 
 
 def load(path: Any, changes: dict[str, Any]) -> tuple[FathomConfig, State] | None:
-    """The config and the tensors, in the decoder's names, of a checkpoint in one of these layouts; None of any other.
+    """Config and tensors, in the decoder's names, of a checkpoint in one of these layouts; None for any other.
 
-    changes: fields of FathomConfig, over those of the checkpoint. Raises ValueError for a field that is not
+    changes: fields of FathomConfig that override the checkpoint's. Raises ValueError for a field that is not
         implemented.
     """
     stored, _ = PreTrainedConfig.get_config_dict(path)
@@ -89,7 +89,7 @@ def dream_config(stored: dict[str, Any], changes: dict[str, Any]) -> FathomConfi
 
 
 def renamed(name: str) -> str:
-    """A tensor of LLaDA in the decoder's names."""
+    """The decoder's name for a tensor of LLaDA."""
     for theirs, ours in LLADA_NAMES:
         name = name.replace(theirs, ours)
     return name

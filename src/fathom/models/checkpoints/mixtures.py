@@ -1,7 +1,7 @@
 """Stock mixtures of experts: Qwen2-MoE, Mixtral and Qwen3-MoE as the feed-forward method `moe`, and back.
 
-Tensors have the same names and shapes in the classes of all three and in `moe`. What the classes cannot say is folded
-into weights, where the function stays the same:
+Tensors have the same names and shapes in the classes of all three and in `moe`. Options that the classes lack are
+folded into weights, where that leaves the function unchanged:
 
     ρ ≠ 1                        the experts' down_proj · ρ
     a constant a (Qwen2-MoE)     the shared down_proj · 2a, and a zero row as its gate, whose sigmoid is ½
@@ -30,8 +30,8 @@ def is_mixture(config: FathomConfig) -> bool:
 
 
 def section_of(stock: PreTrainedConfig) -> dict[str, Any]:
-    """The `feed_forward` section of a stock mixture's config. transformers' balance loss is k for a uniform router
-    where ours is 1, so its coefficient is ours / k."""
+    """The `feed_forward` section of a stock mixture's config. For a uniform router transformers' balance loss is k and
+    ours is 1, so its coefficient is ours / k."""
     shared = stock.shared_expert_intermediate_size if stock.model_type == "qwen2_moe" else 0
     mixtral, k = stock.model_type == "mixtral", stock.num_experts_per_tok
     return {
@@ -47,7 +47,7 @@ def section_of(stock: PreTrainedConfig) -> dict[str, Any]:
 
 
 def family_of(config: FathomConfig) -> str:
-    """The stock class that can hold this mixture. Raises ValueError that names the option none has."""
+    """The stock class that can hold this mixture. Raises ValueError that names the option that no class has."""
     options = build_options("feed_forward", config.feed_forward)
     shared = options.shared != 0
 
@@ -70,7 +70,7 @@ def family_of(config: FathomConfig) -> str:
 
 
 def stock_fields(config: FathomConfig, family: str) -> dict[str, Any]:
-    """The fields of the stock config that say what the section says."""
+    """The fields of the stock config that correspond to the section."""
     options = build_options("feed_forward", config.feed_forward)
     width = config.intermediate_size // options.slices if options.width is None else options.width
     fields = {"num_experts_per_tok": options.active, "router_aux_loss_coef": options.balance / options.active}
@@ -84,7 +84,7 @@ def stock_fields(config: FathomConfig, family: str) -> dict[str, Any]:
 
 
 def folded(state: dict[str, Tensor], config: FathomConfig) -> dict[str, Tensor]:
-    """The tensors as a stock class computes the same function with them.
+    """The tensors with which a stock class computes the same function.
 
     Raises ValueError where groups are chosen whole though the rows of their experts differ: stock classes choose
     expert by expert.

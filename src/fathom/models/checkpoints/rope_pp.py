@@ -1,13 +1,13 @@
 """Checkpoints of RoPE++'s authors (arXiv 2512.07525): a Llama config, and tensors that it does not describe.
 
-Their code keeps the base model's head counts in `config.json` and is told the mode when it loads:
+Their code keeps the base model's head counts in `config.json`, and the mode is an argument of loading:
 
 | mode | paper | projected heads | o_proj reads |
 |---|---|---|---|
 | imag1 | EH, equal heads | half of the config's query and key/value heads | the config's heads |
 | imag2 | EC, equal cache | the config's | twice the config's heads |
 
-Here head counts are what is projected, so imag1 becomes halved counts with the config's `head_dim`.
+Here head counts are those of projected heads, so imag1 becomes halved counts with the config's `head_dim`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUTPUT, QUERY = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_a
 
 
 def shapes(folder: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the first layer's `OUTPUT` and `QUERY`, where a local folder's safetensors files have them."""
+    """The shapes of the first layer's `OUTPUT` and `QUERY`, if they are in safetensors files of a local folder."""
     found = {}
     for file in sorted(Path(folder).glob("*.safetensors")) if Path(str(folder)).is_dir() else ():
         with safe_open(file, framework="pt") as opened:

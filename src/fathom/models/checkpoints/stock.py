@@ -1,6 +1,6 @@
-"""Stock checkpoints of the four families, Qwen2 and three mixtures: configs and tensor names, into Fathom and back.
+"""Stock checkpoints of the four families, Qwen2 and three mixtures: configs and tensor names, to Fathom's and back.
 
-Reading goes through transformers' own class, so every file format and legacy key it accepts is accepted here, and a
+Reading goes through transformers' own class, so every file format and legacy key that it accepts is accepted here. A
 field of the family's config that the decoder does not implement is refused by name.
 """
 
@@ -44,11 +44,11 @@ BOOKKEEPING = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one stock family maps to the decoder.
+    """The map between one stock family and the decoder.
 
-    fields: stock config field → Fathom field.   fixed: stock fields whose only implemented value is given.
-    to_fathom / to_stock: state dicts, given the Fathom config.
-    backbone: Fathom's, where it is not of the stock family's name.
+    fields: stock config field → Fathom field.   fixed: stock fields with the only value that is implemented.
+    to_fathom, to_stock: functions of a state dict and the Fathom config.
+    backbone: Fathom's name for the family, where it differs from transformers'.
     """
 
     fields: dict[str, str]
@@ -83,7 +83,7 @@ MIXTRAL_FIELDS = {theirs: ours for theirs, ours in LLAMA_FIELDS.items() if their
 
 
 def same(state: State, config: FathomConfig) -> State:
-    """Llama and Qwen3: the decoder has their tensor names."""
+    """The state dict as it is: the decoder has the tensor names of Llama and Qwen3."""
     return dict(state)
 
 
@@ -117,7 +117,7 @@ def rename(name: str, pairs: tuple[tuple[str, str], ...], to_stock: bool) -> str
 
 
 def neox_to_fathom(state: State, config: FathomConfig) -> State:
-    """GPT-NeoX fuses q, k, v with the three interleaved inside each head: rows are [head, (q, k, v), D]."""
+    """GPT-NeoX's tensors in the decoder's names. Its fused q, k, v have rows [head, (q, k, v), D]."""
     out: State = {}
     for name, tensor in state.items():
         if ".attention.query_key_value." in name:
@@ -146,7 +146,7 @@ def neox_to_stock(state: State, config: FathomConfig) -> State:
 
 
 def gpt2_to_fathom(state: State, config: FathomConfig) -> State:
-    """GPT-2 stores linear weights as [in, out] and fuses q, k, v side by side."""
+    """GPT-2's tensors in the decoder's names. It stores linear weights as [in, out] and fuses q, k, v side by side."""
     out: State = {}
     for name, tensor in state.items():
         if name.endswith(".weight") and (".attn.c_" in name or ".mlp.c_" in name):
@@ -310,11 +310,11 @@ UNREAD = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|masked_bias)$|^(sco
 def load_stock(
     path: Any, adapter: tuple[Any, dict[str, Any]] | None, kwargs: dict[str, Any]
 ) -> tuple[FathomConfig, FathomConfig, State, GenerationConfig | None, dict[str, Any]] | None:
-    """Read a stock checkpoint: (config, the stored one, state dict in Fathom's names, generation config, arguments of
+    """A stock checkpoint: (config, stored config, state dict in Fathom's names, generation config, arguments of
     `KIND`).
 
-    An adapter comes merged: where a family fuses matrices that are apart here, it has no other form. None if `path`
-    holds a Fathom checkpoint. Raises ValueError for an unsupported family, and a tensor that is absent or has no place.
+    None if `path` holds a Fathom checkpoint. An adapter is merged, because a family may fuse matrices that are separate
+    here. Raises ValueError for an unsupported family, and a tensor that is absent or has no place.
     """
     kwargs = {name: kwargs[name] for name in kwargs if name not in ("output_loading_info", "adapter_name")}
     changes = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
@@ -358,12 +358,12 @@ def load_stock(
 
 
 def changed_sections(given: FathomConfig, stored: FathomConfig) -> list[re.Pattern[str]]:
-    """Patterns of the parameters that methods of `given` may add to a checkpoint whose config is `stored`, or leave."""
+    """Patterns of parameters that methods of `given` may add to a checkpoint with config `stored`, or leave out."""
     return [part.owns for name, part in SECTIONS.items() if getattr(given, name) != getattr(stored, name)]
 
 
 def converts(given: FathomConfig, stored: FathomConfig) -> bool:
-    """Whether the positions of `given` make other tensors of those of an ordinary checkpoint, as `stored` is one."""
+    """Whether `stored` is an ordinary checkpoint whose tensors the positions method of `given` converts."""
     if given.positions == stored.positions or stored.positions["name"] not in SECTIONS["positions"].plain:
         return False
     method: Any = lookup("positions", given.positions["name"])
@@ -378,10 +378,10 @@ def check_names(
     stored: FathomConfig | None = None,
 ) -> None:
     """Raise ValueError for a tensor that is absent from the files, which transformers would fill with random numbers,
-    and for one of them that has no place in the model.
+    and for a tensor in them that has no place in the model.
 
-    `given`, `stored`: the model's config and the checkpoint's. A method that is not the stored one may add parameters
-    and leave others, and so may fewer layers.
+    given, stored: configs of the model and of the checkpoint. A method other than the stored one may add parameters and
+        leave some out; a model with fewer layers may leave some out, too.
     """
     added: list[re.Pattern[str]] = []
     left: list[re.Pattern[str]] = [UNREAD]
@@ -411,7 +411,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
-    """Raise ValueError if the weights of a Fathom checkpoint cannot go on under another config's depth method."""
+    """Raise ValueError if the weights of a Fathom checkpoint cannot be used under another config's depth method."""
     method: Any = lookup("depth", given.depth["name"])
     reason = method.refuse_checkpoint(stored, given)
     if reason:
@@ -420,8 +420,8 @@ def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
 
 @contextlib.contextmanager
 def changes_named(path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Turn the error about tensors of other shapes into a ValueError that names what the arguments `kwargs` of
-    from_pretrained say otherwise than the config of a Fathom checkpoint, if they do."""
+    """A context that turns the error about shapes of tensors into a ValueError. It names the arguments in `kwargs` of
+    from_pretrained that contradict the config of a Fathom checkpoint, if there are any."""
     try:
         yield
     except RuntimeError as error:
@@ -435,7 +435,7 @@ def changes_named(path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def configs(path: Any, kwargs: dict[str, Any]) -> tuple[FathomConfig, FathomConfig]:
-    """For a Fathom checkpoint, the config that `kwargs` of from_pretrained make of the stored one, and that one."""
+    """For a Fathom checkpoint, the stored config changed by `kwargs` of from_pretrained, and the stored config."""
     hub = {name: kwargs[name] for name in HUB if name in kwargs}
     stored, given = FathomConfig.from_pretrained(path, **hub), kwargs.get("config")
     if not isinstance(given, FathomConfig):
@@ -444,7 +444,7 @@ def configs(path: Any, kwargs: dict[str, Any]) -> tuple[FathomConfig, FathomConf
 
 
 def changed(path: Any, kwargs: dict[str, Any]) -> list[str]:
-    """The fields and options that `kwargs` change in the config of a Fathom checkpoint, and what is stored."""
+    """The fields and options that `kwargs` change in the config of a Fathom checkpoint, with their stored values."""
     given, stored = configs(path, kwargs)
     changes = []
     for field in FIELDS:
@@ -461,8 +461,8 @@ def changed(path: Any, kwargs: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def damage_named(path: Any) -> Iterator[None]:
-    """Turn the errors about a truncated or corrupt safetensors file, and about tensors of other shapes than the config
-    says, into a ValueError that names the file or the checkpoint."""
+    """A context that turns errors about a truncated or corrupt safetensors file, and about shapes that contradict the
+    config, into a ValueError that names the file or the checkpoint."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Methods in which a token runs through the layers as often as it needs: `stack.py` is the layer stack for them."""
+"""Support for methods in which every token takes as many steps as it needs. `stack.py` is their layer stack."""

@@ -1,4 +1,4 @@
-"""What a cache holds of tokens that ran different numbers of steps: the slots that ran, ordered by segment."""
+"""Cache layers for tokens that ran different numbers of steps: they hold the slots that ran, ordered by segment."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ FOREVER = 2**30  # the last step at which a slot of such a segment is visible
 
 
 def appended_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """The steps at which slots are visible under the rule `append`: from their own on."""
+    """(First, last) step at which slots of each segment are visible under `append`: from their own step on."""
     return tuple((step, FOREVER) for step in range(steps))
 
 
 def replaced_segments(steps: int) -> tuple[tuple[int, int], ...]:
-    """The steps at which slots are visible under the rule `replace`: a token's last slot from its step on, every other
-    one at its own step only."""
+    """(First, last) step at which slots of each segment are visible under `replace`: a token's last slot from its own
+    step on, every other slot at its own step only.
+    """
     return appended_segments(steps) + tuple((step, step) for step in range(steps - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """A tidier order of a cache's columns, the same in all layers: where they come from, and what they then are."""
+    """A new order of a cache's columns for all layers: where each comes from, and their new tokens and sizes."""
 
     index: Int[Tensor, "B columns"]
     token: Int[Tensor, "B columns"]
@@ -46,8 +47,8 @@ class StepLayer(DynamicLayer):
         segments: (first, last) step at which slots of each segment are visible.
         sizes: columns of each segment.
         token: the number of every slot's token, `NOWHERE` for columns that a row does not use.
-        gaps: whether there may be such columns.
-        tokens: how many the slots belong to.
+        gaps: whether there may be such unused columns.
+        tokens: number of tokens that the slots belong to.
     """
 
     token: Int[Tensor, "B columns"]
@@ -65,7 +66,7 @@ class StepLayer(DynamicLayer):
         return self.tokens
 
     def visible(self, step: int) -> list[slice]:
-        """The columns that a slot of this step may see."""
+        """Indices of the columns that a slot of this step may see."""
         slices: list[slice] = []
         stop = 0
         for (first, last), size in zip(self.segments, self.sizes, strict=True):
@@ -77,15 +78,17 @@ class StepLayer(DynamicLayer):
         return slices
 
     def expect(self, key: Tensor, value: Tensor) -> None:
-        """Slots like these, if none have come yet."""
+        """Prepare for slots of this shape and dtype, if none have come yet."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
 
     def append(
         self, tokens: int, slots: KeyValue, token: Tensor, sizes: list[int], gaps: bool, numbers: Tensor | None
     ) -> Tensor:
-        """Add slots ordered by segment, so many of each, with their tokens' numbers. `numbers`: what a layer with the
-        same slots has returned, so that all share one tensor."""
+        """Add slots ordered by segment, `sizes` of each. Returns the tensor of all slots' token numbers.
+
+        numbers: that tensor from a layer with the same slots, so that all layers share it.
+        """
         self.expect(*slots)
         keys, values = slots
         if self.tokens:
@@ -100,7 +103,7 @@ class StepLayer(DynamicLayer):
         return token
 
     def packing(self) -> Packing:
-        """Every row's used columns at the front of their segment, without the columns that no row uses."""
+        """The order with every row's used columns first in their segment, and without columns that no row uses."""
         parts = self.token.split(self.sizes, 1)
         used = torch.stack([(part != NOWHERE).sum(1).amax() for part in parts]).tolist()
         columns, start = [], 0
@@ -143,7 +146,7 @@ class StepLayer(DynamicLayer):
 
 
 def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, int], ...], depth: str) -> None:
-    """Make the layers of an empty dynamic cache `StepLayer`s; refuse a cache that holds anything else."""
+    """Replace the layers of an empty dynamic cache by `StepLayer`s; refuse a cache that holds anything else."""
     layers: list[Any] = cache.layers
     if layers and all(type(layer) is StepLayer and layer.segments == segments for layer in layers):
         return
@@ -163,7 +166,7 @@ def hold_steps(cache: Cache, config: FathomConfig, segments: tuple[tuple[int, in
 
 
 def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: int) -> Tensor:
-    """The new slots of each segment after those it holds."""
+    """The slots of each segment, held ones followed by new ones."""
     parts, start, stop, taken = [], 0, 0, 0
     for size, more in zip(sizes, added, strict=True):
         stop += size
@@ -175,7 +178,7 @@ def _merged(held: Tensor, new: Tensor, sizes: list[int], added: list[int], dim: 
 
 
 def joined(slots: list[KeyValue]) -> KeyValue | None:
-    """Some slots after the others."""
+    """Several groups of slots, concatenated."""
     if len(slots) < 2:
         return slots[0] if slots else None
     keys, values = zip(*slots, strict=True)

@@ -1,4 +1,4 @@
-"""Steps of few tokens without waiting: their layers as CUDA graphs, and how many tokens to make place for."""
+"""Fast steps of few tokens: their layers as CUDA graphs, and a forecast of how many tokens run each step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fathom.ops.autocast import autocasts
 
 
 class Foresight:
-    """How many tokens will run each step, as far as those of late tell: then no step waits for the number of the last.
+    """A forecast of each step's token count from recent calls, so that no step waits for the count of the last one.
 
-    Of calls with as many tokens, the most or the mean and three deviations, whichever is above. Where more go on, the
-    call is made again with all numbers waited for (`StepStack.settled`). Numbers far from those before, as after
-    a change of threshold, start the observation anew.
+    The forecast is the maximum of recent calls with as many tokens, or their mean plus three standard deviations if
+    that is larger. If more tokens go on, the call runs again and waits for all counts (`StepStack.settled`). Counts far
+    from recent ones, as after a change of threshold, restart the observation.
     """
 
     def __init__(self, least: int = 8, remembered: int = 16, occasions: int = 64):
@@ -30,7 +30,7 @@ class Foresight:
         self.sizes: dict[Any, set[int]] = {}  # by occasion and step
 
     def seen(self, occasion: Any, step: int) -> tuple[int, float, float] | None:
-        """The most that went on after this step, their mean and standard deviation; None: not known yet."""
+        """Maximum, mean and standard deviation of recent counts after this step; None: too few calls so far."""
         calls = self.counts.get(occasion, ())
         if len(calls) < self.least:
             return None
@@ -40,19 +40,19 @@ class Foresight:
         return max(counts), mean, math.sqrt(squares / max(len(counts) - 1, 1))
 
     def most(self, occasion: Any, step: int) -> int | None:
-        """How many may go on after this step; None: not known yet."""
+        """The forecast number of tokens that go on after this step; None: not known yet."""
         seen = self.seen(occasion, step)
         return None if seen is None else max(seen[0], math.ceil(seen[1] + 3 * seen[2]))
 
     def size(self, occasion: Any, step: int, least: int, most: int) -> int:
-        """The smallest of these sizes that the step has had, else the least: a new one is another CUDA graph."""
+        """The smallest size in `least` … `most` that this step has had, else `least`; a new size is a new graph."""
         had = self.sizes.setdefault((occasion, step), set())
         size = min((size for size in had if least <= size <= most), default=least)
         had.add(size)
         return size
 
     def note(self, occasion: Any, counts: list[int]) -> None:
-        """How many went on after each step."""
+        """Record how many tokens went on after each step."""
         for step, count in enumerate(counts):
             seen = self.seen(occasion, step)
             if seen is not None and abs(count - seen[1]) > 6 * max(seen[2], math.sqrt(seen[1])):
@@ -65,15 +65,17 @@ class Foresight:
 
 
 def sums(parts: list[list[Tensor]], dtypes: list[torch.dtype]) -> list[Tensor]:
-    """Of each list, in its dtype."""
+    """The sum of each list of tensors, in its dtype."""
     return [
         sum((part.to(dtype) for part in some[1:]), some[0].to(dtype)) for some, dtype in zip(parts, dtypes, strict=True)
     ]
 
 
 class CastOnce(torch.autograd.Function):
-    """Weights in another dtype, copied to the places given, once for each of some steps: all share these numbers, and
-    the gradients of all are summed in the weights' own dtype, by `sums` or that function compiled."""
+    """Weights cast to another dtype once for several steps: one copy in `places`, which all steps share.
+
+    The steps' gradients are summed in the weights' own dtype, by `sums` or that function compiled.
+    """
 
     @staticmethod
     def forward(
@@ -97,12 +99,11 @@ class CastOnce(torch.autograd.Function):
 
 
 class StepGraphs:
-    """A few layers at a time as CUDA graphs: a step of few tokens takes less time than the CPU needs to launch its
-    kernels.
+    """Groups of a few layers as CUDA graphs, because a step of few tokens takes less time than launching its kernels.
 
-    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens; and reads what it needs again
-    in its backward pass where it lay when it was recorded, so what does not come from another graph is copied to a
-    place of its own. Outputs last until the next forward: gradients must be used, and let go of, before it.
+    A graph is recorded for every size, so sizes are multiples of a 128th of the tokens. The backward pass of a graph
+    reads its inputs at the addresses that they had in recording, so an input that does not come from another graph is
+    copied to a fixed place. Outputs are valid until the next forward: use gradients, and drop them, before it.
     """
 
     def __init__(self, decoder: Decoder, together: int = 4):
@@ -117,13 +118,13 @@ class StepGraphs:
         self.functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled, for any sizes."""
+        """The function, compiled for any sizes."""
         if function not in self.functions:
             self.functions[function] = torch.compile(function, dynamic=True)
         return self.functions[function]
 
     def of_step(self, step: int, steps: int, casts: dict[int, list[Any]]) -> list[Callable[..., Any]]:
-        """The groups for one step of some. `casts`: the `weights` of this forward's steps, filled by the first."""
+        """The groups for one of `steps` steps. casts: `weights` of this forward's steps, which the first fills."""
 
         def run(number: int, *given: Any, **inputs: Any) -> Any:
             if number not in casts:  # while the device runs the groups before
@@ -133,8 +134,10 @@ class StepGraphs:
         return [functools.partial(run, number) for number in range(len(self.groups))]
 
     def weights(self, number: int, steps: int) -> list[list[dict[str, Tensor]]]:
-        """Under autocast, the matrices of a group's layers as it casts them, for each step: else every step would cast
-        all of them, and add its gradients to those of the others by calls of their own."""
+        """Under autocast, the cast matrices of a group's layers, for each step.
+
+        Otherwise every step would cast all of them again, and add its gradients to the others' in separate calls.
+        """
         layers = self.layers[number]
         found: list[list[dict[str, Tensor]]] = [[{} for _ in layers] for _ in range(steps)]
         device = next(layers.parameters()).device.type
@@ -163,7 +166,7 @@ class StepGraphs:
         return found
 
     def room(self, name: tuple[Any, ...], numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A place of this name for so many numbers, the same in every call."""
+        """A buffer of this name for `numbers` numbers, the same one in every call."""
         place = self.places.get((*name, numbers, dtype, device))
         if place is None:
             with torch.inference_mode(False):  # others write to it, too
@@ -171,8 +174,7 @@ class StepGraphs:
         return place
 
     def place(self, x: Tensor, *name: Any) -> Tensor:
-        """The same numbers where they were the last time that there were so many of this name: graphs read them there,
-        and need no copy of their own."""
+        """A copy of x at the address that it had in earlier calls with this name and size, where graphs read it."""
         place = self.room(name, 1 << max(x.numel() - 1, 0).bit_length(), x.dtype, x.device)
         placed = place.detach()[: x.numel()].view(x.shape).copy_(x)
         torch._dynamo.mark_static_address(placed, guard=False)

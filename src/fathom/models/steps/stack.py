@@ -1,15 +1,14 @@
-"""Step by step over all tokens: methods in which a token runs through the layers as often as it needs.
+"""The layer stack for methods in which a token runs through the layers as often as it needs, step by step.
 
-Step k runs some of the new tokens, gathered; a token's turn in a step is a slot (t, k) with keys and values of its own,
-at the token's position. What a slot sees is decided by tokens alone, with one of two rules for earlier steps:
+Step k runs some of the new tokens, gathered. Token t in step k is the slot (t, k), with keys and values of its own at
+the token's position. Which slots it sees follows one of two rules:
 
     append     slot (t, k) sees (t', k')  iff  t' ≤ t and k' ≤ k                        (2-D causal)
     replace    slot (t, k) sees (t', k')  iff  t' ≤ t and k' is the last step ≤ k that t' ran   (frozen keys)
 
-`StepStack` is the layer stack for such methods, `StepLayer` (step_cache.py) the cache layer. Only slots that ran are
-computed and kept. A step (step_tokens.py) gathers its tokens within their rows (`Chosen`), all rows as long as the
-longest; or lays those of all rows end to end as one row (`Flat`), where the kernel skips what belongs to other rows:
-then a step costs what its tokens cost.
+`StepStack` is the layer stack, `StepLayer` (cache.py) the cache layer. Only slots that ran are computed and kept. A
+step (tokens.py) gathers its tokens within their rows (`Chosen`), padded to the longest; or it concatenates those of all
+rows into one row (`Flat`), in which the kernel skips keys of other rows, so that a step costs what its tokens cost.
 """
 
 from __future__ import annotations
@@ -50,15 +49,16 @@ PACK_EVERY = 64  # columns after which a cache of several rows closes the gaps t
 
 
 def append(key: Tensor, value: Tensor, earlier: KeyValue | None) -> tuple[Tensor, Tensor, KeyValue]:
-    """Attention reads all earlier slots, then these; all of them are left."""
+    """Earlier slots followed by the new ones: what attention reads under `append`, and what is kept for later steps."""
     if earlier is not None:
         key, value = torch.cat((earlier[0], key), dim=2), torch.cat((earlier[1], value), dim=2)
     return key, value, (key, value)
 
 
 class Apart(torch.autograd.Function):
-    """Slots after earlier ones, with gradients that are no parts of one tensor: else those of earlier slots would be
-    copied on their way to the graph that these come from. Reverse mode only."""
+    """Earlier slots followed by new ones, with gradients in separate tensors. As views of one tensor, gradients of
+    earlier slots would be copied on their way to the graph that made these. Reverse mode only.
+    """
 
     @staticmethod
     def forward(ctx: Any, earlier: Tensor, new: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Apart(torch.autograd.Function):
 
 
 def append_apart(key: Tensor, value: Tensor, earlier: KeyValue) -> tuple[Tensor, Tensor, KeyValue]:
-    """`append`, for steps whose layers are graphs."""
+    """`append` for steps whose layers are CUDA graphs."""
     key, value = Apart.apply(earlier[0], key), Apart.apply(earlier[1], value)
     return key, value, (key, value)
 
@@ -79,7 +79,7 @@ def append_apart(key: Tensor, value: Tensor, earlier: KeyValue) -> tuple[Tensor,
 def replace(
     key: Tensor, value: Tensor, earlier: tuple[KeyValue | None, KeyValue | None, Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor, KeyValue]:
-    """Attention reads one slot a token: K ← where(ran, K_new, K), V likewise; these are left."""
+    """One slot a token, read and kept under `replace`: K ← where(ran, K_new, K), V likewise."""
     past, last, index, live = earlier
     if last is not None:
         key, value = put(last[0], key, index, live, 2), put(last[1], value, index, live, 2)
@@ -87,7 +87,7 @@ def replace(
 
 
 def mask_of(visible: Bool[Tensor, "B n keys"], config: FathomConfig, dtype: torch.dtype) -> Tensor:
-    """[B, 1, n, keys] as the backend reads it: SDPA whether a key is seen, others what is added to its score."""
+    """The mask [B, 1, n, keys] for the backend: bool for SDPA, for others the number added to a score."""
     visible = visible[:, None]
     if "sdpa" in config._attn_implementation:  # type: ignore[operator]
         return visible
@@ -95,34 +95,37 @@ def mask_of(visible: Bool[Tensor, "B n keys"], config: FathomConfig, dtype: torc
 
 
 def lay_by_head(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, KeyValue]:
-    """The first step of all rows, which `append` reads as one row: [B, G, T, D] → [1, G, B·T, D]."""
+    """Keys and values of the first step of all rows as one row, which `append` reads: [B, G, T, D] → [1, G, B·T, D]."""
     # contiguous as what later steps leave: compiled, another layout would be another graph
     keys, values = (x.transpose(0, 1).flatten(1, 2)[None].contiguous() for x in (key, value))
     return key, value, (keys, values)
 
 
 def by_token(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "1 B*T G*D"]:
-    """One row of all rows' tokens, a token's numbers one after the other, as projections leave them: what a token
-    replaces is then in one piece."""
+    """All rows' tokens as one row in which each token's numbers are contiguous, as after a projection."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1)[None].contiguous()
 
 
 def by_head(x: Float[Tensor, "1 N G*D"], width: int) -> Float[Tensor, "1 G N D"]:
-    """The same as attention reads it."""
+    """The result of `by_token` in the shape that attention reads."""
     return x.unflatten(2, (-1, width)).transpose(1, 2)
 
 
 def lay_by_token(key: Tensor, value: Tensor, earlier: None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The first step of all rows, which `replace_flat` reads as one row, `by_token`, and writes to. These are copies,
-    as hooks or other layers may have the tensors that projections gave; where nobody has, compilers leave them out."""
+    """Keys and values of the first step, `by_token`, which `replace_flat` reads and writes.
+
+    They are copies, because hooks or other layers may hold the tensors of the projections; compilers drop needless
+    copies.
+    """
     return key, value, (by_token(key).clone(), by_token(value).clone())
 
 
 def replace_flat(
     key: Tensor, value: Tensor, earlier: tuple[Tensor, Tensor, Int[Tensor, " N"], Bool[Tensor, " N"]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`replace` in one row of all rows' tokens, `by_token`; in place where no gradient needs what was there. The slots
-    that make way are left, too."""
+    """`replace` for all rows' tokens as one row, `by_token`; in place where no gradient needs the old numbers. The
+    slots that are replaced are returned to be kept, too.
+    """
     last_key, last_value, index, live = earlier
 
     def exchanged(last: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,19 +139,19 @@ def replace_flat(
 
 
 def _hides(chosen: Chosen | Flat) -> bool:
-    """Whether some entries are dead."""
+    """Whether some entries are no chosen tokens but fill up the shape ("dead")."""
     return chosen.live is not None
 
 
 @torch.compiler.disable
 def _hidden(order: Int[Tensor, "R n"], chosen: Chosen | Flat) -> Int[Tensor, "R n"]:
-    """Hidden states of the chosen; `NOWHERE` for dead entries."""
+    """The order of the chosen tokens, with `NOWHERE` for dead entries."""
     return order if chosen.live is None else torch.where(chosen.live, order, NOWHERE)
 
 
 @torch.compiler.disable
 def of_any_length(*given: Any) -> None:
-    """Tell torch.compile of what steps have as many of as tokens, so that the first step makes the graph of all."""
+    """Mark the token dimension of these tensors as dynamic for torch.compile, so that one graph serves all steps."""
     for x in given:
         if isinstance(x, (list, tuple)):
             of_any_length(*x)
@@ -160,22 +163,22 @@ def of_any_length(*given: Any) -> None:
 
 @dataclasses.dataclass
 class StepStack(Stack):
-    """The stack of a method that runs step by step: bound to the new tokens, it runs some of them at a time.
+    """The layer stack of a method that runs step by step: it has all new tokens, and each step runs some of them.
 
-    `position_ids` are the new tokens'; `attention_mask` is theirs and the cached tokens', [B, tokens] or None.
+    `position_ids` are of the new tokens; `attention_mask` covers cached and new tokens, [B, tokens] or None.
 
-    What `store_appended` or `store_replaced` is given may reach the cache in `settled` only, which a method calls last.
+    What `store_appended` and `store_replaced` get may reach the cache only in `settled`, which a method calls last.
 
     Attributes:
-        most: steps of a token.
-        flat: steps after the first lay their tokens end to end; False for a method that gathers none.
-        ranged: and what a slot sees are ranges of places, as nothing is padding: kernels of our own serve them.
-        bounds: then, what every token sees of each step's slots: from where, to where.
-        real: tokens that are not padding.
-        numbers: of the new tokens in their row, after the cached ones; `NOWHERE` for padding.
-        order: the same, or in the row of all rows' tokens if these are laid end to end: what masks compare.
-        first: of the tokens that a token may see, in that order; None: no limit.
-        computed: how many slots ran, dead entries among them.
+        most: the most steps of a token.
+        flat: steps after the first concatenate the tokens of all rows; False for a method that gathers none.
+        ranged: with `flat` and no padding, the slots that a slot sees are ranges, for which there are own kernels.
+        bounds: with `ranged`, where the range that every token sees among each step's slots begins and ends.
+        real: mask of the tokens that are not padding.
+        numbers: index of each new token in its row, after the cached ones; `NOWHERE` for padding.
+        order: `numbers`, or with `flat` the index in the concatenated row; masks compare these.
+        first: the first token in that order that each token may see; None: no limit.
+        computed: number of slots that ran, dead entries included.
     """
 
     most: int = 1
@@ -234,7 +237,7 @@ class StepStack(Stack):
             torch.compiler.cudagraph_mark_step_begin()
 
     def kernel(self, queries: int) -> bool:
-        """Whether FlexAttention serves gathered steps of so many tokens in a row, and no dense mask."""
+        """Whether FlexAttention runs gathered steps of `queries` tokens a row, instead of a dense mask."""
         config = self.decoder.config
         backend: str = config._attn_implementation  # type: ignore[assignment]
         large = self.position_ids.is_cuda and queries >= FLEX_FROM and config.head_dim >= 16  # its least
@@ -245,7 +248,7 @@ class StepStack(Stack):
         )
 
     def flat_pays(self) -> bool:
-        """A dense mask of all rows' slots would have B times the scores of masks by row; the kernel skips them."""
+        """Whether to concatenate rows: with a kernel that skips other rows' keys, not with a dense mask."""
         plain = not self.position_ids.is_meta and not self.decoder.config.score_channels
         return plain and self.kernel(self.position_ids.numel())
 
@@ -258,8 +261,8 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def choose(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool = False) -> Chosen | Flat | None:
-        """Those of the chosen real tokens that go on, None if none does. Waits for the device once, unless it is known
-        that `every` one does, or foreseen how many."""
+        """The chosen real tokens that go on; None if none does. Waits for the device once, unless all tokens go on
+        (`every`) or there is a forecast of their number."""
         if self.flat:
             return self.choose_flat(chosen, goes_on, every)
         assert isinstance(chosen, Chosen)
@@ -272,8 +275,7 @@ class StepStack(Stack):
         return Chosen(chosen.index.gather(1, picked.index), picked.live, picked.index)
 
     def choose_flat(self, chosen: Chosen | Flat, goes_on: Bool[Tensor, "R n"], every: bool) -> Chosen | Flat | None:
-        """Those that go on first, then as many others as there is place for; waits for the number only where there is
-        no forecast of it."""
+        """The tokens that go on, then others that fill up the shape. Waits for their number only without a forecast."""
         (rows, length), index = self.real.shape, chosen.index if isinstance(chosen, Flat) else None
         live = self.real if index is None else chosen.live
         some, runs, by_row = self.fused(going_on, goes_on, index, live, rows, length)
@@ -305,17 +307,17 @@ class StepStack(Stack):
         return Flat(index, place, None if known and size == count else live, by_row)
 
     def fused(self, function: Callable[..., Any], *given: Any) -> Any:
-        """The function's result: compiled where layers are, as a step of few tokens has not time for many calls."""
+        """The function's result; compiled if the layers are, as its many small calls would take too long."""
         with torch.no_grad():  # of whole numbers; compiled, with gradients wanted it would be another graph
             return (function if self.graphs is None else self.graphs.fused(function))(*given)
 
     def bound(self, runs: Bool[Tensor, " n"]) -> None:
-        """What every token will see of the next step's slots, those of the tokens that run it: known before it is known
-        how many these are, so that the device does not wait for it."""
+        """Set the range that every token sees among the next step's slots, before the number of slots is known, so that
+        the device does not wait for it."""
         self.bounds[:, len(self.ran)] = places_seen(runs, self.bounds[0, 0], sum(self.sizes))
 
     def sent(self, numbers: Tensor) -> Tensor:
-        """On their way to the CPU."""
+        """The numbers in CPU memory, copied without waiting; `arrival` says when they are there."""
         if not numbers.is_cuda:
             return numbers
         here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
@@ -325,19 +327,20 @@ class StepStack(Stack):
 
     @property
     def watched(self) -> bool:
-        """Whether what happens in every layer is wanted."""
+        """Whether the caller wants hidden states or attention weights of every layer."""
         return self.hidden_states is not None or self.attentions is not None
 
     @torch.compiler.disable(recursive=False)
     def run_all(self, steps: Callable[..., Any], *given: Any) -> Any:
-        """What a method's loop of steps gives; it gives None if they are not `settled`, and then runs once more."""
+        """The result of a method's loop of steps. A loop returns None if it is not `settled`, and is then run again."""
         output = steps(self, *given)
         return steps(self, *given) if output is None else output
 
     @torch.compiler.disable
     def settled(self) -> bool:
-        """Waits until it is known who ran, and then fills the cache with what is to be stored. False if more tokens
-        went on than had a place: the stack is then as it was made, with all steps to be run again, and waits at each.
+        """Wait until it is known which tokens ran, then fill the cache. False if more tokens went on than forecast.
+
+        The stack is then reset, and all steps must run again; this time each waits for its count.
         """
         waits = self.foresight is not None and self.flat
         if waits and self.arrival is not None:
@@ -364,14 +367,14 @@ class StepStack(Stack):
 
     @property
     def reached(self) -> int:
-        """How many steps any token ran."""
+        """The most steps that a token ran."""
         return 1 + sum(map(any, self.went_on)) if self.flat else len(self.ran)
 
     # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
     # graph with dynamic sizes serves all steps.
     @torch.compiler.disable(recursive=False)
     def append(self, inputs: Float[Tensor, "R n d"], chosen: Chosen | Flat) -> Float[Tensor, "R n d"]:
-        """F of the next step of the chosen tokens; they see all earlier slots and each other's."""
+        """F(inputs), the next step of the chosen tokens, which see all earlier slots and the new ones."""
         step, layers = len(self.ran), len(self.decoder.layers)
         earlier: list[Any] = self.slots[-1] if self.slots else [None] * layers
         if self.past is not None:
@@ -393,9 +396,9 @@ class StepStack(Stack):
 
     @torch.compiler.disable(recursive=False)
     def replace(self, inputs: Float[Tensor, "R n d"], chosen: Chosen | Flat) -> Float[Tensor, "R n d"]:
-        """F of the next step of the chosen tokens, whose new slots take the place of their earlier ones.
+        """F(inputs), the next step of the chosen tokens, whose new slots replace their earlier ones.
 
-        In rows and without `index`, tokens that are not live run too, but keep their earlier slot.
+        With `Chosen` without `index`, tokens that are not live run too, but keep their earlier slot.
         """
         layers, order = range(len(self.decoder.layers)), self.order
         earlier: list[Any]
@@ -428,7 +431,7 @@ class StepStack(Stack):
         read: Any,
         earlier: list[Any],
     ) -> Float[Tensor, "R n d"]:
-        """One forward of the layers over the chosen tokens. `query`, `keys`: the order of these and of the new keys."""
+        """One forward of the layers over the chosen tokens. query, keys: the order of these tokens and of all keys."""
         self.ran.append(chosen)
         self.computed += inputs.shape[0] * inputs.shape[1]
         if self.tables is None:
@@ -462,7 +465,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def facts_of(self, chosen: Chosen | Flat) -> TokenFacts | None:
-        """What feed-forward networks may know of the chosen tokens."""
+        """Facts about the chosen tokens for feed-forward networks."""
         if self.tokens is None:
             return None
         real = chosen.take(self.real)
@@ -471,7 +474,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def graphed(self, stack: Stack, inputs: Tensor) -> Tensor:
-        """What the layers of this step read, at the places that their graphs know."""
+        """The inputs of this step's layers, at the addresses that their graphs read."""
         assert self.graphs is not None
         step, place = len(self.ran), self.graphs.place
         stack.groups = self.graphs.of_step(step - 1, self.most, self.casts)
@@ -486,7 +489,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def past_slots(self, layer: int, step: int) -> list[KeyValue]:
-        """What the cache holds for this step."""
+        """The cached slots that this step sees."""
         if self.past is None:
             return []
         held: Any = self.cache.layers[layer]  # type: ignore[union-attr]
@@ -494,14 +497,14 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def appended(self, layer: int) -> KeyValue:
-        """The new slots of the steps so far, as `append` left them after the past ones."""
+        """The new slots of the steps so far, as `append` kept them, without the cached ones."""
         key, value = self.slots[-1][layer]
         past = key.shape[2] - sum(self.sizes)
         return key[:, :, past:], value[:, :, past:]
 
     @torch.compiler.disable
     def plain_mask(self, inputs: Tensor) -> Any:
-        """All tokens read one slot of each: the ordinary causal mask."""
+        """The ordinary causal mask, for a step in which all tokens read one slot of each."""
         config, given = self.decoder.config, self.position_ids if restarts_are_documents(self) else None
         return hf_versions.visible_mask(config, inputs, self.attention_mask, None, given)
 
@@ -544,7 +547,7 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def store_appended(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache, some when `settled`: segment k holds step k's."""
+        """Add the slots to the cache, some of them when `settled`. Segment k holds the slots of step k."""
         layers, steps = range(len(self.decoder.layers)), len(self.ran)
         if not self.flat:
             gaps = any(map(_hides, self.ran))
@@ -557,8 +560,9 @@ class StepStack(Stack):
 
     @torch.compiler.disable
     def store_replaced(self, passes: Int[Tensor, "B T"]) -> None:
-        """Add the slots to the cache, most when `settled`: segment k holds last slots of tokens that ran k + 1 steps,
-        K + 1 + k others'."""
+        """Add the slots to the cache, most of them when `settled`. Segment k holds the last slots of tokens that ran k
+        + 1 steps; segment K + 1 + k holds the other slots of step k.
+        """
         steps, most = len(self.ran), len(self.cache.layers[0].segments) // 2 + 1  # type: ignore[union-attr]
         layers = range(len(self.decoder.layers))
         if passes.shape[1] == 1 and not self.flat and not any(map(_hides, self.ran)):  # all rows ran all: no waiting
@@ -592,13 +596,12 @@ class StepStack(Stack):
         self.store(segments, tokens, columns, by_row if self.flat else None, banks)
 
     def starts_of(self, sizes: list[int]) -> Int[Tensor, " parts"]:
-        """Where parts of these sizes begin, one after the other; known to the device without waiting for it."""
+        """The start of each of several consecutive parts with these sizes, without waiting for the device."""
         starts, device = [0, *itertools.accumulate(sizes[:-1])], self.position_ids.device
         return torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def ran_by_row(self) -> list[list[int]]:
-        """For every step laid end to end and one after the last, how many tokens of each row ran it, padding in the
-        first among them."""
+        """Tokens of each row that ran each concatenated step (the first counts padding), and zeros at the end."""
         rows, length = self.real.shape
         return [[length] * rows, *self.went_on[: len(self.ran) - 1], [0] * rows]
 
@@ -610,13 +613,13 @@ class StepStack(Stack):
         by_row: Callable[[], list[list[int]]] | None,
         banks: list[list[KeyValue]],
     ) -> None:
-        """Add slots of these segments to the cache. What need not wait until it is known who ran is done at once: the
-        device has the last steps before it, and afterwards will wait for the CPU.
+        """Add slots of these segments to the cache. All work that does not depend on which tokens ran is done at once,
+        while the device is still busy with the last steps.
 
         Args:
-            tokens: whose, for each segment.
-            columns: where the banks have them, of all banks one after the other.
-            by_row: says, when that is known, how many of every row, by segment; None: the device is asked.
+            tokens: for each segment, the tokens of its slots.
+            columns: for each segment, the columns of its slots in the concatenated banks.
+            by_row: function that gives, once known, the number of slots of every row by segment; None: ask the device.
             banks: keys and values of each bank, by layer.
         """
         slots, length = slots_of(banks), tokens.shape[2]

@@ -1,4 +1,4 @@
-"""Which tokens run a step, gathered: within their rows (`Chosen`), or of all rows laid end to end (`Flat`)."""
+"""The tokens that run a step, gathered within their rows (`Chosen`), or from all rows into one (`Flat`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Chosen:
     """Some of the T new tokens of every row, in their order.
 
     Attributes:
-        index: of the tokens; rows with fewer than the longest name others at the end. None: all T, in place.
-        live: which entries are chosen ones. None: all.
-        before: the places of their entries in the step before. None: the same.
+        index: index of each entry's token; a row with fewer chosen tokens than the longest ends in other tokens. None:
+            all T, in place.
+        live: which entries are chosen tokens. None: all.
+        before: index of each entry in the step before. None: the same.
     """
 
     index: Int[Tensor, "B n"] | None = None
@@ -43,13 +44,13 @@ class Chosen:
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """Some of the B·T new tokens of all rows, in their order, laid end to end as one row.
+    """Some of the B·T new tokens of all rows, in their order, concatenated into one row.
 
     Attributes:
-        index: of the tokens; behind them of some that were not chosen, each once, to fill up the shape.
-        before: the places of their entries in the step before, laid end to end likewise.
-        live: which entries are chosen ones. None: all.
-        by_row: how many are, of each row; more than there are entries where more went on than was foreseen.
+        index: index of each entry's token; the chosen are followed by others, each once, that fill up the shape.
+        before: index of each entry in the step before, concatenated likewise.
+        live: which entries are chosen tokens. None: all.
+        by_row: number of chosen tokens of each row; in sum above the number of entries if the forecast was too low.
     """
 
     index: Int[Tensor, " N"]
@@ -83,8 +84,7 @@ def going_on(
     rows: int,
     length: int,
 ) -> tuple[Bool[Tensor, " N"], Bool[Tensor, " B*T"], Int[Tensor, " B"]]:
-    """Which entries of a step go on (those of `index` laid end to end, or all tokens), which of all tokens do, and how
-    many of each row."""
+    """The entries of a step that go on (of `index`, or all tokens), the same of all tokens, and the count by row."""
     some = (goes_on if live is None else goes_on & live).flatten()
     runs = some if index is None else some.new_zeros(rows * length).index_copy(0, index, some)
     return some, runs, runs.view(rows, length).sum(1)
@@ -93,7 +93,7 @@ def going_on(
 def ahead(
     some: Bool[Tensor, " N"], index: Int[Tensor, " N"] | None, size: int
 ) -> tuple[Int[Tensor, " size"], Int[Tensor, " size"], Bool[Tensor, " size"]]:
-    """`Flat`'s index, before and live: the entries that go on first, then as many others as there is place for."""
+    """The fields index, before and live of a `Flat` of `size` entries: those that go on first, then others."""
     until, entries = some.cumsum(0, dtype=torch.int32), torch.arange(len(some), device=some.device, dtype=torch.int32)
     number, live = entries[:size], entries[:size] < until[-1]
     others = torch.searchsorted(entries + 1 - until, number + 1 - until[-1])
@@ -118,18 +118,18 @@ def put(x: Tensor, new: Tensor, index: Tensor | None, live: Tensor | None, dim: 
 
 
 def along(index: Tensor, x: Tensor, dim: int) -> Tensor:
-    """[B, n] shaped to broadcast against `x` whose token dimension is `dim`."""
+    """`index` [B, n] reshaped to broadcast against `x`, whose token dimension is `dim`."""
     return index.view(index.shape[0], *(1,) * (dim - 1), index.shape[1], *(1,) * (x.ndim - dim - 1))
 
 
 def rounded(most: int, length: int) -> int:
-    """For how many tokens a row gets place, if it has `length` and `most` of a row are chosen."""
+    """The number of entries a row gets if it has `length` tokens and at most `most` of a row are chosen."""
     return min(length, most if most <= BUCKET else -(-most // BUCKET) * BUCKET)
 
 
 @torch.compiler.disable
 def choose(mask: Bool[Tensor, "B T"]) -> Chosen | None:
-    """The tokens of the mask, None if there is none. Waits for the device once.
+    """The tokens of the mask; None if it has none. Waits for the device once.
 
     On the meta device, which has no values, the mask chooses all.
     """

@@ -1,4 +1,4 @@
-"""Resizing the grid as one resizes a picture: bilinear or bicubic, with or without the filter against aliases."""
+"""Resizing the grid like a picture: bilinear or bicubic, with or without antialiasing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MQT (arXiv 2405.19315): learned queries read the vision tokens; any number of the first ones will do."""
+"""MQT (arXiv 2405.19315): learned queries read the vision tokens, and any number of the first queries can be used."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class MQT(Compressor):
 
 
 class Resampler(nn.Module):
-    """The queries and the attention. Keys are positions alone, as in the official code: what a query reads where is
-    learned, not found in the picture."""
+    """The queries and the attention. As in the official code keys depend on positions alone, so the places that a query
+    reads are learned and do not depend on the picture."""
 
     def __init__(self, queries: int, channels: int, heads: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""PruMerge (arXiv 2403.15388): keep the tokens that the CLS token attends to most, each with what is like it."""
+"""PruMerge (arXiv 2403.15388): keep the tokens that the CLS token attends to most, each merged with similar ones."""
 
 from __future__ import annotations
 
