@@ -31,10 +31,13 @@ CLAIM = {
 }  # fmt: skip
 
 
+FROM = {"commit": "abcdef123456", "device": "cpu", "command": "fathom compare a.yaml"}
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "raw.json").write_text(
-        json.dumps({"rows": [{"name": "a", "nll": 2.5}, {"name": "b", "nll": 2.25}], "gap": 0.09, "error": 0.1})
+        json.dumps({"rows": [{"name": "a", "nll": 2.5}, {"name": "b", "nll": 2.25}], "gap": 0.09, "error": 0.1, **FROM})
     )
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     return tmp_path
@@ -46,7 +49,9 @@ def with_number(**entry: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return [claims.written(claim) for claim in yaml.safe_load(claims.SOURCE.read_text(encoding="utf-8"))]
+    found, left_out = claims.read(yaml.safe_load(claims.SOURCE.read_text(encoding="utf-8")))
+    assert not left_out
+    return found
 
 
 def test_the_list_of_results_names_every_page_once():
@@ -58,7 +63,7 @@ def test_the_list_of_results_names_every_page_once():
 
 def test_page_readme_and_picture_are_what_the_raw_files_say(rows: list[dict[str, Any]]) -> None:
     readme = claims.README.read_text(encoding="utf-8")
-    assert claims.PAGE.read_text(encoding="utf-8") == claims.page(rows), "run python docs/site/claims.py"
+    assert claims.PAGE.read_text(encoding="utf-8") == claims.page(rows, []), "run python docs/site/claims.py"
     assert readme == claims.with_summary(readme, claims.summary(rows)), "run python docs/site/claims.py"
     drawn = Image.open(claims.PICTURE).info["Description"]
     assert drawn == claims.digest(claims.points(rows)), "run python docs/site/claims.py"
@@ -127,13 +132,68 @@ def test_a_number_that_no_raw_file_holds_is_refused(folder: Path, claim: dict[st
         claims.written(claim)
 
 
+@pytest.mark.parametrize("missing", ["commit", "device", "command"])
+def test_a_raw_file_that_does_not_say_where_it_comes_from_is_named_and_left_out(folder: Path, missing: str) -> None:
+    content = json.loads((folder / "raw.json").read_text())
+    other = {**content, "runs": [{key: content.pop(key)} for key in FROM if key != missing]}  # anywhere in the file
+    other.pop(missing)
+    (folder / "raw.json").write_text(json.dumps({key: value for key, value in other.items() if key not in FROM}))
+    said = missing.replace("command", "recipe")
+    rows, left_out = claims.read([CLAIM, {**CLAIM, "name": "awm", "verdict": "not measured yet", "numbers": {}}])
+    assert left_out == [f"treekv: docs/results/raw.json does not say its {said}"] and [r["name"] for r in rows] == [
+        "awm"
+    ]
+    page = claims.page(rows, left_out)
+    assert "2.5 nats" not in page and page.endswith(f"- {left_out[0]}\n")
+    if missing == "command":  # a claim may say it
+        assert claims.written({**CLAIM, "command": "python a.py"})["commits"] == "abcdef1"
+    else:
+        (folder / "origins.yml").write_text(f"raw.json: {{{missing}: abc1234}}\n")
+        assert claims.written(CLAIM)["commits"] == ("≤ abc1234" if missing == "commit" else "abcdef1")
+
+
+def test_no_commit_of_a_bare_copy_is_a_commit(folder: Path) -> None:
+    content = json.loads((folder / "raw.json").read_text())
+    (folder / "raw.json").write_text(json.dumps({**content, "commit": "not a checkout"}))
+    with pytest.raises(claims.NoOrigin, match=r"raw\.json does not say its commit"):
+        claims.written(CLAIM)
+
+
+def test_of_two_files_that_claim_a_row_the_newer_is_read_and_said(folder: Path) -> None:
+    content = json.loads((ROOT / "docs/results/depth_campaign_h200.json").read_text(encoding="utf-8"))
+    content["runs"] = [
+        {**run, "history": [], "held_out": {}, "pictures": {}, "samples": []}
+        for run in content["runs"]
+        if run["method"] in ("vanilla", "loop") and run["seed"] == 0 and not run["again"]
+    ]
+
+    def save(name: str, score: float, **more: Any) -> None:
+        runs = [
+            {**run, **({"scores": {"bits_per_byte": score}, "bits_per_byte": score} if run["method"] == "loop" else {}),
+             **more} for run in content["runs"]
+        ]  # fmt: skip
+        (folder / name).write_text(json.dumps({**content, "runs": runs}))
+
+    row = {"file": "old.json", "method": "loop", "baseline": "vanilla", "budget": "tokens"}
+    claim = {**CLAIM, "numbers": {"gap": row}}
+    save("old.json", 1.5)  # of a time without dates
+    base = next(run["bits_per_byte"] for run in content["runs"] if run["method"] == "vanilla")
+    assert claims.written(claim)["ours"] == f"{1.5 - base:+.3f} (one seed) nats".replace("-", "−")
+    save("again.json", 1.4)  # nor this one says when: the named file stands
+    assert "newer" not in claims.written(claim)["ours"]
+    save("newer.json", 1.3, date="2026-12-01T10:00+00:00", commit="1234567")
+    found = claims.written(claim)
+    assert found["ours"] == f"{1.3 - base:+.3f} (one seed) (newer than in old.json) nats".replace("-", "−")
+    assert found["commits"] == "1234567" and "newer.json" in found["files"] and "old.json]" not in found["files"]
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome on PATH")
 def test_the_sites_table_is_sorted_and_filtered_in_a_browser(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     tables = []
-    for table in re.findall(r"(?:^\|.*\n)+", claims.page(rows), re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n)+", claims.page(rows, []), re.MULTILINE):
         head, _, *lines = [[html.escape(cell.strip()) for cell in line.split("|")[1:-1]] for line in table.splitlines()]
         cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
         tables.append(f"<table><thead><tr><th>{'</th><th>'.join(head)}</th></tr></thead><tbody>{cells}</tbody></table>")

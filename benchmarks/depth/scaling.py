@@ -45,7 +45,9 @@ class Point:
 
 
 def points(runs: list[Run], score: str) -> dict[str, list[Point]]:
-    """Sizes of every method under the budget of equal tokens, from the smallest."""
+    """Sizes of every method under the budget of equal tokens, from the smallest. Of a run that is there twice the one
+    that began later is taken; where neither says when, the last one."""
+    runs = sorted(runs, key=lambda run: run.date or "")
     found: dict[str, dict[int, dict[int, Run]]] = {}
     for run in runs:
         if run.budget == "tokens" and not run.again:
@@ -195,6 +197,13 @@ def main() -> None:
         raise SystemExit(f"the files are judged on different texts: {', '.join(sorted(texts))}")
     runs = [run for file in files for run in file.runs]
     score = files[0].scores[0]
+    kept: dict[Any, Path] = {}
+    given = [(run, path) for path, file in zip(args.results, files, strict=True) for run in file.runs]
+    for run, path in sorted(given, key=lambda one: one[0].date or ""):
+        row = describe_options(run.options), run.non_embedding_params, run.seed, run.budget, run.again
+        if kept.setdefault(row, path) != path:
+            print(f"{run.method}, seed {run.seed}, is in {kept[row]} and {path}: taken from {path}, the newer")
+        kept[row] = path
     found = points(runs, score.name)
     wanted = args.methods or [method for method, sizes in found.items() if len(sizes) >= 4]
     missing = [method for method in wanted if method not in found]

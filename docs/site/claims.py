@@ -3,6 +3,8 @@
 docs/claims.yml holds words: claim, setting, verdict, and where each number lies. The numbers themselves come from the
 raw files of docs/results, so a page with a number that no raw file holds cannot be made. `--check` writes nothing and
 fails where page, README or picture are not what the command would write; the tests call it.
+A claim whose raw file does not say its commit, device, and recipe or command is left out of the page and named there.
+Where two comparisons of one name hold the row of a claim, the one that ran later is read, and the page says so.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,10 @@ class ClaimError(Exception):
     """What is wrong with a claim, in one line that names it."""
 
 
+class NoOrigin(ClaimError):
+    """A raw file does not say where it comes from: a claim that stands on it is left out of the page, and named."""
+
+
 @dataclass(frozen=True)
 class Number:
     """A number of a raw file: as the page shows it, with its 95 % interval and the value that it is compared with,
@@ -56,6 +63,7 @@ class Number:
     value: float
     interval: tuple[float, float] | None = None
     other: float | None = None
+    file: str = ""
 
     @property
     def inside(self) -> bool:
@@ -68,6 +76,60 @@ def raw(name: str) -> Any:
     if not (RESULTS / name).is_file():
         raise ClaimError(f"docs/results/{name} does not exist")
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def origin(name: str, command: str | None) -> list[str]:
+    """The commits of a raw file, "≤ " before one that is not recorded but known to be the latest that it can be.
+
+    It names them itself, with device and recipe or command, anywhere in it; or `origins.yml` beside it states what is
+    missing. Raises NoOrigin for what neither says.
+    """
+    stated = RESULTS / "origins.yml"
+    told = (yaml.safe_load(stated.read_text(encoding="utf-8")) if stated.is_file() else {}).get(name, {})
+    found: dict[str, set[str]] = {"commit": set(), "device": set(), "recipe": set()}
+
+    def look(value: Any) -> None:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            kind = {"command": "recipe", "commands": "recipe"}.get(key, key.removesuffix("s"))
+            if kind in found:
+                found[kind].update(map(str, item if isinstance(item, list) else [item]))
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            look(item)
+
+    look(raw(name))
+    commits = sorted({commit[:7] for text in found["commit"] for commit in re.findall(r"\b[0-9a-f]{7,40}\b", text)})
+    if not commits and "commit" in told:
+        commits = [f"≤ {told['commit']}"]
+    known = {
+        "commit": commits,
+        "device": found["device"] or told.get("device"),
+        "recipe": found["recipe"] or command or told.get("recipe"),
+    }
+    missing = [kind for kind, what in known.items() if not what]
+    if missing:
+        raise NoOrigin(f"docs/results/{name} does not say its {' and '.join(missing)}")
+    return commits
+
+
+def newest(file: str, entry: dict[str, Any]) -> str:
+    """Of all comparisons of the same name that hold the same row, the one whose runs began last; the named one where
+    no other says when."""
+
+    def began(name: str) -> str | None:
+        """When the latest run of the row began; None where the file has no such row."""
+        runs = [run for run in raw(name)["runs"] if run["budget"] == entry["budget"]]
+        if not {entry["method"], entry["baseline"]} <= {run["method"] for run in runs}:
+            return None
+        return max(run.get("date") or "" for run in runs if run["method"] == entry["method"])
+
+    experiment, latest = raw(file)["name"], began(file)
+    for path in sorted(RESULTS.glob("*.json")):
+        other = raw(path.name) if path.name != file and '"runs"' in path.read_text(encoding="utf-8") else None
+        if isinstance(other, dict) and other.get("name") == experiment and "budget" in (other["runs"] or [{}])[0]:
+            date = began(path.name)
+            if date is not None and latest is not None and date > latest:
+                file, latest = path.name, date
+    return file
 
 
 def walk(content: Any, path: list[Any]) -> float:
@@ -99,6 +161,7 @@ def number(entry: dict[str, Any]) -> Number:
     entry = dict(entry)
     file, form = entry.pop("file"), entry.pop("format", ".3g")
     if "method" in entry:
+        named, file = file, newest(file, entry)
         results = Results.load(RESULTS / file)
         table = next(table for table in tables(results) if table.budget == entry["budget"])
         rows = {row.method: row for row in table.rows}
@@ -110,8 +173,9 @@ def number(entry: dict[str, Any]) -> Number:
         seeds = len(mine & theirs)
         margin = f" ± {gap.margin:.3f} ({seeds} seeds)" if gap.margin is not None else " (one seed)"
         interval = None if gap.margin is None else (gap.value - gap.margin, gap.value + gap.margin)
-        text = f"{gap.value:+.3f}{margin}".replace("-", "−")
-        return Number(text, gap.value, interval, rows[entry["baseline"]].result)
+        older = f" (newer than in {named})" if file != named else ""
+        text = f"{gap.value:+.3f}{margin}".replace("-", "−") + older
+        return Number(text, gap.value, interval, rows[entry["baseline"]].result, file)
     content, scale = raw(file), entry.get("scale", 1)
     value, other, interval, margin = walk(content, entry["path"]) * scale, None, None, ""
     if "minus" in entry:
@@ -127,7 +191,7 @@ def number(entry: dict[str, Any]) -> Number:
     if "interval" in entry:
         low, high = (walk(content, path) * scale for path in entry["interval"])
         interval, margin = (low, high), f" [{format(low, form)}, {format(high, form)}]"
-    return Number((format(value, form) + margin).replace("-", "−"), value, interval, other)
+    return Number((format(value, form) + margin).replace("-", "−"), value, interval, other, file)
 
 
 def written(claim: dict[str, Any]) -> dict[str, Any]:
@@ -142,10 +206,14 @@ def written(claim: dict[str, Any]) -> dict[str, Any]:
     if measured != bool(claim.get("numbers")):
         raise ClaimError(f"{name}: a verdict {claim['verdict']!r} with {len(claim.get('numbers') or {})} numbers")
     if not measured:
-        return {**claim, "ours": claim.get("ours", ""), "files": ""}
+        return {**claim, "ours": claim.get("ours", ""), "files": "", "commits": ""}
     try:
         numbers = {key: number(entry) for key, entry in claim["numbers"].items()}
         ours = claim["ours"].format(**{key: one.text for key, one in numbers.items()})
+        files = sorted({one.file for one in numbers.values()})
+        commits = dict.fromkeys(commit for file in files for commit in origin(file, claim.get("command")))
+    except NoOrigin as error:
+        raise NoOrigin(f"{name}: {error}") from None
     except (ClaimError, KeyError, ValueError) as error:
         raise ClaimError(f"{name}: {error}") from None
     unused = [key for key in numbers if "{" + key + "}" not in claim["ours"]]
@@ -156,13 +224,23 @@ def written(claim: dict[str, Any]) -> dict[str, Any]:
         raise ClaimError(f"{name}: 'not told apart', and none of its numbers has an interval with zero in it")
     if claim["verdict"] == "does not hold at this size" and all(inside):
         raise ClaimError(f"{name}: zero is in every interval, which is 'not told apart'")
-    files = sorted({entry["file"] for entry in claim["numbers"].values()})
     links = ", ".join(f"[{file}](results/{file})" for file in files)
-    return {**claim, "ours": ours, "files": links, "numbers": numbers}
+    return {**claim, "ours": ours, "files": links, "numbers": numbers, "commits": ", ".join(commits)}
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """docs/claims.md, of claims with their numbers."""
+def read(claims: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Claims with their numbers, and why the others are left out."""
+    rows, left_out = [], []
+    for claim in claims:
+        try:
+            rows.append(written(claim))
+        except NoOrigin as error:
+            left_out.append(str(error))
+    return rows, left_out
+
+
+def page(rows: list[dict[str, Any]], left_out: list[str]) -> str:
+    """docs/claims.md, of claims with their numbers, and of those that are left out."""
     count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
     lines = [
         "# What the papers claim, and what we measured",
@@ -170,6 +248,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "One row a system. `python docs/site/claims.py` makes this page and reads every number from a raw file; CI",
         "fails where page and files differ. Our models are small, and a verdict is about the size that was measured.",
         "± is half the width of the 95 % interval over paired seeds or, of one seed, over held-out texts.",
+        "The commit is the code that ran. ≤: the raw file does not record it, and the code is this commit's or older",
+        "([origins](results/origins.yml)).",
         "",
         "| verdict | systems | meaning |",
         "|---|---|---|",
@@ -177,8 +257,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "",
         "![The difference of each system from what its paper sets it against](images/claims.png)",
         "",
-        "| system | wing | the paper says | our setting | we measured | verdict | raw file, command |",
-        "|---|---|---|---|---|---|---|",
+        "| system | wing | the paper says | our setting | we measured | verdict | raw file, command | commit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         card = f"[{row['name']}](methods/{row.get('card', row['name'])}.md)"
@@ -191,8 +271,16 @@ def page(rows: list[dict[str, Any]]) -> str:
             row["ours"],
             row["verdict"],
             source,
+            row["commits"],
         )
         lines.append("| " + " | ".join(" ".join(str(cell).split()) for cell in cells) + " |")
+    if left_out:
+        lines += [
+            "",
+            "Left out, as a raw file does not say where it comes from:",
+            "",
+            *(f"- {why}" for why in left_out),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -322,9 +410,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something is another")
     args = parser.parse_args()
     try:
-        rows = [written(claim) for claim in yaml.safe_load(SOURCE.read_text(encoding="utf-8"))]
+        rows, left_out = read(yaml.safe_load(SOURCE.read_text(encoding="utf-8")))
         shown = points(rows)
-        made = {PAGE: page(rows), README: with_summary(README.read_text(encoding="utf-8"), summary(rows))}
+        made = {PAGE: page(rows, left_out), README: with_summary(README.read_text(encoding="utf-8"), summary(rows))}
     except ClaimError as error:
         sys.exit(f"docs/claims.yml: {error}")
     old = {path: path.read_text(encoding="utf-8") for path in made}
@@ -339,6 +427,8 @@ def main() -> None:
         path.write_text(text, encoding="utf-8")
     if not drawn:
         draw(shown, PICTURE)
+    for why in left_out:
+        print(f"left out: {why}")
     print(f"{PAGE.relative_to(ROOT)}: {len(rows)} systems; {PICTURE.relative_to(ROOT)}: {len(shown)} of them")
 
 

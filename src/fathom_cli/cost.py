@@ -80,15 +80,27 @@ def command(
       fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
       fathom cost MODEL --prompt 1024 --new-tokens 256
     """
+    planned, assumed, answered = (
+        (device, strategy, per_host, network),
+        (tdp, kg_per_kwh, pue),
+        (new_tokens, steps, block_length),
+    )
+    orphans = [
+        (gpus, planned != (None, None, 8, None), "--device, --strategy, --per-host and --network go with --gpus"),
+        (hours, assumed != (700.0, 0.475, 1.0), "--tdp, --kg-per-kwh and --pue go with --hours"),
+        (prompt, answered != (256, None, 32), "--new-tokens, --steps and --block-length go with --prompt"),
+    ]
+    for belongs_to, given, said in orphans:
+        if given and belongs_to is None:
+            raise ValueError(said)
+    alone = {"--gpus": (gpus, "plans the recipe's training"), "--prompt": (prompt, "prices an answer")}
+    for name, (value, what) in alone.items():
+        for other, beside in {"--sequence-length": sequence_length, "--hours": hours, "--prompt": prompt}.items():
+            if value is not None and beside is not None and other != name:
+                raise ValueError(f"{other} {beside:g}: {name} {what} and does not read it; leave one of them out")
     if gpus is not None:
         _plan(model, gpus, device or "h200", strategy, per_host, network, json_output)
         return
-    if (device, strategy, per_host, network) != (None, None, 8, None):
-        raise ValueError("--device, --strategy, --per-host and --network go with --gpus")
-    if hours is None and (tdp, kg_per_kwh, pue) != (700.0, 0.475, 1.0):
-        raise ValueError("--tdp, --kg-per-kwh and --pue go with --hours")
-    if prompt is None and (new_tokens, steps, block_length) != (256, None, 32):
-        raise ValueError("--new-tokens, --steps and --block-length go with --prompt")
 
     from fathom.cost import estimate_carbon
 
@@ -104,7 +116,7 @@ def command(
     else:
         (length, dtype, checkpointing, configs), note = _checkpoint(model), ""
     length = sequence_length or length
-    if model.endswith((".yaml", ".yml")) and (priced := _encoders(model, length)):
+    if prompt is None and model.endswith((".yaml", ".yml")) and (priced := _encoders(model, length)):
         table = _table([{**dict.fromkeys(COLUMNS), **row} for row in priced["models"]])
         note = f"\n\nPer token of a source of {length}: one example costs {length} times as much."
         priced |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
@@ -247,7 +259,9 @@ def _answers(
     from fathom.cost.sampling import sampling_cost
     from fathom.diffusion import DiffusionGenerationConfig
 
-    masked = [(name, config) for name, config in configs if config.diffusion["name"] != "none"]
+    masked = [
+        (name, config) for name, config in configs if getattr(config, "diffusion", {"name": "none"})["name"] != "none"
+    ]
     if not masked:
         raise ValueError(f"--prompt={prompt}: none of {', '.join(name for name, _ in configs)} is a diffusion model")
     found: dict[str, dict[str, Any]] = {}

@@ -45,6 +45,8 @@ def run(
 
     stages = load_stages(recipe, SECTIONS)
     check(recipe, stages)
+    if judge is not None and "writers" not in stages.more:
+        raise ValueError(f"--judge {judge}: {recipe} has no section writers, whose texts it would judge; leave it out")
     for seed in stages.seeds:
         found = run_stages(stages, output, seed, typer.echo)
         folder = output / stages.name / f"seed-{seed}"
@@ -73,6 +75,8 @@ def check(recipe: Path, stages: Any) -> None:
     task = Task.from_yaml(stages.stages[name].get("task", DEFAULT), f"stages.{name}.task")
     if getattr(task, "stage", None) != "contextual_decoder":
         raise ValueError(f"{recipe}: the last stage is a {task.name!r}; end with a 'contextual_decoder', which writes")
+    if "judge" in stages.more and "writers" not in stages.more:
+        raise ValueError(f"{recipe}: judge: there is no section writers, whose texts it would judge; leave it out")
     for section, kind in (("recovery", RecoveryConfig), ("writers", WritersConfig)):
         if section in stages.more:
             build(kind, stages.more[section], section)

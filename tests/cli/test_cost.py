@@ -30,6 +30,22 @@ def recipe(tmp_path):
     return file
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gpus", 8, "--sequence-length", 64), "--sequence-length 64: --gpus plans the recipe's training"),
+        (("--gpus", 8, "--hours", 2), "--hours 2: --gpus plans"),
+        (("--gpus", 8, "--prompt", 9), "--prompt 9: --gpus plans"),
+        (("--prompt", 9, "--hours", 2), "--hours 2: --prompt prices an answer"),
+        (("--gpus", 8, "--new-tokens", 9), "--new-tokens, --steps and --block-length go with --prompt"),
+        (("--gpus", 8, "--pue", 1.2), "go with --hours"),
+    ],
+)
+def test_options_that_would_not_be_read_are_refused(run, recipe, options, said):
+    code, _, err = run(recipe, *options)
+    assert code == 2 and said in err
+
+
 def test_recipe_has_a_row_a_method(run, recipe):
     code, out, _ = run(recipe, "--json")
     found = json.loads(out)

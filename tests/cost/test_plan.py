@@ -89,6 +89,8 @@ def test_bytes_by_hand() -> None:
     ddp = plan(made, 8, Layout(2, "ddp", 4, 3, checkpointing=False))
     assert (ddp.weights, ddp.optimizer, ddp.gradients) == (4 * total, 8 * total, 8 * total)
     assert ddp.sent_bytes == 4 * total  # an all-reduce of n bytes on two ranks sends n
+    eight = [plan(made, 8, Layout(8, kind, 4, 3, checkpointing=False)).sent_bytes for kind in ("ddp", "fsdp2")]
+    assert eight == [2 * 7 / 8 * 4 * total, 3 * 7 / 8 * (2 * 2 + 4) * total]
     fsdp = plan(made, 8, Layout(2, "fsdp2", 4, 3, checkpointing=False))
     assert (fsdp.weights, fsdp.optimizer, fsdp.gradients) == (2 * total, 4 * total, 2 * total)
     assert fsdp.sent_bytes == 3 * (
@@ -105,6 +107,12 @@ def test_bytes_by_hand() -> None:
     again = plan(looped, 8, Layout(2, "fsdp2", 4, 3, checkpointing=False))
     assert again.sent_bytes == pytest.approx(3 * (2 * total / 2 * 6 + 4 * total / 2))  # every pass gathers the layers
     assert again.activations / again.layout.sequences == pytest.approx(3 * fsdp.activations / 4)
+    masked, block = (
+        plan(FathomConfig(**{**made.to_diff_dict(), "diffusion": {"name": name, "mask_token_id": 0, **more}}), 8,
+             Layout(2, "ddp", 4, 3, checkpointing=False))
+        for name, more in (("masked", {}), ("block", {"block_length": 4}))
+    )  # fmt: skip
+    assert (block.activations, block.loss) == (2 * masked.activations, masked.loss)  # rows run noisy and clean
 
 
 @pytest.mark.parametrize(

@@ -229,15 +229,31 @@ def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monk
         assert code == 2 and said.split(":")[0] in err
     code, _, err = run_cli(monkeypatch, capsys, "generate", folder / "denoiser" / "model", "--prompt", "the")
     assert code == 2 and "stage 'contextual_decoder' has not been trained yet" in err
+
+    def with_decoder(**more):
+        return {**raw["stages"], "decoder": {**raw["stages"]["decoder"], **more}}
+
     for section, changes, said in (
         ("writers", {"writers": ["codr"]}, "writers='codr'"),
         ("recovery", {"step": 2}, "recovery.step"),
         ("data", {**raw["data"], "validation": None}, "asks for held-out text; set data.validation of stage 'decoder'"),
         ("stages", {"denoiser": raw["stages"]["denoiser"]}, "the last stage is a 'latent_diffusion'"),
+        ("stages", with_decoder(retrain=1), "stages.decoder.retrain: only `fathom compare` reads it"),
+        ("stages", with_decoder(seeds=[1]), "stages.decoder.seeds: `seeds` of the file says which"),
+        (
+            "stages",
+            with_decoder(training={**training, "lr": [1, 2], "sweep_fraction": 1}),
+            "stages.decoder: lr=[1.0, 2.0]: nothing is swept",
+        ),
     ):  # before anything is trained
         path.write_text(yaml.safe_dump({**raw, "name": "wrong", section: changes}, sort_keys=False))
         code, _, err = run_cli(monkeypatch, capsys, *arguments)
         assert code == 2 and said in err and not (tmp_path / "runs" / "wrong").exists()
+    alone = {key: section for key, section in raw.items() if key != "writers"}
+    for more, options in (({"judge": "stage:denoiser"}, ()), ({}, ("--judge", "FOLDER"))):
+        path.write_text(yaml.safe_dump({**alone, **more, "name": "wrong"}, sort_keys=False))
+        code, _, err = run_cli(monkeypatch, capsys, *arguments, *options)
+        assert code == 2 and "no section writers, whose texts it would judge" in err
     raw["stages"]["decoder"]["model"]["checkpoint"] = "stage:denoisr"
     raw = {key: raw[key] for key in ("name", "data", "stages")}
     path.write_text(yaml.safe_dump(raw, sort_keys=False))

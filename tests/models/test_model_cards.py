@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import torch
 import yaml
-from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 import fathom
 from fathom import FathomConfig, FathomForCausalLM
@@ -134,32 +131,6 @@ def test_texts_of_a_recipe_break_neither_table_nor_fence(described) -> None:
     assert r"| a\|b | 1 | p(x \| y) |" in card and front(card)["model-index"][0]["results"][0]["dataset"]["name"]
     fenced = card.split("````yaml\n")[1].split("\n````\n")[0]
     assert yaml.safe_load(fenced) == facts["recipe"]
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
-    """The hub as a folder: what HfApi would be asked."""
-    place = tmp_path / "hub"
-
-    def create_repo(self, repo_id, **_):
-        (place / repo_id).mkdir(parents=True, exist_ok=True)
-        return SimpleNamespace(repo_id=repo_id)
-
-    def upload_folder(self, *, repo_id, folder_path, ignore_patterns=None, commit_message, **_):
-        ignored = shutil.ignore_patterns(*(ignore_patterns or ()))
-        shutil.copytree(folder_path, place / repo_id, ignore=ignored, dirs_exist_ok=True)
-        return f"hub://{repo_id}#{commit_message}"
-
-    def load(path, token=None, **_):
-        file = place / path / "README.md" if (place / path).is_dir() else Path(path)
-        if not file.exists():
-            raise EntryNotFoundError("none")
-        return huggingface_hub.ModelCard(file.read_text())
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
-    monkeypatch.setattr(huggingface_hub.ModelCard, "load", staticmethod(load))
-    return place
 
 
 def test_the_hub_gets_the_card_with_the_weights(described, hub) -> None:

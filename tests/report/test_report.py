@@ -462,3 +462,18 @@ def test_the_network_log_would_show_a_fetch(tmp_path):
     page.write_text('<img src="http://127.0.0.1:9/picture.png">')
     dump_dom(page, tmp_path, f"--log-net-log={log}")
     assert requests_of_page(log) == ["http://127.0.0.1:9/picture.png"]
+
+
+def test_a_bare_copy_of_the_source_knows_its_commit(tmp_path, monkeypatch):
+    from fathom.report import provenance
+
+    package = tmp_path / "src" / "fathom"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(provenance.fathom, "__file__", str(package / "__init__.py"))
+    monkeypatch.delenv("FATHOM_COMMIT", raising=False)
+    assert provenance.commit() == "not a checkout"
+    for content, said in (("$Format:%H$\n", "not a checkout"), ("0123456789abcdef0123\n", "0123456789ab")):
+        (tmp_path / "COMMIT").write_text(content)  # as it lies in a checkout, and as `git archive` fills it in
+        assert provenance.commit() == said
+    monkeypatch.setenv("FATHOM_COMMIT", "abcdef1")
+    assert provenance.commit() == "abcdef1"

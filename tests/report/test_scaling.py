@@ -52,6 +52,14 @@ def test_intervals_widen_with_the_scatter_and_hold_the_point(scaling):
         assert row["low"] < row["largest"]["score"] < row["high"] and row["high"] - row["low"] > 0.01
 
 
+def test_of_a_run_that_is_there_twice_the_newer_counts(scaling):
+    newer = replace(run("vanilla"), date="2026-12-01T10:00+00:00")
+    older = replace(newer, scores={"bits_per_byte": 9.0}, date=None)
+    for runs in ([older, newer], [newer, older]):
+        ((point,),) = scaling.points(runs, "bits_per_byte").values()
+        assert point.score == newer.scores["bits_per_byte"] and point.seeds == 1
+
+
 def test_too_few_sizes_are_refused(scaling):
     found = scaling.points(list(sizes()), "bits_per_byte")
     with pytest.raises(ValueError, match=r"4 points of 2 methods: .* need at least 6; give four sizes"):

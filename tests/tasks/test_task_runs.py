@@ -11,8 +11,9 @@ import torch
 import yaml
 from cases import load
 from independent_scores import independent_scores
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 
+from fathom.audiovideo.pipeline import MovaPipeline
 from fathom.data import PreparedData
 from fathom.tasks import lookup, tasks
 from fathom.train import MethodConfig, Recipe, TrainResult, train_run
@@ -74,6 +75,21 @@ def test_the_card_of_a_trained_model_tells_recipe_and_scores(trained, task):
     assert f"{result.tokens:,} tokens" in card and str(result.folder.parent) not in card + json.dumps(facts)
     told = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert told["task"]["name"] == task and told["training"]["tokens"] == result.tokens
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_every_kind_of_checkpoint_goes_to_the_hub_with_its_card(trained, task, hub):
+    """Loaded as its card says, and pushed: recipe, numbers and licence are those of the training."""
+    loaded, _, result = trained[task]
+    model = AutoConfig.from_pretrained(result.model) if task != "audiovideo" else None
+    kind = MovaPipeline if model is None else loaded.task.class_of(model)
+    kind.from_pretrained(result.model).push_to_hub("me/model")
+    pushed, facts = hub / "me" / "model", json.loads((result.model / "fathom.json").read_text())
+    card, trained_card = ((folder / "README.md").read_text() for folder in (pushed, result.model))
+    assert json.loads((pushed / "fathom.json").read_text()) == facts and list(pushed.rglob("*.safetensors"))
+    for part in ("## Training", "## Measured", "## Licence"):
+        assert card.split(part)[1].split("\n## ")[0] == trained_card.split(part)[1].split("\n## ")[0]
+    assert "Its weights have changed" not in card and facts["recipe"]["data"]["train"]
 
 
 @pytest.mark.parametrize("task", tasks())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from cases import CASES, recipe
 
+from fathom.data import DataConfig
 from fathom.report.compare import compare
 from fathom.report.results import Results
 from fathom.tasks import Task, tasks
@@ -25,14 +27,32 @@ def test_every_task_has_a_case_and_says_what_it_is():
         assert set(task.invariants) <= {"padding", "packing"}
 
 
+def fields_read(kind, monkeypatch):
+    """The fields of a dataclass that anything asks of any instance from here on; not those that it checks or copies."""
+    names, read = {field.name for field in dataclasses.fields(kind)}, set()
+
+    def asked(self, name):
+        if name in names:
+            caller = sys._getframe(1).f_code
+            if not caller.co_filename.endswith("dataclasses.py") and caller.co_name not in ("__post_init__", "check"):
+                read.add(name)
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(kind, "__getattribute__", asked, raising=False)
+    return read
+
+
 @pytest.mark.parametrize("task", tasks())
-def test_sweep_budget_results_and_page_show_every_score(task, tmp_path):
-    """Over `examples`; the learning rate is chosen by the headline score."""
+def test_sweep_budget_results_and_page_show_every_score(task, tmp_path, monkeypatch):
+    """Over `examples`; the learning rate is chosen by the headline score. Every field of `data` is read or refused."""
+    read = fields_read(DataConfig, monkeypatch)
     written = recipe(task, tmp_path, training={"lr": [1e-5, 1e-2], "sweep_fraction": 0.5})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
     said: list[str] = []
     results = compare(tmp_path / "recipe.yaml", tmp_path, say=said.append)
     (run,) = results.runs
+    everything = {field.name for field in dataclasses.fields(DataConfig)}
+    assert everything - read - set(tasks()[task].unused) <= {"shuffle_buffer", "num_proc"}  # streaming; changes nothing
     loaded = load_recipe(tmp_path / "recipe.yaml")
     per_sequence = loaded.task.prepare(loaded.data, tmp_path / ".data").examples_per_sequence
     steps = math.floor(40 / per_sequence + 1e-9) // 2

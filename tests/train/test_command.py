@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import fathom_cli as cli
+from fathom.evaluate.downstream import Accuracy, Downstream
 
 
 @pytest.fixture
@@ -97,6 +98,47 @@ def test_a_wrong_option_is_refused_before_the_text_is_read(monkeypatch, capsys, 
         cli.main()
     assert stopped.value.code == 2
     assert "'loop' has no option 'pases' (did you mean 'passes'?)" in capsys.readouterr().err
+
+
+def change(recipe_file: Path, **sections: object) -> None:
+    recipe_file.write_text(yaml.safe_dump({**yaml.safe_load(recipe_file.read_text()), **sections}))
+
+
+def test_sections_of_a_comparison_are_said_and_a_methods_own_seed_is_taken(monkeypatch, capsys, tmp_path, recipe_file):
+    methods = [{"name": "vanilla", "seeds": [5], "lr": 1e-2}]
+    change(recipe_file, methods=methods, budgets=["tokens", "train_flops"], retrain=1)
+    assert run(monkeypatch, recipe_file, "--output", tmp_path / "runs") == 0
+    said = capsys.readouterr()
+    assert "Only `fathom compare` reads budgets and retrain: this run has the length of `training`." in said.err
+    assert f"Model: {tmp_path}/runs/tiny/vanilla-seed5/model" in said.out
+    change(recipe_file, budgets=["tokens"], retrain=0)
+    assert run(monkeypatch, recipe_file, "--output", tmp_path / "runs") == 0  # finished: only told again
+    assert "fathom compare" not in capsys.readouterr().err
+
+
+def test_downstream_tasks_are_asked_after_the_training(monkeypatch, capsys, tmp_path, recipe_file) -> None:
+    """What lm_eval says of them, tests/report/test_compare.py asks."""
+    asked: list[str] = []
+
+    def load(section: Downstream) -> dict:
+        if section.tasks == ("shure",):
+            raise ValueError("no task is named shure")
+        return {}
+
+    def measured(section: Downstream, model: object, tokenizer: object) -> dict[str, Accuracy]:
+        asked.append(type(model).__name__)
+        return {"sure": Accuracy("acc", 0.75, 0.25, 0.5, 4)}
+
+    monkeypatch.setattr(Downstream, "load", load)
+    monkeypatch.setattr(Downstream, "measure", measured)
+    change(recipe_file, methods=[{"name": "vanilla", "lr": 1e-2}], downstream={"tasks": ["shure"]})
+    assert run(monkeypatch, recipe_file, "--output", tmp_path / "runs") == 2  # before anything trains
+    assert "shure" in capsys.readouterr().err and not (tmp_path / "runs" / "tiny").exists()
+    change(recipe_file, downstream={"tasks": ["sure"]})
+    for _ in range(2):  # the second time from the file that the first one left
+        assert run(monkeypatch, recipe_file, "--output", tmp_path / "runs") == 0
+        assert "sure: acc 0.7500 ± 0.2500, guessing 0.5000 (4 documents)" in capsys.readouterr().out
+    assert asked == ["FathomForCausalLM"]
 
 
 def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path) -> None:

@@ -12,7 +12,7 @@ from fathom.data import prepare
 from fathom.data.config import NamedSource
 from fathom.train import TrainResult, load_recipe, train_run
 from fathom.train.recipe import LowRank, MethodConfig
-from fathom.train.trainer import add_low_rank, merge_low_rank
+from fathom.train.trained_parts import add_low_rank, freeze, merge_low_rank
 from tiny import tiny_model, tokens
 
 LORA = MethodConfig("lora", trains="lora")
@@ -118,3 +118,9 @@ def test_in_yaml(tmp_path):
         ("lora", {}, "lora"),
     ]
     assert made.methods[0].weights == {"domain": 9.0, "general": 1.0} and made.training.lora.targets == ("q_proj",)
+
+
+@pytest.mark.parametrize("trains", ["feed_forward", "router"])
+def test_what_has_no_decoder_layers_has_no_such_parts(trains):
+    with pytest.raises(ValueError, match=f"training.trains='{trains}': only a decoder's layers have such parts"):
+        freeze(torch.nn.Linear(2, 2), trains)

@@ -82,6 +82,18 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
         ("name: tiny\ntraining: {tokens: 1, precision: fp8}", "training.precision='fp8': use 'fp32' or 'bf16'"),
         ("name: tiny\ntraining: {tokens: 1, warmup_ratio: 2}", "training.warmup_ratio=2.0: must be between 0 and 1"),
         ("name: tiny\ntraining: {tokens: 1, betas: [0.9]}", "training.betas=.*must be a list of 2"),
+        ("name: tiny\ntraining: {tokens: 1, decay_ratio: 0.1}", "training.decay_ratio=0.1: schedule='cosine' has no"),
+        (
+            "name: tiny\ntraining: {tokens: 1, schedule: constant, min_lr_ratio: 0}",
+            "training.min_lr_ratio=0.0: schedule='constant' ends at the peak",
+        ),
+        (
+            "name: tiny\ntraining: {tokens: 1, optimizer: adafactor, betas: [0.9, 0.9]}",
+            r"training.betas=\(0.9, 0.9\): optimizer='adafactor' reads none",
+        ),
+        ("name: tiny\ntraining: {tokens: 1, lora: {rank: 4}}", "training.lora: nothing trains 'lora'"),
+        ("name: tiny\ntraining: {tokens: 1, eval_every: 5}\ndata: {validation: null}", "eval_every=5: data.validation"),
+        (MINIMAL + "data: {shuffle_buffer: 10}", "data.shuffle_buffer=10: blocks on disk are shuffled as a whole"),
         ("name: tiny\ntraining: {tokens: 1, keep: 0}", "training.keep=0: must be at least 1"),
         ("name: tiny\ntraining: 3", "training is 3: needs a mapping"),
         ("- 1", r"the recipe is \[1\]: needs a mapping"),

@@ -109,6 +109,7 @@ class MovaPipeline(Published, DiffusionPipeline):
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         made = cls(**{**parts, "scheduler": scheduler, "tokenizer": tokenizer, **kwargs})
         made.settings = settings
+        settings.name_or_path = str(folder)  # where the facts of its training lie, which go on with its weights
         if (folder / CODEC).is_dir():
             from fathom.audiovideo.codecs import load_codec
 

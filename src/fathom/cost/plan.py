@@ -126,12 +126,13 @@ def plan(
         learns[slots] = learns.get(slots, 0) - times
     slots = float(max(learns)) if depth.checkpointed else sum(n * times for n, times in learns.items())
     tokens = layout.sequences * length
+    copies = 2 if config.diffusion["name"] == "block" else 1  # a row runs twice, noisy and clean; the loss reads one
     of_layer = layer_bytes(config, sharded)
     stream = config.hidden_size * (2 if sharded else 4)
     if layout.checkpointing:
-        activations = tokens * (slots * config.num_hidden_layers * stream + of_layer)
+        activations = copies * tokens * (slots * config.num_hidden_layers * stream + of_layer)
     else:
-        activations = tokens * slots * config.num_hidden_layers * of_layer
+        activations = copies * tokens * slots * config.num_hidden_layers * of_layer
     activations *= measured.activations
     table = config.hidden_size * config.vocab_size
     tables = table * (1 if config.tie_word_embeddings else 2)

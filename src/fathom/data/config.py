@@ -87,6 +87,11 @@ class DataConfig:
             raise ValueError(f"data.atoms={list(self.atoms)!r}: must not be empty texts or the same twice")
         _require_at_least("block_size", self.block_size, 2)
         _require_at_least("shuffle_buffer", self.shuffle_buffer, 1)
+        if self.shuffle_buffer != type(self).shuffle_buffer and not self.streaming:
+            raise ValueError(
+                f"data.shuffle_buffer={self.shuffle_buffer}: blocks on disk are shuffled as a whole; leave it out, or "
+                "set data.streaming"
+            )
         for name, least in (
             ("max_documents", 1),
             ("max_tokens", self.block_size),

@@ -34,7 +34,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Downstream:
-    """The section `downstream` of a recipe: tasks on which every model of a comparison is scored after training.
+    """The section `downstream` of a recipe: tasks on which every trained model is scored.
 
     Attributes:
         tasks: names of lm_eval tasks, groups or tags.

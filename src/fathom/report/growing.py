@@ -47,7 +47,7 @@ from fathom.tasks.causal_lm import bits_of_loss, loss_of_blocks
 from fathom.tools import load_tools
 from fathom.train import Recipe, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
-from fathom.train.trainer import RESULT
+from fathom.train.result import RESULT
 from fathom.writing import whole, write_json
 
 TOKENIZER = "tokenizer"

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from fathom.data import PreparedData
-from fathom.evaluate.downstream import Downstream
+from fathom.evaluate.downstream import Accuracy
 from fathom.inspect import StepMap, offered
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
 from fathom.tasks.base import with_scores
-from fathom.train import Recipe, TrainResult, model_config, train_run
+from fathom.train import MethodConfig, Recipe, TrainResult, model_config, train_run
 from fathom.train.complete_checkpoints import checkpoints
-from fathom.train.trainer import MODEL
+from fathom.train.result import MODEL
 from fathom.writing import whole
 
 MEASURED = "measured.json"
@@ -52,28 +52,29 @@ def measure(
         run = _describe(planned, result, recipe, data, began_with)
         _write(where / MEASURED, with_scores(dataclasses.asdict(run)))
     if recipe.downstream is not None:
-        run = dataclasses.replace(run, downstream=_downstream(recipe.downstream, planned, result, recipe, data))
+        scores = downstream_scores(recipe, planned.method, result, data)
+        run = dataclasses.replace(run, downstream={name: dataclasses.asdict(score) for name, score in scores.items()})
     return dataclasses.replace(run, budget=planned.budget, residual_percent=planned.residual_percent)
 
 
-def _downstream(
-    asked: Downstream, planned: Planned, result: TrainResult, recipe: Recipe, data: PreparedData
-) -> dict[str, dict[str, Any]]:
-    """The run's downstream accuracies. They have a file of their own, as a finished run may be scored on
-    others later.
-    """
-    path, digest = result.folder / DOWNSTREAM, asked.digest()
+def downstream_scores(
+    recipe: Recipe, method: MethodConfig, result: TrainResult, data: PreparedData
+) -> dict[str, Accuracy]:
+    """A run's accuracy on each task of the recipe's `downstream`, kept in a file of their own: a finished run may be
+    asked other tasks later."""
+    assert recipe.downstream is not None
+    path, digest = result.folder / DOWNSTREAM, recipe.downstream.digest()
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         kept = {"digest": None}
     if kept["digest"] != digest:
-        made: Any = recipe.task.class_of(model_config(recipe, planned.method, data.tokenizer))
+        made: Any = recipe.task.class_of(model_config(recipe, method, data.tokenizer))
         model = made.from_pretrained(result.model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-        found = asked.measure(model, data.tokenizer)
+        found = recipe.downstream.measure(model, data.tokenizer)
         kept = {"digest": digest, "scores": {name: dataclasses.asdict(score) for name, score in found.items()}}
         _write(path, kept)
-    return kept["scores"]
+    return {name: Accuracy(**score) for name, score in kept["scores"].items()}
 
 
 def _describe(

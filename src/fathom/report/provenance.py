@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import fathom
 
 
 def provenance(runs: int = 1) -> dict[str, Any]:
-    """`{"versions", "commit", "device"}` of this process, one of `runs` that share the device."""
+    """`{"versions", "commit", "device", "date"}` of this process, one of `runs` that share the device."""
     shared = f", shared by {runs} runs" if runs > 1 else ""
-    return {"versions": versions(), "commit": commit(), "device": device() + shared}
+    now = datetime.now(UTC).isoformat(timespec="minutes")
+    return {"versions": versions(), "commit": commit(), "device": device() + shared, "date": now}
 
 
 def versions() -> dict[str, str]:
@@ -29,7 +32,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of Fathom's source, with '+changes' if files differ from it, or 'not a checkout'.
 
-    For a copy of the source without git, the environment variable FATHOM_COMMIT names the commit.
+    A bare copy of the source has no commit of its own: FATHOM_COMMIT in the environment names it, or the file COMMIT at
+    the copy's root, which `git archive` fills in; who copies in another way writes `git rev-parse HEAD` to it.
     """
     package = Path(fathom.__file__).parent
     try:
@@ -37,7 +41,11 @@ def commit() -> str:
         changed = _git(package, "status", "--porcelain", "--", ".")
         return _git(package, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FATHOM_COMMIT", "not a checkout")
+        if "FATHOM_COMMIT" in os.environ:
+            return os.environ["FATHOM_COMMIT"]
+        written = package.parents[1] / "COMMIT"
+        named = re.match(r"[0-9a-f]{7,40}\b", written.read_text(encoding="utf-8")) if written.is_file() else None
+        return named[0][:12] if named else "not a checkout"
 
 
 def device() -> str:

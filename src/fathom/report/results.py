@@ -63,6 +63,7 @@ class Run:
     interruptions: int | None = None
     busy: float | None = None
     again: int = 0  # above 0: the same run trained again, for the spread of retraining
+    date: str | None = None  # when the run began, UTC; None in files of earlier versions
     held_out: dict[str, Any] = field(default_factory=dict)  # fathom.evaluate.held_out.Pieces of the headline score
     downstream: dict[str, dict[str, Any]] = field(default_factory=dict)  # fathom.evaluate.downstream.Accuracy, by task
 

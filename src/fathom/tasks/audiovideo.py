@@ -136,7 +136,10 @@ class AudioVideo(Task):
     checkpoint_fields = ("mova",)
     numbered = True
     alternates = True
-    unused = ("document_mask", "keep_remainder", "streaming", "max_tokens", "max_validation_tokens")
+    unused = (
+        *("document_mask", "keep_remainder", "streaming", "max_tokens", "max_validation_tokens", "max_documents"),
+        *("text_field", "train_split", "validation_split"),
+    )
 
     def __post_init__(self) -> None:
         where = "task audiovideo"

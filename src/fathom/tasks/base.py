@@ -236,12 +236,12 @@ class Task:
                 f"data.validation={sorted(data.validation)!r}: task {self.name!r} is scored on one data set; name it, "
                 "or use task 'causal_lm'"
             )
-        defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
         for name in self.unused:
-            if getattr(data, name) != defaults[name]:
+            if getattr(data, name) != getattr(DataConfig, name):
+                limit = "" if "max_documents" in self.unused else " (max_documents limits rows)"
                 raise ValueError(
                     f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
-                    "leave it out (max_documents limits rows)"
+                    f"leave it out{limit}"
                 )
 
     def refuse_text(self, data: DataConfig) -> None:

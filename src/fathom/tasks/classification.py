@@ -45,6 +45,7 @@ class Classification(EncoderTask):
     }
     auto = AutoModelForSequenceClassification
     specials = ("pad", "cls")  # the last id is the CLS token
+    unused = (*EncoderTask.unused, "text_field")  # the task's own option
     summary = "Say which class a text, or a pair of texts, belongs to."
     scores = (
         Score("accuracy", "of rows classified right", "higher", "The share of held-out rows whose class is found."),

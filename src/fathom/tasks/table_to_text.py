@@ -152,6 +152,7 @@ class TableToText(EncoderTask):
     families: ClassVar[dict[str, Any]] = {"t5": FathomTableT5Config, "bart": FathomTableBartConfig}
     auto = AutoModelForSeq2SeqLM
     specials = ("pad",)
+    unused = (*EncoderTask.unused, "text_field")
     markers = (*MARKERS, *GRID_MARKERS)
     checkpoint_fields = ("table",)
     summary = "Describe a table, by an encoder and a decoder that may read a plan, prototypes or background beside it."

@@ -92,7 +92,10 @@ class VQA(Task):
     samples_note = "Answers to the first held-out questions"
     checkpoint_fields = ("vision_compress",)
     alternates = True  # the tower's last layer, behind the one whose states are read, takes part in no step
-    unused = ("document_mask", "keep_remainder", "streaming", "max_tokens", "max_validation_tokens", "max_documents")
+    unused = (
+        *("document_mask", "keep_remainder", "streaming", "max_tokens", "max_validation_tokens", "max_documents"),
+        *("text_field", "train_split", "validation_split"),
+    )
 
     def __post_init__(self) -> None:
         check_range("task vqa", "side", self.side, 1)

@@ -15,7 +15,7 @@ from fathom.version import __version__
 if TYPE_CHECKING:
     from fathom.data import PreparedData
     from fathom.train.recipe import MethodConfig, Recipe
-    from fathom.train.trainer import TrainResult
+    from fathom.train.result import TrainResult
 
 
 def training_facts(recipe: Recipe, method: MethodConfig, result: TrainResult, data: PreparedData) -> dict[str, Any]:

@@ -228,6 +228,15 @@ class Training:
             )
             rule = "be false with training.compile='graphs': use 'layers'"
             _require(not self.gradient_checkpointing, "training.gradient_checkpointing", True, rule)
+        unread = {
+            "decay_ratio": (self.schedule != "wsd", f"schedule={self.schedule!r} has no decay of its own; use 'wsd'"),
+            "min_lr_ratio": (self.schedule == "constant", "schedule='constant' ends at the peak; use 'cosine'"),
+            "betas": (self.optimizer == "adafactor", "optimizer='adafactor' reads none; use 'adamw'"),
+        }
+        for name, (without, why) in unread.items():
+            value = getattr(self, name)
+            if without and value != getattr(type(self), name):
+                raise ValueError(f"training.{name}={value!r}: {why}, or leave it out")
         if self.schedule == "wsd":
             total = self.warmup_ratio + self.decay_ratio
             _require(total <= 1, "training.warmup_ratio + decay_ratio", total, "be at most 1 for schedule 'wsd'")
@@ -246,7 +255,7 @@ class Recipe:
         seeds: of initialisation and data order.
         retrain: number of times that `fathom compare` repeats the first method's first seed, the very same run. The
             page calls no difference that is smaller than the spread of these scores. On a CPU there is no spread.
-        downstream: lm_eval tasks that `fathom compare` scores every trained model on.
+        downstream: lm_eval tasks that every trained model is scored on.
         license: of the trained models, by the hub's name ("apache-2.0"), for their cards; None: cards state none.
     """
 
@@ -291,6 +300,11 @@ class Recipe:
             "methods": [method.name for method in self.methods],
             "budgets": [budget.kind for budget in self.budgets],  # one table each
         }
+        if self.training.eval_every is not None and self.data.validation is None:
+            raise ValueError(
+                f"training.eval_every={self.training.eval_every}: data.validation is null; name {self.task.held_out}, "
+                "or leave it out"
+            )
         for argument, values in distinct.items():
             twice = [value for value in values if values.count(value) > 1]
             _require(not twice, argument, twice[:1], "not be given twice")
@@ -367,6 +381,33 @@ class Recipe:
         raise ValueError(f"method {name!r} is not in the recipe{nearest(name, names)}; it has {', '.join(names)}")
 
 
+def of_comparison(recipe: Recipe) -> list[str]:
+    """The sections of the recipe that say more than a training of the length of `training`: `fathom compare` reads
+    them."""
+    longer = [budget for budget in recipe.budgets if budget.kind not in ("tokens", "examples") or budget.amount]
+    said = {"budgets": longer, "retrain": recipe.retrain, "downstream": recipe.downstream}
+    return [section for section, given in said.items() if given]
+
+
+def one_training(recipe: Recipe, where: str, seeds: str) -> MethodConfig:
+    """The method of a recipe inside another file, which is trained once at one learning rate.
+
+    Raises ValueError for what only a comparison reads, and for seeds, which `seeds` of that file says.
+    """
+    if len(recipe.methods) != 1:
+        raise ValueError(f"{where}.methods: must be one method, not {len(recipe.methods)}")
+    (method,) = recipe.methods
+    for section in of_comparison(recipe):
+        raise ValueError(f"{where}.{section}: only `fathom compare` reads it; leave it out")
+    rates = candidates(recipe, method)
+    if len(rates) > 1:
+        raise ValueError(f"{where}: lr={list(rates)!r}: nothing is swept here; give one learning rate")
+    for given, place in ((recipe.seeds != (0,), "seeds"), (method.seeds is not None, f"methods.{method.name}.seeds")):
+        if given:
+            raise ValueError(f"{where}.{place}: {seeds} says which; leave it out")
+    return method
+
+
 def candidates(recipe: Recipe, method: MethodConfig) -> tuple[float, ...]:
     """The learning rates to choose from: the method's `lr`, else `training.lr`."""
     rates = recipe.training.lr if method.lr is None else method.lr
@@ -385,6 +426,8 @@ def load_recipe(path: str | Path) -> Recipe:
         if isinstance(raw, dict) and "base" in raw:
             raise ValueError("has a base, which `fathom grow` trains and then grows")
         recipe: Recipe = build(Recipe, raw)
+        if recipe.training.lora != LowRank() and not any(recipe.trains(method) == "lora" for method in recipe.methods):
+            raise ValueError("training.lora: nothing trains 'lora'; set trains: lora, or leave it out")
         if "checkpoint" in recipe.model and "tokenizer" in (raw.get("data") or {}):
             bpe = isinstance(recipe.data.tokenizer, dict)
             rule = "be the checkpoint's, whose token ids its embeddings know: leave it out, or name a folder"

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fathom.models.registry import nearest
-from fathom.train.loading import build, check_keys, parse_yaml
-from fathom.train.recipe import Recipe
-from fathom.train.trainer import TrainResult, train_run
+from fathom.train.loading import build, check_keys, convert, parse_yaml
+from fathom.train.recipe import Recipe, one_training
+from fathom.train.result import TrainResult
+from fathom.train.trainer import train_run
 
 REFERENCE = "stage:"
 SHARED = ("data",)
@@ -63,10 +64,13 @@ def load_stages(path: str | Path, sections: tuple[str, ...] = ()) -> Stages:
                 raise ValueError(f"stages.{name}={stage!r}: give a recipe")
             data = {**shared.get("data", {}), **stage.get("data", {})}
             stages[name] = {"name": name, **stage, "data": data}
-            replaced(stages[name], dict.fromkeys(list(stages)[:-1], Path()), f"stages.{name}")  # names what comes first
-        seeds = tuple(raw.get("seeds", [0]))
+            replaced(stages[name], dict.fromkeys(list(stages)[:-1], Path()), f"stages.{name}")  # no later one is named
+        seeds = convert(raw.get("seeds", [0]), tuple[int, ...], "seeds")
         more = {key: raw[key] for key in sections if key in raw}
-        return Stages(str(raw.get("name", Path(path).stem)), stages, seeds, more)
+        found = Stages(str(raw.get("name", Path(path).stem)), stages, seeds, more)
+        for name in stages:  # a mistake in the last one is told before the first one trains
+            one_training(found.recipe(name, dict.fromkeys(stages, Path())), f"stages.{name}", "`seeds` of the file")
+        return found
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -78,11 +82,10 @@ def run_stages(
     found: dict[str, tuple[Recipe, TrainResult]] = {}
     for name in stages.stages:
         recipe = stages.recipe(name, {other: result.model.resolve() for other, (_, result) in found.items()})
-        if len(recipe.methods) != 1:
-            raise ValueError(f"stages.{name}.methods: a stage has one method, not {len(recipe.methods)}")
+        (method,) = recipe.methods
         data = recipe.task.prepare(recipe.data, output / ".data")
         folder = output / stages.name / f"seed-{seed}" / name
-        result = train_run(recipe, recipe.methods[0], seed=seed, folder=folder, data=data)
+        result = train_run(recipe, method, seed=seed, folder=folder, data=data)
         scores = ", ".join(f"{key} {value:.4f}" for key, value in result.scores.items() if value is not None)
         say(f"{name}: {result.tokens:,} tokens, {scores}")
         for remark in recipe.task.remarks(result.scores):

@@ -14,7 +14,8 @@ from filelock import FileLock
 from fathom.data import PreparedData
 from fathom.tasks import Score
 from fathom.train.recipe import MethodConfig, Recipe, candidates
-from fathom.train.trainer import TrainResult, train_run
+from fathom.train.result import TrainResult
+from fathom.train.trainer import train_run
 
 
 @dataclass(frozen=True)

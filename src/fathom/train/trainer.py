@@ -14,16 +14,11 @@ Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`);
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import gc
-import importlib.util
-import json
-import math
 import os
 import shutil
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,104 +42,26 @@ from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
 from fathom.ops.cudnn_attention import sound_attention
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
-from fathom.tasks import DEFAULT, Task, tasks
-from fathom.tasks.base import scores_read, with_scores
+from fathom.tasks import Task
 from fathom.train import complete_checkpoints as checkpoints
 from fathom.train.facts import training_facts
-from fathom.train.metrics import Metrics, read_metrics
+from fathom.train.metrics import Metrics
 from fathom.train.muon import MuonAndAdamW, matrices_of_blocks
 from fathom.train.order import ShuffledBlocks, reseeded
 from fathom.train.other_layout import layout_of, layout_of_run, read_moments, read_weights
 from fathom.train.phases import Phases
 from fathom.train.progress import ProgressDisplay
-from fathom.train.recipe import LowRank, MethodConfig, Recipe, Training, model_config
+from fathom.train.recipe import MethodConfig, Recipe, Training, model_config
+from fathom.train.result import MODEL, TrainResult, report
+from fathom.train.run_folder import claim, identity, processes
 from fathom.train.tracking import check_trackers, place, tracking
-from fathom.writing import naming, write_json
+from fathom.train.trained_parts import add_low_rank, freeze, merge_low_rank
+from fathom.writing import naming
 
-MODEL = "model"
 BEFORE = "before"
-RESULT = "result.json"
-FEWEST_STRETCHES = 5  # of which an interval of the speed can be told
-# Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
-_FREE = (
-    "lr",
-    "tokens",
-    "examples",
-    "sweep_fraction",
-    "log_every",
-    "eval_every",
-    "save_every",
-    "keep",
-    "num_workers",
-    "tensorboard",
-    "report_to",
-)
 # transformers 5.24 has both names and deprecates the second, 5.15 has only the second
 _fields = {field.name for field in dataclasses.fields(TrainingArguments)}
 _CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _fields else "gradient_checkpointing"
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainResult:
-    """The result of a finished run. Losses are means over the task's targets; None where not finite or without held-out
-    examples.
-
-    Attributes:
-        folder: of the run; `folder / "model"` is the trained model.
-        tokens, train_flops: of the whole run, in all processes; FLOPs are `fathom.cost`'s matrix products.
-        train_loss: of the last logged steps.
-        validation_loss: on the held-out examples after the last step.
-        scores: the task's, by name, on the held-out examples after the last step.
-        tokens_per_second: of all processes, without evaluation and saving: the median over the intervals between
-            logged losses. The first interval after a start, which warms up, counts only if there is no other.
-        seconds: of training, without evaluation and saving.
-        peak_memory_bytes: allocated on rank 0's GPU; None on a CPU, where only the whole process's is known.
-        tokens_per_second_interval: 10th and 90th percentile over these intervals; None for fewer than 5.
-        interruptions: how often the run was resumed from a checkpoint.
-        busy: on a CPU, the mean share of the time that the process was on a core (metrics.py).
-        notes: sentences about changes to the data that a reader should know.
-        history: the lines of metrics.jsonl.
-    """
-
-    folder: Path
-    method: str
-    seed: int
-    lr: float
-    steps: int
-    tokens: int
-    train_flops: float
-    parameters: int
-    train_loss: float | None
-    validation_loss: float | None
-    scores: dict[str, float | None]
-    tokens_per_second: float
-    seconds: float
-    peak_memory_bytes: int | None
-    tokens_per_second_interval: list[float] | None = None
-    interruptions: int | None = None
-    busy: float | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
-    history: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def model(self) -> Path:
-        return self.folder / MODEL
-
-    @classmethod
-    def load(cls, folder: str | Path) -> TrainResult | None:
-        """The result in a run's folder, None if the run is not finished."""
-        folder = Path(folder)
-        try:
-            values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return cls(folder=folder, history=tuple(read_metrics(folder)), **scores_read(values))
-
-    def save(self) -> None:
-        values = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("folder", "history")
-        }
-        write_json(self.folder / RESULT, with_scores(values))
 
 
 class FathomTrainer(Trainer):
@@ -304,7 +221,7 @@ def train_run(
         )
 
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, _identity(recipe, method, config, seed, lr, steps, tokens_per_step), arguments.should_save)
+    claim(folder, identity(recipe, method, config, seed, lr, steps, tokens_per_step), arguments.should_save)
     finished = TrainResult.load(folder)
     if finished is not None and finished.model.is_dir():
         return finished
@@ -387,7 +304,7 @@ def train_run(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if arguments.should_save:
-        reported = _report(folder, method.name, seed, lr, parameters, data, task)
+        reported = report(folder, method.name, seed, lr, parameters, data, task)
         facts = training_facts(recipe, method, reported, data)
         describe(folder / MODEL, task.config_of(folder / MODEL), parameters, facts)
         reported.save()
@@ -407,11 +324,6 @@ def _leave_shared_tables_together(model: nn.Module) -> None:
     if table is not None and holders > 2:  # itself and a tied head
         model.get_input_embeddings = lambda: None  # type: ignore[assignment]
         model.get_output_embeddings = lambda: None  # type: ignore[assignment]
-
-
-def processes() -> int:
-    """The number of processes that train this model together, as torchrun or accelerate launch sets it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sequences_per_process(training: Training) -> int:
@@ -509,135 +421,6 @@ def _arguments(
     return arguments
 
 
-def _identity(
-    recipe: Recipe,
-    method: MethodConfig,
-    config: FathomConfig,
-    seed: int,
-    lr: float,
-    steps: int,
-    tokens_per_step: int,
-) -> dict[str, Any]:
-    """Everything that decides the trained weights, and the number of processes, which decides their last digits."""
-    data = dataclasses.asdict(recipe.data)
-    data.pop("num_proc")
-    if method.weights is not None:
-        for name, source in data["train"].items():
-            source["weight"] = method.weights.get(name, 0.0)
-    training = {key: value for key, value in dataclasses.asdict(recipe.training).items() if key not in _FREE}
-    training["trains"] = recipe.trains(method)
-    if training["trains"] != "lora":
-        training.pop("lora")
-    if training["optimizer"] == "adamw":  # runs of versions that had no other say nothing of it
-        training.pop("optimizer")
-    if training["eps"] == Training.eps:
-        training.pop("eps")
-    model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
-    model["checkpoint"] = recipe.model.get("checkpoint")
-    spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
-    spec["processes"] = processes()
-    spec["task"] = recipe.task.section
-    return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
-
-
-def _claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
-    """Write run.json, or raise ValueError if the folder holds another run that has trained.
-
-    The number of processes only affects rounding and which random numbers are drawn, so a run may be resumed with
-    another number.
-    """
-    path = folder / "run.json"
-    if path.exists() and has_trained(folder):
-        stored, wanted = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(spec)
-        stored.setdefault("task.name", DEFAULT)
-        for key, value in {"training.trains": "all", "data.atoms": []}.items():  # of a time without the field
-            stored.setdefault(key, value)
-        task = tasks().get(stored["task.name"])  # None: one of somebody's own, not registered here
-        for option in () if task is None else dataclasses.fields(task):  # one that came later was at its default
-            if option.default is not dataclasses.MISSING:
-                stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
-        stored["processes"] = wanted["processes"]
-        changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
-        if changed:
-            key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-            raise ValueError(
-                f"{folder} holds another run: its {key} is {stored.get(key)!r}, now {wanted.get(key)!r}{more}; "
-                "delete the folder or change the recipe's name"
-            )
-    elif write:
-        write_json(path, spec)
-
-
-def freeze(model: FathomForCausalLM, trains: str) -> None:
-    """Freeze all parameters but those of feed-forward networks, or of their routers. Raises ValueError for networks
-    without a router."""
-    if trains in ("all", "lora"):
-        return
-    modules = [layer.mlp for layer in model.model.layers]
-    if trains == "router":
-        modules = [getattr(mlp, name) for mlp in modules for name in mlp.routers if hasattr(mlp, name)]
-        if not modules:
-            name = model.config.feed_forward["name"]
-            raise ValueError(
-                f"training.trains='router': feed_forward={name!r} has no router; use 'all' or 'feed_forward'"
-            )
-    model.requires_grad_(False)
-    for module in modules:
-        module.requires_grad_(True)
-
-
-def add_low_rank(model: nn.Module, options: LowRank) -> None:
-    """Add LoRA matrices to layers; only these train. Raises ImportError without peft, ValueError for targets that the
-    model lacks."""
-    if importlib.util.find_spec("peft") is None:
-        raise ImportError("training.trains='lora' needs peft: pip install 'fathom-lm[peft]'")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    missing = set(options.targets) - known
-    if missing:
-        raise ValueError(f"training.lora.targets={list(options.targets)!r}: the model's layers are {sorted(known)}")
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, module in model.named_modules():
-        end = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and end in options.targets and id(module.weight) in tables:
-            raise ValueError(
-                f"training.lora.targets={list(options.targets)!r}: the weights of {end} are those of the input "
-                f"embeddings, which merging would change too; leave {end} out, or untie them (tie_word_embeddings)"
-            )
-    inject_adapter_in_model(
-        LoraConfig(
-            r=options.rank,
-            lora_alpha=options.alpha,  # type: ignore[arg-type]  # a factor: any number will do
-            lora_dropout=options.dropout,
-            target_modules=list(options.targets),
-        ),
-        model,
-    )
-
-
-def merge_low_rank(model: nn.Module) -> nn.Module:
-    """A copy of the model with LoRA merged into its layers; the model itself if it has none."""
-    if importlib.util.find_spec("peft") is None:
-        return model
-    from peft.tuners.lora import LoraLayer
-
-    if not any(isinstance(module, LoraLayer) for module in model.modules()):
-        return model
-    merged = copy.deepcopy(model)
-    for name, module in list(merged.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.merge(safe_merge=True)  # type: ignore[operator]
-            merged.set_submodule(name, module.get_base_layer())
-    return merged
-
-
-def has_trained(folder: Path) -> bool:
-    """Whether a run's folder holds metrics of a step, a checkpoint or a model, which a run with other settings must not
-    mix with. A run that failed before its first step leaves none."""
-    return bool(read_metrics(folder) or checkpoints.checkpoints(folder)) or (folder / MODEL).is_dir()
-
-
 def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: bool = False) -> None:
     """Compile the layers, which share one set of graphs, and each product with the vocabulary by itself.
 
@@ -654,13 +437,6 @@ def compile_layers(model: FathomForCausalLM, backend: str = "inductor", graphs: 
         score.compile(backend=backend, dynamic=True)
     for function in (gradients_of_chunk, losses_of_chunk, mixture_of_chunk):
         model.compiled[function] = torch.compile(function, backend=backend)
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, item in value.items():
-        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
-    return flat
 
 
 def _make_model(
@@ -753,55 +529,3 @@ def _save_model(trainer: FathomTrainer, folder: Path, config: Any, data: Prepare
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
-
-
-def _report(
-    folder: Path, method: str, seed: int, lr: float, parameters: int, data: PreparedData, task: Task
-) -> TrainResult:
-    history = read_metrics(folder)
-    logged = [line for line in history if "loss" in line]
-    validation = [line["validation_loss"] for line in history if "validation_loss" in line]
-    loss = validation[-1] if validation else None
-    steady = _steady(history) or logged
-    speeds = [line["tokens_per_second"] for line in steady]
-    tenths = statistics.quantiles(speeds, n=10, method="inclusive") if len(speeds) >= FEWEST_STRETCHES else None
-    memory = [line["peak_memory_bytes"] for line in logged if "peak_memory_bytes" in line]
-    busy = [line["busy"] for line in steady if "busy" in line]
-    return TrainResult(
-        folder=folder,
-        method=method,
-        seed=seed,
-        lr=lr,
-        steps=logged[-1]["step"],
-        tokens=logged[-1]["tokens"],
-        train_flops=logged[-1]["train_flops"],
-        parameters=parameters,
-        train_loss=logged[-1]["loss"],
-        validation_loss=loss,
-        scores={name: _finite(value) for name, value in task.score(data, loss, folder / MODEL).items()},
-        tokens_per_second=statistics.median(speeds),
-        seconds=logged[-1]["seconds"],
-        peak_memory_bytes=max(memory, default=None),
-        tokens_per_second_interval=None if tenths is None else [tenths[0], tenths[-1]],
-        interruptions=sum("resumed" in line for line in history),
-        busy=statistics.fmean(busy) if busy else None,
-        notes=list(data.notes),
-        history=tuple(history),
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _steady(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The training lines except the first one after each start."""
-    found, warm = [], False
-    for line in history:
-        if "resumed" in line:
-            warm = False
-        elif "loss" in line:
-            if warm:
-                found.append(line)
-            warm = True
-    return found
