@@ -113,6 +113,43 @@ assert type(model).__name__ == "FathomForCausalLM"
 """)
 
 
+def test_threads_that_ask_at_once_wait_for_the_methods():
+    python("""
+import sys, threading
+import fathom
+sys.setswitchinterval(1e-5)
+start, names = threading.Barrier(8), []
+def build():
+    start.wait()
+    names.append(fathom.FathomConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                     depth={"name": "pondering"}).depth["name"])
+threads = [threading.Thread(target=build) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+assert names == ["pondering"] * 8
+""")
+
+
+def test_an_import_that_failed_is_tried_again():
+    python("""
+import sys
+import fathom
+sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+sys.modules["fathom.diffusion"] = None  # as with a package that is broken or missing
+for _ in range(2):
+    try:
+        fathom.FathomConfig(**sizes)
+    except ModuleNotFoundError as error:
+        assert "fathom.diffusion" in str(error)
+    else:
+        raise AssertionError
+del sys.modules["fathom.diffusion"]
+assert fathom.FathomConfig(**sizes).depth == {"name": "vanilla"}
+""")
+
+
 def test_dir_is_what_a_user_needs():
     names = dir(fathom)
     assert names == sorted(names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import threading
 import typing
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,7 @@ ENCODER, RELATIONS = "encoder", "relations"
 ENCODER_PLAIN = {ENCODER: "full", RELATIONS: "none"}
 _ENCODER_REGISTRIES: dict[str, dict[str, type]] = {section: {} for section in ENCODER_PLAIN}
 _fill: Callable[[], None] | None = None
+_filling, _lock = False, threading.RLock()
 
 if TYPE_CHECKING:
     REGISTRIES: dict[str, dict[str, type]]
@@ -67,10 +69,17 @@ def __getattr__(name: str) -> Any:
 
 def filled() -> dict[str, dict[str, type]]:
     """`REGISTRIES` with the methods of all wings."""
-    global _fill
-    fill, _fill = _fill, None  # what is imported now may read the registries on its way
-    if fill is not None:
-        fill()
+    global _fill, _filling
+    if _fill is None:
+        return _REGISTRIES
+    with _lock:  # other threads wait until the registries are full
+        if _fill is not None and not _filling:  # what is imported now may read the registries on its way
+            _filling = True
+            try:
+                _fill()
+                _fill = None
+            finally:  # an import that failed is tried again, and says again what is missing
+                _filling = False
     return _REGISTRIES
 
 
