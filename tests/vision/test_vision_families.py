@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import peft
@@ -189,6 +192,29 @@ def test_every_method_serves_llava(name):
     assert model(**batch("llava", processor)).logits.equal(expected)
 
 
+STRANGER = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForImageTextToText, AutoProcessor
+folder = Path(sys.argv[1])
+processor = AutoProcessor.from_pretrained(folder / "ours", trust_remote_code=True)
+assert type(processor).__name__ == "FathomLlavaProcessor"
+model = AutoModelForImageTextToText.from_pretrained(folder / "ours", trust_remote_code=True).eval()
+inputs, expected = torch.load(folder / "given.pt", weights_only=False)
+assert model(**inputs).logits.equal(expected)
+processor.save_pretrained(folder / "third")
+model.save_pretrained(folder / "third")
+assert [file.name for file in (folder / "third").glob("*.py")] == ["modeling_fathom.py"]
+"""
+PICKLED = """
+import pickle, sys
+from pathlib import Path
+from transformers import AutoModelForImageTextToText
+config = pickle.loads(Path(sys.argv[1], "config.pickle").read_bytes())
+assert "Fathom" in type(AutoModelForImageTextToText.from_config(config)).__name__
+"""
+
+
 @pytest.mark.parametrize("family", ["llava", "llava_next"])
 @torch.no_grad()
 def test_a_converted_checkpoint_is_loaded_by_the_auto_classes(family, tmp_path):
@@ -215,6 +241,11 @@ def test_a_converted_checkpoint_is_loaded_by_the_auto_classes(family, tmp_path):
         (tmp_path / "first").rename(tmp_path / "again")
     with pytest.raises(FileExistsError, match="choose another folder"):
         convert_vision(tmp_path / "stock", tmp_path / "ours", RATIO)
+    if family == "llava":
+        torch.save((dict(inputs), expected.detach()), tmp_path / "given.pt")
+        (tmp_path / "config.pickle").write_bytes(pickle.dumps(loaded.config))
+        for code in (STRANGER, PICKLED):
+            subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
 
 
 def test_the_trainer_and_peft_run_within_a_block(tmp_path):

@@ -300,10 +300,11 @@ def _use(auto: str, own: bool) -> str:
             f'model = {auto}.from_pretrained("PATH")\n{reads[4:].lower()} = {reads}.from_pretrained("PATH")'
         )
     told = ""
-    if own and auto not in ("MovaPipeline", "AutoModelForImageTextToText"):
+    if own and auto != "MovaPipeline":
+        such = ", such as `lm_eval --model hf`," if reads == "AutoTokenizer" else ""
         told = (
-            "\nPrograms that do not import fathom, such as `lm_eval --model hf`, load it with "
-            f"`trust_remote_code=True`: the only code\nin this folder, `{CODE.name}`, imports fathom.\n"
+            f"\nPrograms that do not import fathom{such} load it with `trust_remote_code=True`: the only code\n"
+            f"in this folder, `{CODE.name}`, imports fathom.\n"
         )
     return f"```sh\npip install {extra if own else 'transformers'}\n```\n\n```python\n{code}\n```\n{told}"
 

@@ -3,6 +3,8 @@
 This file is saved with every Fathom checkpoint and named by `auto_map` in its config.json. It holds no model code.
 """
 
+import importlib
+
 try:
     from fathom import (
         FathomBartConfig,
@@ -29,6 +31,14 @@ except ModuleNotFoundError as error:
     if error.name != "fathom":
         raise  # fathom is there, and lacks something
     raise ImportError("this checkpoint needs Fathom, which is not installed: pip install fathom-lm") from error
+
+
+def __getattr__(name: str):
+    """The classes of models that see, whose import takes a second: transformers asks for them by name."""
+    if not name.startswith("Fathom"):
+        raise AttributeError(name)
+    return getattr(importlib.import_module("fathom.vision.checkpoints"), name)
+
 
 __all__ = [
     "FathomBartConfig",

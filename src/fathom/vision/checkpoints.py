@@ -61,6 +61,10 @@ class CompressedModel(Published):
         """
         super().save_pretrained(save_directory, *arguments, **{"save_original_format": False, **kwargs})  # type: ignore[misc]
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing, as for the config."""
+
 
 class FathomLlavaForConditionalGeneration(CompressedModel, LlavaForConditionalGeneration):
     """LLaVA whose language model reads the vision tokens that its config's compressor keeps."""
@@ -110,6 +114,10 @@ class CompressedProcessor:
             raise ValueError(f"{folder}: its config has no vision_compress; load it with {stock_of(cls).__name__}")
         put(processor, family_of(config.model_type).processor, from_dict(config.vision_compress))
         return processor
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoProcessor") -> None:
+        """Do nothing, as for the config."""
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **kwargs: Any) -> Any:
         """As in transformers, but without the class's name: AutoProcessor then finds the class through the config."""

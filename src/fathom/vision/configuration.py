@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlavaConfig, LlavaNextConfig, Qwen2_5_VLConfig, SmolVLMConfig
 
-from fathom.models import lazy_configs
+from fathom.models import lazy_configs, saved_files
 
 
 class Compresses:
@@ -20,6 +20,29 @@ class Compresses:
         from fathom.vision.checkpoints import register
 
         register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in transformers; also registers models and processors, which unpickling alone would not do."""
+        from fathom.vision.checkpoints import register
+
+        register()
+        self.__dict__.update(state)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, plus the file by which Auto classes find Fathom in a process that has not imported it."""
+        family = type(self).__name__.removesuffix("Config")
+        names = {
+            "AutoConfig": f"{family}Config",
+            "AutoModelForImageTextToText": f"{family}ForConditionalGeneration",
+            "AutoProcessor": f"{family}Processor",
+        }
+        self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
+        saved_files.write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
 
     @property
     def num_hidden_layers(self) -> int:
