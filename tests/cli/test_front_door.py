@@ -104,12 +104,18 @@ for kind, stand_in in STAND_INS.items():
 
 
 def test_a_config_from_a_pickle_finds_its_model():
-    config = pickle.dumps(fathom.FathomConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    python(f"""
+    sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    masked = fathom.FathomConfig(**sizes, diffusion={"name": "masked", "mask_token_id": 9})
+    latent = fathom.FathomLatentConfig(encoder=masked, denoiser=sizes, decoder=sizes, length=4, vocab_size=10)
+    for config, auto, name in (
+        (fathom.FathomConfig(**sizes), "AutoModelForCausalLM", "FathomForCausalLM"),
+        (latent, "AutoModel", "FathomForLatentDiffusion"),
+    ):
+        python(f"""
 import pickle
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_config(pickle.loads({config!r}))
-assert type(model).__name__ == "FathomForCausalLM"
+from transformers import {auto}
+model = {auto}.from_config(pickle.loads({pickle.dumps(config)!r}))
+assert type(model).__name__ == "{name}"
 """)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from fathom.latents.codar import CoDAR
 from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import check_type, nearest
+from fathom.models.registry import check_type, filled, nearest
 
 STAGES = ("latent_diffusion", "contextual_decoder")
 PLAIN = {"depth": "vanilla", "mixer": "none", "residual": "standard", "feed_forward": "dense", "diffusion": "none"}
@@ -157,6 +157,11 @@ class FathomLatentConfig(PreTrainedConfig):
         self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in transformers; also registers the model with the Auto classes, which unpickling alone would not do."""
+        filled()
+        self.__dict__.update(state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
