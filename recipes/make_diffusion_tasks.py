@@ -1,13 +1,17 @@
-"""Two tasks whose right answer is known, as rows of prompt and answer. Made from seeds.
+"""Three tasks whose right answer is known, as rows of prompt and answer. Made from seeds.
 
     python recipes/make_diffusion_tasks.py tasks
 
     tasks/chains     16 digits, each given as another one plus 0, 1 or 2, mod 10, in one token: " Cb Zh Ac … =" says
                      that A is C + 1, B is 7 and C is A + 2. They form one chain, whose order is random: whoever fills
                      in the digits has to find the one that is given (Z), then the one that hangs on it, and so on
-    tasks/passkey    keys among letters, a capital with five digits: "…kuA41297xz…"; then all of them asked for by their
-                     capitals. Every character is a token, and a row has --length of them. Half of the keys stand near
-                     the end (their distances are log-uniform), as what is near is learned first
+    tasks/walks      --digits digits in a row, of which each is the one before it plus 0, 1 or 2, mod 10. All steps are
+                     said, and two of the digits: " Zb Ca Zc … =" has steps of 1, 0 and 2, and its second digit is 2.
+                     Whoever begins beside the digits that are said needs one sum a digit; the first one from the left
+                     needs many
+    tasks/passkey    keys among letters, a capital with --key-digits digits: "…kuA41297xz…"; then --asked of them asked
+                     for by their capitals. Every character is a token, and a row has --length of them. Half of the
+                     keys stand near the end (their distances are log-uniform), as what is near is learned first
 
 Each has train.jsonl and validation.jsonl, of which no row is in train; tasks/tokenizer reads both.
 """
@@ -23,6 +27,7 @@ from itertools import cycle
 from pathlib import Path
 
 VARIABLES = 16
+WALK, SAID = 16, 2  # digits of a walk, and how many of them are said
 ADDED = 3  # what is added to a digit lies below
 DIGITS, KEYS = 5, 8  # of a key, and keys of a text
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # answers have a known length: no end
@@ -57,14 +62,33 @@ def depths(prompt: str) -> list[int]:
     return found
 
 
+def walk(draw: random.Random, digits: int = WALK) -> tuple[str, str]:
+    """Steps from digit to digit with two of the digits, and all digits."""
+    steps = [draw.randrange(ADDED) for _ in range(digits)]  # the last one leads nowhere
+    values = [draw.randrange(10)]
+    for step in steps[:-1]:
+        values.append((values[-1] + step) % 10)
+    said = draw.sample(range(digits), SAID)
+    words = [word(values[i] if i in said else None, step) for i, step in enumerate(steps)]
+    return "".join(words) + " =", "".join(f" {value}" for value in values)
+
+
+def distances(prompt: str) -> list[int]:
+    """How many sums away from the nearest digit that is said each digit of a walk is."""
+    words = prompt.split()[:-1]
+    said = [i for i, each in enumerate(words) if each[0] != "Z"]
+    return [min(abs(i - j) for j in said) for i in range(len(words))]
+
+
 def passkey(
-    draw: random.Random, length: int, keys: int = KEYS, asked: int = KEYS, depth: float | None = None
-) -> list[str]:
+    draw: random.Random, length: int, keys: int = KEYS, asked: int = KEYS, depth: float | None = None,
+    digits: int = DIGITS,
+) -> list[str]:  # fmt: skip
     """[text and question, answer, question, answer …] of `length` tokens. depth: where the first key that is
     asked for stands, 0 to 1; None: anywhere."""
     names = draw.sample(string.ascii_uppercase, keys)
-    values = {name: "".join(draw.choices(string.digits, k=DIGITS)) for name in names}
-    room = length - keys * (DIGITS + 1) - asked * (DIGITS + 1)
+    values = {name: "".join(draw.choices(string.digits, k=digits)) for name in names}
+    room = length - keys * (digits + 1) - asked * (digits + 1)
     letters = "".join(draw.choices(string.ascii_lowercase, k=room))
     cuts = [room - int(room ** draw.random()) for _ in names]
     if depth is not None:
@@ -83,22 +107,30 @@ def passkey(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    sizes = {"chains": 400_000, "passkeys": 60_000, "length": 512, "variables": VARIABLES, "keys": KEYS}
-    for name, default in {**sizes, "held-out": 512}.items():
+    sizes = {"chains": 400_000, "walks": 200_000, "passkeys": 60_000, "length": 512, "variables": VARIABLES}
+    sizes |= {"digits": WALK, "keys": KEYS, "asked": KEYS, "key-digits": DIGITS, "held-out": 512}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
 
     from fathom.data.tokenizer import train_bpe
 
-    words = [word(before, number) for before in (None, *range(given.variables)) for number in range(10)]
+    before = (None, *range(max(given.variables, 10)))  # a walk names digits with their letters
+    words = [word(one, number) for one in before for number in range(10)]
     tokenizer = train_bpe(["".join(words) * 2 + " =" + "".join(f" {digit}" for digit in range(10)) * 2 + " ="], 512)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(given.output / "tokenizer")
     makers: dict[str, tuple[int, Callable[[random.Random], Sequence[str]]]] = {
         "chains": (given.chains, lambda draw: chain(draw, given.variables)),
-        "passkey": (given.passkeys, lambda draw: passkey(draw, given.length, given.keys, given.keys)),
+        "walks": (given.walks, lambda draw: walk(draw, given.digits)),
+        "passkey": (
+            given.passkeys,
+            lambda draw: passkey(draw, given.length, given.keys, given.asked, digits=given.key_digits),
+        ),
     }
     for task, (count, make) in makers.items():
+        if not count:
+            continue
         (given.output / task).mkdir(parents=True, exist_ok=True)
         held_out: set[str] = set()
         for name, seed, rows in (("validation", 1, given.held_out), ("train", 0, count)):

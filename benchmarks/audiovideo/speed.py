@@ -4,6 +4,7 @@ python benchmarks/audiovideo/speed.py -o speed.json
 
 step       forward and backward of the joint model, compiled, in bf16, against both towers apart plus the bridge's
            FLOPs at the rate that the towers reach: `ratio`, medians of runs that take turns
+recorded   the same with every step as a CUDA graph, which no Python launches
 memory     what a forward keeps for its backward pass, in clips of so many pictures, `growth` from one length to twice
 guidance   steps of sampling with three branches in one batch over the same in turn
 compiled   graphs that torch.compile made, and how many more at other noise levels and of the other expert
@@ -74,19 +75,40 @@ def trained(call: Callable[[], Any], device: str) -> Callable[[], None]:
     return run
 
 
-def steps(model: MovaModel, clips: int, rounds: int, device: str) -> dict[str, Any]:
+def replayed(run: Callable[[], None], weights: list[torch.Tensor]) -> Callable[[], None]:
+    """`run` as a CUDA graph; it has run before, so that all is compiled. Gradients begin from none."""
+
+    def step() -> None:
+        for weight in weights:
+            weight.grad = None
+        run()
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def steps(model: MovaModel, clips: int, rounds: int, device: str, recorded: bool = False) -> dict[str, Any]:
     """The joint step against its parts."""
     config = model.config
     video, audio, text, of_video, of_audio = inputs(config, clips, device)
     tower = model.experts[0]
+    off = functools.partial(joint_forward, tower, model.audio_dit, None, video, audio, text, of_video, of_audio)
     work = {
         "joint": trained(lambda: model.velocities(0, video, audio, text, of_video, of_audio, None), device),
         "video": trained(lambda: tower(video, of_video, text), device),
         "audio": trained(lambda: model.audio_dit(audio, of_audio, text), device),
-        "off": trained(
-            lambda: joint_forward(tower, model.audio_dit, None, video, audio, text, of_video, of_audio), device
-        ),
+        "off": trained(functools.partial(off, compiled_layer=model.compiled_layer), device),
     }
+    if recorded:
+        work = {name: replayed(run, list(model.parameters())) for name, run in work.items()}
     found = in_turn(work, rounds, device)
     towers, whole = forward_flops(config, bridge=False), forward_flops(config)
     apart = found["video"]["median"] + found["audio"]["median"]
@@ -130,7 +152,7 @@ def guidance(model: MovaModel, clips: int, rounds: int, device: str) -> dict[str
         scale = None if all(on) else torch.tensor(on, dtype=torch.float32, device=device).repeat_interleave(clips)
         video, audio = joint_forward(
             model.experts[0], model.audio_dit, model.bridge if any(on) else None,
-            *(x.repeat(many, *[1] * (x.ndim - 1)) for x in given), scale,
+            *(x.repeat(many, *[1] * (x.ndim - 1)) for x in given), scale, model.compiled_layer,
         )  # fmt: skip
         return list(zip(video.chunk(many), audio.chunk(many), strict=True))
 
@@ -180,6 +202,8 @@ def main() -> None:
         again = functools.partial(model.velocities, expert, *inputs(config, given.clips, device, sigma), None)
         trained(again, device)()
     keep("compiled", {"graphs": before, "more_at_other_levels_and_expert": graphs() - before})
+    if device == "cuda" and time.perf_counter() < end:
+        keep("recorded", steps(model, given.clips, given.rounds, device, recorded=True))
     if time.perf_counter() < end:
         keep("guidance_compiled", guidance(model, 8, given.rounds, device))
 

@@ -32,7 +32,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 import fathom
 from fathom import FathomConfig, FathomForCausalLM
-from fathom.caches import H2O, KIVI, TOVA, FreqKV, Full, SnapKV, StreamingLLM, TreeKV, WeightedKV, cache_shape, compress
+from fathom.caches import (
+    H2O,
+    KIVI,
+    TOVA,
+    FreqKV,
+    Full,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    TreeKV,
+    WeightedKV,
+    cache_shape,
+    compress,
+)
 from fathom.decoding import fixed, graphs, switch
 from fathom.models.hf_versions import CACHE_NAME
 
@@ -187,6 +200,7 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
         "full": Full(), "treekv": TreeKV(budget=32, n_sink=2, n_recent=12, block=3), "h2o": H2O(budget=32),
         "streaming": StreamingLLM(budget=32), "tova": TOVA(budget=32), "weightedkv": WeightedKV(budget=32),
         "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(group=16, residual=16), "freqkv": FreqKV(budget=32),
+        "pyramidkv": PyramidKV(budget=32, n_recent=8),
     }  # fmt: skip
     cases: list[tuple[str, Callable[[], Any], Any]] = [("llama", lambda: llama(EXACT, torch.float32), None)]
     cases += [(f"llama, {name}", lambda: llama(EXACT, torch.float32), method) for name, method in methods.items()]
@@ -212,7 +226,8 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
             continue
         for kind, (batch, options) in calls.items():
             if kind == "grows" and name not in (
-                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi", "vanilla", "loop",
+                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi",
+                "llama, pyramidkv", "vanilla", "loop",
             ):  # fmt: skip
                 continue
             row: dict[str, Any] = {"case": name, "call": kind}

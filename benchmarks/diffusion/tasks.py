@@ -1,6 +1,7 @@
 """Tasks whose right answer is known (recipes/make_diffusion_tasks.py): policies at equal passes, and keys from afar.
 
     chains     digits right by policy and number of passes, beside the autoregressive twin; in which order they came
+    walks      the same of walks
     passkey    digits of a key right, by length and depth of a text, under rotary scalings
 
 python benchmarks/diffusion/tasks.py chains --masked runs/…/model --ar runs/…/model -o chains.json
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "recipes")]
 from forced import ORDERS, compared, load, summary
 from long_context import changed
-from make_diffusion_tasks import DIGITS, KEYS, chain, depths, passkey
+from make_diffusion_tasks import DIGITS, KEYS, chain, depths, distances, passkey, walk
 
 from fathom.diffusion import POLICIES, LongLLaDA
 from fathom.diffusion.base import is_diffusion, own_blocks
@@ -55,12 +56,13 @@ def written(model: Any, prompts: torch.Tensor, length: int, batch: int, **option
     return torch.cat(found), (torch.cat(steps), passes) if steps else None
 
 
-def chains(given: Any, tokenizer: Any, late: Any) -> None:
+def policies(given: Any, tokenizer: Any, late: Any) -> None:
+    make, sums = {"chains": (chain, depths), "walks": (walk, distances)}[given.task]
     draw = random.Random(99)
-    pairs = [chain(draw, given.variables) for _ in range(given.rows)]
+    pairs = [make(draw, given.variables) for _ in range(given.rows)]
     asked = torch.tensor([tokenizer(prompt)["input_ids"] for prompt, _ in pairs])
     answers = torch.tensor([tokenizer(answer)["input_ids"] for _, answer in pairs])
-    deep = torch.tensor([depths(prompt) for prompt, _ in pairs])
+    deep = torch.tensor([sums(prompt) for prompt, _ in pairs])
     size, found = given.variables, []
     for name, folder in models(given):
         model = load(folder)
@@ -68,7 +70,12 @@ def chains(given: Any, tokenizer: Any, late: Any) -> None:
         ways: list[tuple[str, int]] = [("", size)]
         if is_diffusion(model):
             tries = sorted({max(1, size // n) for n in (1, 2, 4, 8)}, reverse=True)
-            ways = [(policy, steps) for steps in tries for policy in WAYS if steps == size or "bounded" not in policy]
+            ways = [
+                (policy, steps)
+                for steps in tries
+                for policy in given.orders
+                if steps == size or "bounded" not in policy
+            ]
             if own_blocks(model):
                 ways = [(policy, size) for policy in ("low_confidence", "random", "left_to_right")]
         base: dict[int, list[float]] = {}
@@ -82,10 +89,11 @@ def chains(given: Any, tokenizer: Any, late: Any) -> None:
             base.setdefault(steps, each)
             row: dict[str, Any] = {"model": name, "policy": policy, "steps": steps, "digits": summary(each)}
             row |= {"all": summary(right.min(1).values.tolist()), "over_first": compared(each, base[steps], 1)}
-            row["digits_by_depth"] = [float(right.cpu()[deep == depth].mean()) for depth in range(size)]
+            reached = range(int(deep.max()) + 1)
+            row["digits_by_depth"] = [float(right.cpu()[deep == depth].mean()) for depth in reached]
             if about is not None:
                 steps_of = about[0].cpu().double()
-                row |= {"nfe": about[1], "mean_step_by_depth": [float(steps_of[deep == d].mean()) for d in range(size)]}
+                row |= {"nfe": about[1], "mean_step_by_depth": [float(steps_of[deep == d].mean()) for d in reached]}
             found.append(row)
             write_json(given.output, {"rows": len(asked), "variables": size, "found": found})
 
@@ -103,10 +111,10 @@ def keys(given: Any, tokenizer: Any, late: Any) -> None:
         "dynamic_ntk": {"rope_type": "dynamic", "factor": 1.0},
     }
     asked = {}
-    for length in [trained * n // 2 for n in (1, 2, 3, 4, 6, 8, 12, 16)]:
+    for length in [trained * n // 2 for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= 2 * given.longest]:
         for eighth in range(8):
             draw = random.Random(1000 * length + eighth)
-            rows = [passkey(draw, length, given.keys, 1, eighth / 7) for _ in range(given.rows)]
+            rows = [passkey(draw, length, given.keys, 1, eighth / 7, given.key_digits) for _ in range(given.rows)]
             asked[length, eighth / 7] = [torch.tensor(tokenizer([row[i] for row in rows])["input_ids"]) for i in (0, 1)]
     for way, name, folder in [(way, name, folder) for way in ways for name, folder in models(given)]:
         if late():
@@ -115,7 +123,7 @@ def keys(given: Any, tokenizer: Any, late: Any) -> None:
         cells = []
         for (length, depth), pair in asked.items():
             prompts, truth = (x.to(model.device) for x in pair)
-            right = (written(model, prompts, DIGITS, max(1, 65_536 // length))[0] == truth).double()
+            right = (written(model, prompts, given.key_digits, max(1, 65_536 // length))[0] == truth).double()
             cells.append({
                 "length": length, "depth": depth, "digits": summary(right.mean(1).tolist()),
                 "keys": summary(right.min(1).values.tolist()),
@@ -132,19 +140,22 @@ def models(given: Any) -> list[tuple[str, Path]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["chains", "passkey"])
+    parser.add_argument("task", choices=["chains", "walks", "passkey"])
     for name in ("masked", "ar", "block"):
         parser.add_argument(f"--{name}", type=Path, nargs="*", default=[], help="trained models, one a seed")
-    parser.add_argument("--rows", type=int, default=1024, help="chains, or texts of each length and depth")
+    parser.add_argument("--rows", type=int, default=1024, help="chains or walks, or texts of each length and depth")
     parser.add_argument("--variables", type=int, default=16)
     parser.add_argument("--keys", type=int, default=KEYS)
+    parser.add_argument("--key-digits", type=int, default=DIGITS)
+    parser.add_argument("--longest", type=int, default=8, help="texts of at most so many times the trained length")
+    parser.add_argument("--orders", nargs="+", choices=list(WAYS), default=list(WAYS), help="policies to compare")
     parser.add_argument("--trained", type=int, default=512)
     parser.add_argument("--deadline", type=float, default=float("inf"), help="unix seconds after which nothing begins")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained((given.masked + given.ar + given.block)[0])
     late = lambda: time.time() > given.deadline  # noqa: E731
-    {"chains": chains, "passkey": keys}[given.task](given, tokenizer, late)
+    (keys if given.task == "passkey" else policies)(given, tokenizer, late)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,18 @@
     twin      the encoder trained on as a masked diffusion model for as many tokens as the denoiser; texts by it, and by
               the compressed rival
 
+Or CoDAR and its twin at equal training, one process a seed, whose texts may be judged later and elsewhere:
+
+    python benchmarks/latents/campaign.py data --text BOOKS --held-out … --work RUNS -o OUT
+    for seed in 0 1 2; do python benchmarks/latents/campaign.py seed --seed $seed --memory 7 … & done; wait
+    python benchmarks/latents/campaign.py judge --judge SmolLM2-135M -o OUT
+
+    data      the text's tokens, which the seeds share
+    seed      the stages of recipes/codar.yaml at the sizes given here: encoder, denoiser, decoder; texts by CoDAR.
+              Then the encoder trained on as a masked model for the training FLOPs of denoiser and decoder together,
+              and its texts. What a killed process has finished is not done again
+    judge     the judge's nats of every text that lies in OUT, on a CPU too; what is judged stays judged
+
 BOOKS is a folder of text. With a `--deadline` (seconds since 1970) the denoiser has as many tokens as fit before it,
 and a step that would end after it is left out. OUT gets NAME.json of each step; texts-NAME.json.xz is what was written.
 """
@@ -40,10 +52,14 @@ from fathom.report.provenance import provenance
 from fathom.tasks.contextual_decoder import ContextualDecoding
 from fathom.train import Recipe, TrainResult, train_run
 from fathom.train.loading import build
+from fathom.train.stages import load_stages
 from fathom.writing import write_json
 from fathom_cli.latents import rows
 
 LAYER = 2  # of the encoder, after which states are taken
+RECIPE = Path(__file__).parents[2] / "recipes" / "codar.yaml"
+ROLES = ("codar", "decoder", "twin")  # side by side
+MORE = {"data": "prepare", "seed": "seed", "judge": "judging"}  # and by which method
 
 
 class Campaign:
@@ -51,6 +67,9 @@ class Campaign:
 
     def __init__(self, given: argparse.Namespace):
         self.given, self.work, self.out = given, given.work, given.output
+        self.tokens = self.work / ".data"
+        if given.role == "seed":
+            self.work, self.out = (folder / f"seed-{given.seed}" for folder in (self.work, self.out))
         heads = max(1, given.width // 64)
         self.sizes = {"hidden_size": given.width, "num_hidden_layers": given.layers, "num_attention_heads": heads}
         self.decoder_sizes = {**self.sizes, "num_hidden_layers": given.decoder_layers}
@@ -65,12 +84,17 @@ class Campaign:
 
     # ---------------------------------------------------------------- training
 
-    def train(self, name: str, task: Any, model: dict[str, Any], tokens: int, lr: float, **data: Any) -> TrainResult:
+    def train(
+        self, name: str, task: Any, model: dict[str, Any], tokens: int, lr: float,
+        training: dict[str, Any] | None = None, **data: Any,
+    ) -> TrainResult:  # fmt: skip
+        """A stage. training: of its options, over those that the stages of the three roles share."""
         raw = {
             "name": name, "task": task, "model": model, "data": {**self.data, **data},
             "training": {
+                **({"betas": [0.9, 0.98]} if training is None else training),
                 "tokens": tokens // self.step * self.step, "sequences": self.given.sequences, "lr": lr,
-                "betas": [0.9, 0.98], "precision": self.given.precision, "log_every": 50,
+                "precision": self.given.precision, "log_every": 50,
             },
         }  # fmt: skip
         if task == "masked_diffusion":
@@ -86,7 +110,7 @@ class Campaign:
         return made
 
     def prepared(self, recipe: Recipe) -> Any:
-        return recipe.task.prepare(recipe.data, self.work / ".data")
+        return recipe.task.prepare(recipe.data, self.tokens)
 
     def latents(self, encoder: Path, **codar: Any) -> dict[str, Any]:
         """A new latent diffusion model's fields."""
@@ -257,6 +281,55 @@ class Campaign:
 
         study(model, train, held_out, config, lambda line: print(line, flush=True), keep)
 
+    def prepare(self) -> None:
+        self.text()
+
+    def seed(self) -> None:
+        stages = load_stages(RECIPE, ("recovery", "writers")).stages
+
+        def train(name: str, tokens: int, model: dict[str, Any], before: Path | None, stage: str = "") -> TrainResult:
+            """A stage by what the recipe says of it; one that the deadline cuts is not begun."""
+            said = stages[stage or name]
+            if not (self.work / name / "result.json").exists() and self.left() < tokens / self.given.least_speed:
+                raise SystemExit(f"{name} was not begun: {self.left():.0f} s are left")
+            own = {} if before is None else {"tokenizer": str(before)}
+            return self.train(name, said["task"], model, tokens, said["training"]["lr"], said["training"], **own)
+
+        first = train("encoder", self.given.encoder_tokens, self.sizes, None)
+        encoder = first.model.resolve()
+        fields = {**self.latents(encoder), "codar": stages["denoiser"]["model"]["codar"]}
+        denoiser = train("denoiser", self.given.denoiser_tokens, fields, encoder)
+        both = {"checkpoint": str(denoiser.model.resolve())}
+        decoder = train("decoder", self.given.decoder_tokens, both, encoder)
+        model, tokenizer = load(decoder.model)
+        if not (self.out / "writers.json").exists():
+            self.compare("writers", model, tokenizer, ("codar", "noise"))
+        flops = (denoiser.train_flops + decoder.train_flops) / (first.train_flops / first.tokens)
+        twin = train("twin", int(flops), {"checkpoint": str(encoder)}, encoder, "encoder")
+        if not (self.out / "writers-masked.json").exists():
+            from fathom import FathomForMaskedDiffusion
+
+            twin_model = FathomForMaskedDiffusion.from_pretrained(twin.model).to(model.device)
+            model.space.encoder = twin_model.eval()
+            self.compare("writers-masked", model, tokenizer, ("masked",))
+
+    def judging(self) -> None:
+        """Nats and tokens of every text in texts-*.json.xz, in judged-*.json beside it."""
+        for path in sorted(self.out.rglob("texts-*.json.xz")):
+            to = path.with_name(path.name.replace("texts-", "judged-").removesuffix(".xz"))
+            found = json.loads(to.read_text())["found"] if to.exists() else []
+            with lzma.open(path, "rt") as file:
+                written = json.load(file)
+            for one in written[len(found) :]:
+                if self.left() < 20:
+                    return
+                each = self.nats(one["texts"][: self.given.samples])
+                found.append({
+                    **{key: one[key] for key in ("writer", "temperature")},
+                    "nats": [round(nats, 3) for nats, _ in each], "tokens": [count for _, count in each],
+                })  # fmt: skip
+                write_json(to, {"judge": str(self.given.judge), "found": found, **provenance(1)})
+
     def estimates(self, model: Any, made: dict[str, Any], held_out: torch.Tensor, name: str = "estimates") -> None:
         """What heads and CoDAR's own decoder make of the denoiser's estimates of held-out text, in NAME.json."""
 
@@ -284,10 +357,10 @@ class Campaign:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=("codar", "decoder", "twin"))
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--held-out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and tokens")
+    parser.add_argument("role", choices=(*ROLES, *MORE))
+    parser.add_argument("--text", type=Path, help="needed but by `judge`, as the next two")
+    parser.add_argument("--held-out", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("."), help="folder of checkpoints and tokens")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--judge", help="folder of a causal language model; else nothing is judged")
     parser.add_argument(
@@ -299,12 +372,18 @@ if __name__ == "__main__":
         ("width", 384), ("layers", 6), ("decoder-layers", 4), ("length", 128), ("vocabulary", 4096),
         ("sequences", 128), ("encoder-tokens", 24_576_000), ("denoiser-tokens", 81_920_000),
         ("decoder-tokens", 24_576_000), ("sweep-tokens", 8_192_000), ("recovery-steps", 500), ("samples", 256),
-        ("after", 330), ("steps", 100), ("seed", 0), ("processes", 6),
+        ("after", 330), ("steps", 100), ("seed", 0), ("processes", 6), ("least-speed", 60_000),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 384, 160])
+    parser.add_argument("--memory", type=float, help="GiB of the GPU that the process may take; more is refused")
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--precision", default="bf16")
     given = parser.parse_args()
     torch.set_float32_matmul_precision("high")  # of what runs without autocast: the encoder of heads, sampling
-    getattr(Campaign(given), given.role)()
+    if given.memory and torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, given.memory / whole))
+    getattr(Campaign(given), MORE.get(given.role, given.role))()
+    if torch.cuda.is_available():
+        print(f"peak {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB", flush=True)

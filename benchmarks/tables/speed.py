@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--parts", default="eager,greedy,compiled,picard", help="in this order")
     parser.add_argument("--until", type=float, default=float("inf"), help="unix time that no part should pass")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -126,11 +127,11 @@ def main() -> None:
 
         return run
 
-    def write(name: str, rows: int, **options: Any) -> Callable[[], Any]:
+    def write(model: Any, name: str, rows: int, **options: Any) -> Callable[[], Any]:
         @torch.no_grad()
         def run() -> Any:
             with torch.autocast(device, torch.bfloat16):
-                return models[name].generate(
+                return model.generate(
                     **given(name, rows), max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
                 )
 
@@ -145,37 +146,32 @@ def main() -> None:
         """Whether a part of so many seconds would pass the time."""
         return time.time() + needs > args.until
 
-    def compile_and_step() -> None:
-        compiled = time.perf_counter()
-        blocks = {name: [*model.encoder.block[1:], *model.decoder.block[1:]] for name, model in models.items()}
+    def step_compiled() -> None:
+        compiled, names = time.perf_counter(), ("plain", "rasat")
+        blocks = {name: [*models[name].encoder.block[1:], *models[name].decoder.block[1:]] for name in names}
         for some in blocks.values():
             for block in some:
                 block.compile()
-        for name in models:
+        for name in names:
             step(name)()
         compiled = time.perf_counter() - compiled
-        rows = measured({name: step(name) for name in models}, args.repeats, cuda)
+        rows = measured({name: step(name) for name in names}, args.repeats, cuda)
         keep("step_compiled", rows, over_plain=over(rows, "rasat", "plain"), compiling_s=round(compiled, 1))
         for some in blocks.values():
             for block in some:
                 block._compiled_call_impl = None  # generate() below is eager again
 
-    rows = measured({name: step(name) for name in models}, args.repeats, cuda)
-    keep("step_eager", rows, over_plain=over(rows, "rasat", "plain"), over_sdpa=over(rows, "rasat", "plain_sdpa"))
-    del models["plain_sdpa"], optimizers["plain_sdpa"]
-    if late(15):
-        return
+    def step_eager() -> None:
+        rows = measured({name: step(name) for name in models}, args.repeats, cuda)
+        keep("step_eager", rows, over_plain=over(rows, "rasat", "plain"), over_sdpa=over(rows, "rasat", "plain_sdpa"))
 
-    adapted = copy.deepcopy(models["plain"])
-    models["adapter"] = inject_adapter_in_model(KnowledgeAdapterConfig(), adapted)
-    models["adapter"].requires_grad_(True)  # as plain's: autocast keeps no copies of frozen weights between steps
-    rows = measured({name: write(name, batch, num_beams=1) for name in models}, 3, cuda, warm=1)
-    ratios = {f"{name}_over_plain": over(rows, name, "plain") for name in ("rasat", "adapter")}
-    keep("greedy", rows, **ratios)
-    del models["adapter"], adapted
-
-    if not late(50):
-        compile_and_step()
+    def greedy() -> None:
+        adapted = inject_adapter_in_model(KnowledgeAdapterConfig(), copy.deepcopy(models["plain"]))
+        adapted.requires_grad_(True)  # as plain's: autocast keeps no copies of frozen weights between steps
+        some = {"plain": models["plain"], "rasat": models["rasat"], "adapter": adapted}
+        forms = {name: write(model, name, batch, num_beams=1) for name, model in some.items()}
+        rows = measured(forms, 3, cuda, warm=1)
+        keep("greedy", rows, **{f"{name}_over_plain": over(rows, name, "plain") for name in ("rasat", "adapter")})
 
     text = answer_text(QUERY, "concert")
     tokenizer = train_bpe([text] * 4 + [QUERY, "what are the names of singers with a song that sold well ?"] * 3, 330)
@@ -208,13 +204,20 @@ def main() -> None:
 
         return run
 
-    for rows_, width in ((1, 4), (batch, 1)):
-        if late(12):
-            return
-        forms = {"free": beams(False, rows_, width), "picard": beams(True, rows_, width)}
-        rows = measured(forms, 2, cuda, warm=1)
-        keep(f"picard_{rows_}x{width}", rows, over_free=over(rows, "picard", "free"), tokens=len(answer),
-             checks=checks[f"{rows_} x {width}"])  # fmt: skip
+    def picard() -> None:
+        for rows_, width in ((1, 4), (batch, 1)):
+            if late(12):
+                return
+            forms = {"free": beams(False, rows_, width), "picard": beams(True, rows_, width)}
+            rows = measured(forms, 2, cuda, warm=1)
+            keep(f"picard_{rows_}x{width}", rows, over_free=over(rows, "picard", "free"), tokens=len(answer),
+                 checks=checks[f"{rows_} x {width}"])  # fmt: skip
+
+    parts = {"eager": (step_eager, 10), "greedy": (greedy, 15), "compiled": (step_compiled, 40), "picard": (picard, 12)}
+    for name in args.parts.split(","):
+        part, needs = parts[name]
+        if not late(needs):
+            part()
 
 
 if __name__ == "__main__":

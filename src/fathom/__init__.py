@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
-from fathom.latents.configuration import FathomLatentConfig
 from fathom.models import registry
 from fathom.models.configuration import FathomConfig
-from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
-from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
+from fathom.models.lazy_configs import PLACES as _CONFIGS
+from fathom.models.lazy_configs import STAND_INS as _STAND_INS
 from fathom.version import __version__
-from fathom.vision import configuration as _vision_configuration
 
 if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     # ruff: noqa: F401
@@ -43,15 +41,18 @@ if TYPE_CHECKING:  # what `_PLACES` says, for editors and type checkers
     )
     from fathom.diffusion import DiffusionGenerationConfig
     from fathom.evaluate import evaluate_tasks, evaluate_text, load_checkpoint
+    from fathom.latents.configuration import FathomLatentConfig
     from fathom.latents.model import FathomForLatentDiffusion
     from fathom.latents.sampling import LatentGenerationConfig
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
     from fathom.report.compare import compare
+    from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
     from fathom.tables.text.models import (
         FathomTableBartForConditionalGeneration,
         FathomTableLlamaForCausalLM,
@@ -86,16 +87,15 @@ _PLACES = {
     "compare": "fathom.report.compare",
     **dict.fromkeys(("compress_vision", "FourierVLM"), "fathom.vision"),
     **dict.fromkeys(("Phases", "load_recipe"), "fathom.train"),
+    **{
+        name: module
+        for module, kinds in _CONFIGS.items()
+        for name in kinds.values()
+        if module != "fathom.vision.configuration"
+    },
 }
 _MODULES = ("diffusion", "lineage")
-_CONFIGS = {
-    config.__name__: config
-    for config in (
-        FathomBartConfig, FathomEncoderConfig, FathomLatentConfig, FathomLongT5Config, FathomT5Config,
-        FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config,
-    )
-}  # fmt: skip
-__all__ = ["FathomConfig", "__version__", *_CONFIGS, *_PLACES, *_MODULES]
+__all__ = ["FathomConfig", "__version__", *_PLACES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
@@ -129,13 +129,16 @@ def _fill_registries() -> None:
     import fathom.residuals
     import fathom.tables.no_relations
     import fathom.tables.rasat
+    from fathom.latents.configuration import FathomLatentConfig
     from fathom.latents.model import FathomForLatentDiffusion
     from fathom.models.causal_lm import FathomForCausalLM
+    from fathom.models.encoder_configs import FathomBartConfig, FathomEncoderConfig, FathomLongT5Config, FathomT5Config
     from fathom.models.masked_diffusion import FathomForMaskedDiffusion
     from fathom.models.seq2seq_bart import FathomBartForConditionalGeneration
     from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
     from fathom.models.seq2seq_t5 import FathomT5ForConditionalGeneration
     from fathom.models.sequence_classification import FathomForSequenceClassification
+    from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableLlamaConfig, FathomTableT5Config
     from fathom.tables.text.models import (
         FathomTableBartForConditionalGeneration,
         FathomTableLlamaForCausalLM,
@@ -157,5 +160,5 @@ def _fill_registries() -> None:
 # Every FathomConfig looks its methods up, so the model is known to AutoModelForCausalLM as soon as there is a config
 # to build it from, and `import fathom` need not wait for either.
 registry.fill_with(_fill_registries)
-for _config in (FathomConfig, *_CONFIGS.values()):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+for _kind, _config in {"fathom": FathomConfig, **_STAND_INS}.items():
+    AutoConfig.register(_kind, _config, exist_ok=True)

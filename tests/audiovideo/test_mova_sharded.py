@@ -19,5 +19,5 @@ def test_fsdp2_on_two_ranks_is_one_process():
     )
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("differences"))
-    loss, weight = map(float, line.split()[1:])
-    assert loss < 1e-5 and weight < 1e-5
+    found = [float(word) for word in line.split()[1:]]
+    assert len(found) == 4 and max(found) < 1e-5

@@ -11,6 +11,7 @@ from cache_cases import new_state, relative
 
 from fathom.caches import H2O, TreeKV, WeightedKV
 from fathom.ops import kernels
+from fathom.ops.cached_attention import observed_attention
 from fathom.ops.observed_softmax import weigh
 
 needs_kernel = pytest.mark.skipif(
@@ -88,3 +89,14 @@ def test_a_prompt_equals_the_pytorch_form(method, dtype, limit, monkeypatch):
         assert relative(found.float(), expected.float()) < limit
         assert relative(state.received, reference.received) < limit
         assert torch.equal(state.key, reference.key)
+
+
+@pytest.mark.parametrize("last", [3, 6])
+def test_dropped_weights_do_not_count_as_less_attention_received(last):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    output, received = observed_attention(query, key, value, 0.3, last)
+    dropped, same = observed_attention(query, key, value, 0.3, last, dropout=0.5)
+    assert torch.equal(received, same) and not torch.allclose(output, dropped)
+    drawn = torch.stack([observed_attention(query, key, value, 0.3, last, dropout=0.5)[0] for _ in range(2000)])
+    assert relative(drawn.mean(0), output) < 0.1  # as 1 / (1 − p) makes up for what is dropped

@@ -235,3 +235,24 @@ def test_a_cache_may_be_copied(method_name, ids, llama):
         twin = copy.deepcopy(cache)
         first = llama(ids[:, 30:34], **{CACHE_NAME: cache}).logits
         assert torch.equal(llama(ids[:, 30:34], **{CACHE_NAME: twin}).logits, first)
+
+
+@pytest.mark.parametrize("name", ["kivi", "vqkv", "fourier_attention"])
+def test_dropout_over_compressed_tokens_is_refused(name):
+    """In training. The prompt drops the weights of its own tokens; after eval() the cache goes on."""
+    model = copy.deepcopy(get_model("llama"))
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    text = torch.randint(3, 90, (1, 44), generator=torch.Generator().manual_seed(3))
+    with compress(model, make(name, SMALL)), torch.no_grad():
+        cache = model.eval()(text[:, :40], use_cache=True)[CACHE_NAME]
+        before = content(cache)
+        with pytest.raises(ValueError, match=r"attention_dropout=0.5: \w+ attends to compressed tokens without"):
+            model.train()(text[:, 40:], **{CACHE_NAME: cache})
+        assert same(content(cache), before)
+        model.eval()(text[:, 40:], **{CACHE_NAME: cache})
+        assert cache.get_seq_length() == 44
+        dropped, whole = model.train()(text).logits, model.eval()(text).logits
+        assert not torch.allclose(dropped, whole)

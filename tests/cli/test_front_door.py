@@ -81,10 +81,25 @@ def test_import_registers_and_loads_the_rest_when_it_is_asked_for():
 import sys
 import fathom
 assert "transformers.modeling_utils" not in sys.modules  # a second of imports
+assert "torch.distributed.tensor" not in sys.modules  # what a stock family's config imports
 assert "fathom.depth" not in sys.modules and "fathom.caches" not in sys.modules
 from transformers import AutoConfig, AutoModelForCausalLM
 config = AutoConfig.for_model("fathom", vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
 assert type(AutoModelForCausalLM.from_config(config)) is fathom.FathomForCausalLM
+""")
+
+
+def test_a_stand_in_gives_configs_of_the_real_class():
+    python("""
+import fathom
+from fathom.models.lazy_configs import STAND_INS
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+for kind, stand_in in STAND_INS.items():
+    real = stand_in.real()
+    assert real.model_type == kind and real.__name__ == stand_in.place[1] and CONFIG_MAPPING[kind] is real
+    assert type(CONFIG_MAPPING[kind].from_dict({})) is type(stand_in.from_dict({})) is real
+    assert type(AutoConfig.for_model(kind)) is type(stand_in()) is real
 """)
 
 

@@ -17,7 +17,7 @@ from fathom.diffusion.likelihood import bound
 from fathom.ops import kernels
 from fathom.ops.visibility import Blocks, TwoStreams
 from fathom.tasks.masked_diffusion import MaskedDiffusion
-from recording import Double
+from recording import Pretended
 from tiny import FAMILY_SIZES, SIZES, perturb
 
 MASK = 96
@@ -158,7 +158,7 @@ def test_samples_are_those_of_the_blocks_one_after_the_other(prompt, policy, mon
     assert out.sequences[0].tolist() == canvas
     finished = (prompt + length - 1) // 3 - prompt // 3
     assert out.nfe["block"] == length + finished and out.nfe.get("full", 0) == (prompt >= 3)
-    double = Double()
+    double = Pretended()
     monkeypatch.setattr(sampling, "recorder_for", lambda device: double)
     monkeypatch.setattr(kernels, "TRITON", False)
     assert torch.equal(tested.generate(start, **given).sequences, out.sequences) and double.recordings

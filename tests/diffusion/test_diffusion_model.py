@@ -340,6 +340,9 @@ def test_denominators(denominator):
     ({"infill": True, "max_new_tokens": 0}, "infill=True: no row holds the mask token 96"),
     ({"mask_token_id": 97}, "mask_token_id=97: must be below vocab_size=97"),
     ({"mask_token_id": 2}, "mask_token_id=2 is a real token"),
+    ({"eos_token_id": -1}, "eos_token_id=-1: must be at least 0 and below vocab_size=97"),
+    ({"pad_token_id": 97}, "pad_token_id=97: must be at least 0"),
+    ({"cfg_keep_tokens": [1, 97]}, "cfg_keep_tokens=97: must be at least 0"),
     ({"seed": [1]}, "seed of 1 rows: inputs have 2"),
     ({"suppress_eos": "yes"}, "suppress_eos='yes': must be"),
     ({"generation_config": {}}, "generation_config of type dict"),
@@ -355,6 +358,16 @@ def test_inputs_that_do_not_fit_are_refused():
     mask[1, -2:] = 0
     with pytest.raises(ValueError, match="row 1 is padded on the right"):
         tested.generate(ids(), mask)
+    for wrong in (-2, 97):
+        holes = ids()
+        holes[1, 3] = wrong
+        with pytest.raises(ValueError, match=f"inputs: row 1 holds the id {wrong}, .* below vocab_size=97"):
+            tested.generate(holes)
+        mask = torch.ones_like(holes)
+        mask[1, :4] = 0  # of padding it does not matter
+        assert tested.generate(holes, mask, max_new_tokens=2, block_length=2)[1, 3] == wrong
+    with pytest.raises(ValueError, match=r"inputs of torch\.float64: give token ids"):
+        tested.generate(ids().double())
     holes = ids()
     holes[1, 3] = MASK
     with pytest.raises(ValueError, match="row 1 holds the mask token 96; pass infill=True"):

@@ -1,4 +1,4 @@
-"""Passes of the sampler that are recorded and replayed, on a CPU with the double of CUDA graphs in recording.py."""
+"""Passes of the sampler that are recorded and replayed, on a CPU with the pretended CUDA graphs of recording.py."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import weakref
 import pytest
 import torch
 from test_diffusion_invariants import CACHES, OFFICIAL, ids, model, run
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fathom.decoding import switch
 from fathom.decoding.graphs import recorder_for
-from fathom.diffusion import SparseDLLM, passes, sampling
+from fathom.diffusion import POLICIES, SparseDLLM, passes, sampling
+from fathom.diffusion.low_confidence import LowConfidence
 from fathom.diffusion.recorded import Recorded
 from fathom.diffusion.sparse_dllm import SparseState
 from fathom.ops import kernels
-from recording import Double
+from recording import Pretended
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
+def double(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    double = Pretended()
     monkeypatch.setattr(sampling, "recorder_for", lambda device: double if switch.GRAPHS else None)
-    monkeypatch.setattr(kernels, "TRITON", False)  # the double sees PyTorch's operations alone
+    monkeypatch.setattr(kernels, "TRITON", False)  # it sees PyTorch's operations alone
     return double
 
 
@@ -60,6 +62,84 @@ def test_replayed_passes_give_what_passes_give(double, monkeypatch, cache, shift
 def test_policies_and_guidance_on_replayed_passes(double, monkeypatch, policy):
     both(monkeypatch, model(), policy, ("dual", {}), cfg_scale=1.5, steps=12)
     assert double.recordings == 1
+
+
+FIXED = [name for name, policy in POLICIES.items() if policy.fixed_shape]
+
+
+SOME = {"threshold": {"threshold": 0.2}, "dynamic": {"threshold": 0.2}, "entropy_bounded": {"bound": 2.0}}
+GUIDED = {"cfg_scale": 1.5, "suppress_eos": "confidence", "eos_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("policy", "cache", "options"),
+    [
+        *((name, ("dual", {}), GUIDED) for name in FIXED),
+        ("low_confidence", ("none", {}), {"schedule": "dream"}),
+        ("low_confidence", ("sparse_dllm", {"keep_ratio": 0.7}), {"suppress_eos": "logit", "eos_token_id": 7}),
+        ("low_confidence", ("dllm_cache", {}), {}),  # its passes are not recorded
+        ("low_confidence", ("dkv_cache", {}), {}),  # but after its full passes a step predicts other tokens each time
+        ("random", ("dual", {}), {}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else str(x[0]) if isinstance(x, tuple) else "",
+)
+def test_what_follows_a_pass_is_recorded_too(double, monkeypatch, policy, cache, options):
+    """As on a GPU: the head and the policy of a step in one shape, for policies that may have one."""
+    options = {"temperature": 0.0, "steps": 12, **options}
+    plain = both(monkeypatch, model(), (policy, SOME.get(policy, {})), cache, **options)
+    passes_alone, double.recordings = double.recordings, 0
+    monkeypatch.setattr(sampling, "records", lambda device: True)
+    fixed = both(monkeypatch, model(), (policy, SOME.get(policy, {})), cache, **options)
+    assert double.recordings == passes_alone + (policy in FIXED)
+    assert torch.equal(fixed.sequences, plain.sequences) and torch.equal(fixed.revealed, plain.revealed)
+    torch.testing.assert_close(fixed.confidence, plain.confidence)
+    assert (fixed.nfe, fixed.columns) == (plain.nfe, plain.columns)
+
+
+def test_a_policy_that_reads_values_may_not_say_that_its_steps_have_a_shape(double, monkeypatch, caplog):
+    class Reads(LowConfidence):
+        def rank(self, view, memory):
+            return view.probability * (2.0 if float(view.probability.max()) > 0 else 1.0)
+
+    monkeypatch.setattr(sampling, "records", lambda device: True)
+    plain = run(model(), ids(2, 6), ("low_confidence", {}), ("dual", {}), temperature=0.0, steps=12)
+    before = double.recordings
+    read = model().generate(ids(2, 6), policy=Reads(), block_cache="dual", max_new_tokens=12, block_length=6, steps=12)
+    assert torch.equal(read, plain.sequences) and double.recordings == before + 1  # of the pass alone
+    assert "could not be recorded, and runs kernel by kernel" in caplog.text
+
+
+def test_how_many_operations_stand_beside_a_pass(double, monkeypatch):
+    """What a step without a cache issues, its pass apart, as recorded and kernel by kernel."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    def record(function, record=double.record):
+        replay = record(function)
+
+        def launched():
+            with _disable_current_modes():
+                replay()
+
+        return launched
+
+    def beside(fixed: bool) -> float:
+        monkeypatch.setattr(sampling, "records", lambda device: fixed)
+        found = []
+        for steps in (4, 10):
+            with Count() as counted:
+                model().generate(ids(2, 6), max_new_tokens=10, block_length=10, steps=steps)
+            found.append(counted.calls)
+        return (found[1] - found[0]) / 6
+
+    monkeypatch.setattr(double, "record", record)
+    few, many = beside(True), beside(False)
+    assert few < 35 and few < 0.6 * many, (few, many)
 
 
 @pytest.mark.parametrize(

@@ -480,6 +480,9 @@ def test_the_running_mean_follows_the_weights():
     (lambda m: m.denoise(randn(1, 4, 32), torch.tensor([1.5])), "t=1.5: must be above 0 and at most 1"),
     (lambda m: m.denoise(randn(1, 4, 16), torch.tensor([0.5])), "vectors of width 16: .* latent_dim=32"),
     (lambda m: m.encode(ids(1, 13)), "13 tokens: .* length=12"),
+    (lambda m: m.encode(torch.tensor([[5, 97]])), "inputs: row 0 holds the id 97, .* below vocab_size=97"),
+    (lambda m: m.generate(torch.tensor([[5], [-1]])), "inputs: row 1 holds the id -1, which must be at least 0"),
+    (lambda m: m.generate(torch.ones(1, 2)), r"inputs of torch\.float32: give token ids"),
     (lambda m: m.decode(Latents(randn(1, 4, 32), None, 7)), "space=7: these vectors have another norm"),
     (lambda m: m.decode(Latents(randn(1, 4, 16), None, m.space.fingerprint())), "width 16"),
     (lambda m: m.generate(ids(1, 6), max_new_tokens=7), "max_new_tokens=7: .* 13; the model was trained .* length=12"),
@@ -501,6 +504,13 @@ def test_the_running_mean_follows_the_weights():
 def test_what_does_not_fit_is_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call(shared())
+
+
+def test_padding_may_have_any_id():
+    inputs, mask = torch.tensor([[-100, 5, 6]]), torch.tensor([[0, 1, 1]])
+    out = shared().generate(inputs, mask, max_new_tokens=3)
+    zeros = shared().generate(inputs.clamp(min=0), mask, max_new_tokens=3)
+    assert out[0, :3].tolist() == [-100, 5, 6] and torch.equal(out[:, 1:], zeros[:, 1:])
 
 
 def test_a_model_that_has_not_been_trained_does_not_write():

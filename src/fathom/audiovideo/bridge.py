@@ -93,6 +93,9 @@ class BridgeBlock(nn.Module):
         return self.inner(x, y, of_x, of_y)
 
 
+Blocks = tuple[BridgeBlock | None, BridgeBlock | None]
+
+
 class Bridge(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """All blocks of the bridge, named by the layer before which they exchange.
 
@@ -159,7 +162,12 @@ class Bridge(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     def exchanges(self, layer: int) -> bool:
         """Whether the towers exchange before this layer."""
-        return str(layer) in self.audio_to_video_conditioners or str(layer) in self.video_to_audio_conditioners
+        return any(block is not None for block in self.blocks(layer))
+
+    def blocks(self, layer: int) -> Blocks:
+        """The blocks of the exchange before this layer, a→v and v→a; None where there is none."""
+        to_video, to_audio = dict(self.audio_to_video_conditioners), dict(self.video_to_audio_conditioners)
+        return to_video.get(str(layer)), to_audio.get(str(layer))
 
     def tables(
         self, frames: int, tokens: int, length: int, dtype: torch.dtype, device: torch.device
@@ -185,14 +193,26 @@ class Bridge(ModelMixin, ConfigMixin, PeftAdapterMixin):
         scale: Float[Tensor, " B"] | None = None,
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B M K"]]:
         """The states of both towers after the exchange before `layer`. `scale`: of every clip; None is 1."""
-        of_video, of_audio = tables
-        received = []
-        for blocks, x, y, of_x, of_y in (
-            (self.audio_to_video_conditioners, video, audio, of_video, of_audio),
-            (self.video_to_audio_conditioners, audio, video, of_audio, of_video),
-        ):
-            if str(layer) in blocks:
-                out = blocks[str(layer)](x, y, of_x, of_y, frames)
-                x = x + (out if scale is None else scale.to(out.dtype)[:, None, None] * out)
-            received.append(x)
-        return received[0], received[1]
+        return exchange(self.blocks(layer), video, audio, tables, frames, scale)
+
+
+def exchange(
+    blocks: Blocks,
+    video: Float[Tensor, "B L D"],
+    audio: Float[Tensor, "B M K"],
+    tables: tuple[Table | None, Table | None],
+    frames: int,
+    scale: Float[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B M K"]]:
+    """The states of both towers after these blocks, of which each reads what was there before. See `Bridge.forward`."""
+    of_video, of_audio = tables
+    received = []
+    for block, x, y, of_x, of_y in (
+        (blocks[0], video, audio, of_video, of_audio),
+        (blocks[1], audio, video, of_audio, of_video),
+    ):
+        if block is not None:
+            out = block(x, y, of_x, of_y, frames)
+            x = x + (out if scale is None else scale.to(out.dtype)[:, None, None] * out)
+        received.append(x)
+    return received[0], received[1]

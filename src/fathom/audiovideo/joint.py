@@ -6,7 +6,8 @@ the bridge and run their own block; video layers beyond the last audio layer run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from fathom.audiovideo.bridge import Bridge
+from fathom.audiovideo.bridge import Blocks, Bridge, exchange
 from fathom.audiovideo.configuration import MovaConfig
 from fathom.audiovideo.mova import Mova
 from fathom.audiovideo.scheduler import TABLE, add_noise, draw, shifted, unshifted
@@ -37,6 +38,7 @@ def joint_forward(
     video_timestep: Float[Tensor, " B"],
     audio_timestep: Float[Tensor, " B"],
     scale: Float[Tensor, " B"] | None = None,
+    compiled_layer: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Float[Tensor, "B Cv f h w"], Float[Tensor, "B Ca l"]]:
     """Velocities of both modalities.
 
@@ -46,6 +48,7 @@ def joint_forward(
         text: states of the caption, zero after its end.
         video_timestep, audio_timestep: τ = 1000 σ of each clip.
         scale: 1 for clips with the bridge, 0 for those without; None: all with.
+        compiled_layer: `layer_forward`, compiled; None: its three parts run one by one.
     """
     v = video(video_latents, video_timestep, text, part="begin")
     a = audio(audio_latents, audio_timestep, text, part="begin")
@@ -54,6 +57,15 @@ def joint_forward(
     if bridge is not None:
         tables = bridge.tables(frames, v.hidden.shape[1], a.hidden.shape[1], v.hidden.dtype, v.hidden.device)
     for layer, block in enumerate(video.blocks):
+        if compiled_layer is not None and layer < len(audio.blocks):
+            blocks = (None, None) if bridge is None else bridge.blocks(layer)
+            rest = (v.given, a.given, tables, frames, scale)
+            run = functools.partial(compiled_layer, blocks, block, audio.blocks[layer])
+            if torch.is_grad_enabled() and video.gradient_checkpointing:
+                v.hidden, a.hidden = video._gradient_checkpointing_func(run, v.hidden, a.hidden, *rest)
+            else:
+                v.hidden, a.hidden = run(v.hidden, a.hidden, *rest)
+            continue
         if bridge is not None and bridge.exchanges(layer):
             given = (layer, v.hidden, a.hidden, tables, frames, scale)
             if torch.is_grad_enabled() and video.gradient_checkpointing:
@@ -64,6 +76,26 @@ def joint_forward(
         if layer < len(audio.blocks):
             audio.run(audio.blocks[layer], a)
     return video(stream=v, part="end"), audio(stream=a, part="end")
+
+
+def layer_forward(
+    blocks: Blocks,
+    video_block: nn.Module,
+    audio_block: nn.Module,
+    video: Float[Tensor, "B L D"],
+    audio: Float[Tensor, "B M K"],
+    of_video: tuple[Any, ...],
+    of_audio: tuple[Any, ...],
+    tables: tuple[Any, Any],
+    frames: int,
+    scale: Float[Tensor, " B"] | None,
+) -> tuple[Tensor, Tensor]:
+    """The states of both towers after one layer that both have: the exchange, then each its own block.
+
+    Compiled as a whole it is one call of Python where its parts are four, which is what small steps wait for.
+    """
+    video, audio = exchange(blocks, video, audio, tables, frames, scale)
+    return video_block(video, *of_video), audio_block(audio, *of_audio)
 
 
 def condition(first: Float[Tensor, "B C f h w"], stride: int) -> Float[Tensor, "B M f h w"]:
@@ -177,6 +209,7 @@ class MovaModel(nn.Module):
             self.add_module(name, part)
         self.text_encoder.requires_grad_(False)
         self.step, self.progress = 0, 0.0
+        self.compiled_layer: Callable[..., tuple[Tensor, Tensor]] | None = None
         # The text encoder has one table under two names, which a safetensors file does not hold.
         self.register_state_dict_post_hook(_name_once)
         self.register_load_state_dict_pre_hook(_name_twice)
@@ -224,9 +257,11 @@ class MovaModel(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile the blocks, so that all blocks of one width share a graph, also across experts."""
-        for part in (*self.experts, self.audio_dit, *([] if self.bridge is None else [self.bridge])):
-            part.compile_repeated_blocks(**options)
+        """Compile a layer of both towers with its exchange into one graph, which all layers and both experts share; and a
+        block into another, for video layers that stand alone."""
+        for tower in (*self.experts, self.audio_dit):
+            tower.compile_repeated_blocks(**options)
+        self.compiled_layer = torch.compile(layer_forward, **options)
 
     def expert(self, sigma: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
         """The expert of each noise level: 0 at and above the boundary, 1 below."""
@@ -315,4 +350,6 @@ class MovaModel(nn.Module):
 
     def velocities(self, expert: int, *given: Any) -> tuple[Tensor, Tensor]:
         """`joint_forward` of one video expert, the audio tower and the bridge."""
-        return joint_forward(self.experts[expert], self.audio_dit, self.bridge, *given)
+        return joint_forward(
+            self.experts[expert], self.audio_dit, self.bridge, *given, compiled_layer=self.compiled_layer
+        )

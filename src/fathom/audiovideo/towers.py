@@ -49,6 +49,11 @@ class Stream:
     rotary: Table
     sizes: tuple[int, ...]
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What every block reads beside the states."""
+        return self.text, self.modulation, self.rotary
+
 
 class Tower(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionMixin):
     """What the towers share. A subclass makes `patch_embedding`, and says the shape of its latents and patches."""
@@ -129,7 +134,7 @@ class Tower(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionMixin):
 
     def run(self, block: nn.Module, stream: Stream) -> None:
         """One block; its activations are computed again in the backward pass where checkpointing is on."""
-        given = (stream.hidden, stream.text, stream.modulation, stream.rotary)
+        given = (stream.hidden, *stream.given)
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             stream.hidden = self._gradient_checkpointing_func(block, *given)
         else:

@@ -237,10 +237,12 @@ class LayerContext:
 class State(ABC):
     """The stored tokens of one layer for rows of equal length. Every tensor attribute has the rows first.
 
-    touched: whether the call under way has changed what is stored. True unless a state can tell that it has not.
+    touched: whether the call under way has changed what is stored. True unless a state knows better.
+    drops_weights: whether attention over what is held has each token's weight, which dropout in training wants.
     """
 
     touched = True
+    drops_weights = True
 
     def __init__(self) -> None:
         self.seen = 0
@@ -289,9 +291,9 @@ class State(ABC):
 class Appending(State):
     """A state whose one-token steps append keys and values as they come, so that they can be recorded.
 
-    fixed: while steps are recorded (`fathom.decoding.fixed`), the slot [1] that a new token goes to, and which slots
-        [B,1,1,R] are visible, the new one included.
-    most: number of slots at which `make_room` is called, between two recorded steps; None: a step drops nothing.
+    fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
+    count, of which the new one is one already.
+    most: slots that are ever held; None: as many as there are tokens.
     """
 
     key: Tensor | None
@@ -304,19 +306,25 @@ class Appending(State):
         """Whether steps of this state can be recorded with its options."""
         return True
 
+    @property
+    def due(self) -> int | None:
+        """Slots held at which `make_room` is called before the next recorded step; None: a step changes no others."""
+        return self.most
+
     def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
         """Move what is stored into buffers with as many slots as `visible` has; the first `length` are filled."""
         self.key, self.value = (with_room(held, length, visible.shape[3]) for held in (self.key, self.value))
         self.fixed = place, visible
 
     def release(self, length: int) -> None:
-        """Keep only the first `length` slots, without spare room, as before `fix`."""
+        """Hold the first `length` slots alone, as before `fix`: copies, as views would keep the room."""
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.fixed = self.key[:, :, :length], self.value[:, :, :length], None
+        self.key, self.value = (held[:, :, :length].clone() for held in (self.key, self.value))
+        self.fixed = None
 
     def make_room(self) -> int:
-        """Drop slots until fewer than `most` are held, in the same buffers. Returns how many are held."""
-        raise NotImplementedError  # of states that have a `most`
+        """Compress what is `due` in the same buffers. Returns how many slots are held then."""
+        raise NotImplementedError  # of states in which something is due
 
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`attend` for one token while steps are recorded."""
@@ -523,6 +531,11 @@ class CompressedLayer(CacheLayerMixin):
         """
         assert self.pending is not None
         (key, value), self.pending = self.pending, None
+        if dropout and not all(state.drops_weights for state in self.states):
+            raise ValueError(
+                f"attention_dropout={dropout}: {type(self.method).__name__} attends to compressed tokens without "
+                "weights that could be dropped; set attention_dropout=0 in the model's config, or call model.eval()"
+            )
         self.unfinished = True
         with without_autocast(query.device.type):
             output = self.attend_states(query.to(key.dtype), key, value, scaling, dropout)

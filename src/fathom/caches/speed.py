@@ -101,7 +101,7 @@ def _fill_codes(
         for name, table in (("key_codes", state.key_table()), ("value_codes", state.value_table())):
             size, place = (batch, heads, coded, table.shape[1]), {"generator": generator, "device": table.device}
             setattr(state, name, state.store_codes(torch.randint(table.shape[2], size, **place), table))
-    state.seen = tokens
+    state.seen, state.coded = tokens, coded
 
 
 def _seen(layer: CompressedLayer, batch: int, heads: int, width: int, dtype: torch.dtype, tokens: int) -> None:

@@ -213,7 +213,7 @@ class SlotState(State):
         last = self.observed(length)
         if last:
             reduce = self.method.group_reduce
-            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce)
+            output, received = observed_attention(turned_query, turned_keys, values, scaling, last, reduce, dropout)
             self.observe(received, min(last, length), length)
         else:
             output = causal_attention(turned_query, turned_keys, values, scaling, dropout)

@@ -30,16 +30,59 @@ logger = logging.getLogger("fathom.decoding")
 LOCK = threading.Lock()
 ALL = "full_attention"  # the type of a layer that sees the whole text
 DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention's weights, as configs name it
+APPENDED = (DynamicLayer, GrowingLayer)  # layers that a step adds its token to, and others may say so of themselves
 FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as transformers knows it
 
 
-class FixedLayer(DynamicLayer):
-    """Keys and values [B,G,room,D] at one address; a new token goes to `place` [1], which all layers share."""
+class Slots:
+    """What layers share that hold `length` slots of the same rows: where the next one goes, `place` [1], and which
+    count, `visible` [B,1,1,room].
 
-    def __init__(self, layer: DynamicLayer, place: Tensor, length: int, room: int):
+    states: of a compressed cache; none: all layers of a full one.
+    stages: slots that a step adds.
+    """
+
+    def __init__(self, visible: Tensor, states: list[Any], stages: int = 1):
+        self.visible, self.states, self.stages, self.length = visible, states, stages, visible.shape[3]
+        self.place = torch.full((1,), self.length, device=visible.device)
+        self.new = torch.arange(stages, device=visible.device)
+
+    @property
+    def room(self) -> int:
+        return self.visible.shape[3]
+
+    def grow(self) -> None:
+        """Room for more tokens."""
+        most = self.states[0].most if self.states else None
+        room = bucket(self.length) if most is None else min(most, bucket(self.length))
+        visible = self.visible.new_zeros(*self.visible.shape[:3], room)
+        visible[..., : self.length] = self.visible[..., : self.length]
+        self.visible = visible
+        for state in self.states:
+            state.fix(self.place, visible, self.length)
+
+    def begin(self) -> None:
+        """Of a step: its slots count."""
+        self.visible.index_fill_(3, self.place if self.stages == 1 else self.place + self.new, True)
+
+    def compress(self) -> None:
+        """What is due between two steps, in the same buffers: the recording stays as it is."""
+        if not self.states or self.length != self.states[0].due:
+            return
+        for state in self.states:
+            self.length = state.make_room()
+        self.visible[..., self.length :] = False
+        self.place.fill_(self.length)
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values [B,G,room,D] at one address; a new token goes to the place that all layers share."""
+
+    def __init__(self, layer: DynamicLayer, slots: Slots):
         super().__init__()
-        self.place, self.device, self.is_initialized = place, layer.device, True
-        self.keys, self.values = with_room(layer.keys, length, room), with_room(layer.values, length, room)
+        self.place, self.device, self.is_initialized = slots.place, layer.device, True
+        self.keys = with_room(layer.keys, slots.length, slots.room)
+        self.values = with_room(layer.values, slots.length, slots.room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = self.keys, self.values
@@ -47,6 +90,11 @@ class FixedLayer(DynamicLayer):
         keys.index_copy_(2, self.place, key_states.to(keys.dtype))
         values.index_copy_(2, self.place, value_states.to(values.dtype))
         return keys, values
+
+    def growing(self, length: int) -> GrowingLayer:
+        """The first `length` tokens as other calls know them."""
+        assert self.keys is not None and self.values is not None
+        return GrowingLayer.over(self.keys, self.values, length)
 
 
 def attend_filled(
@@ -76,10 +124,16 @@ def filled(config: Any) -> Iterator[None]:
             config._attn_implementation = before
 
 
-def appending(cache: Any) -> list[Any]:
-    """The states of a compressed cache, layer by layer, if every step appends a token to each; else an empty list."""
-    states = [state for layer in cache.compressed_layers() for state in layer.states]
-    return states if all(getattr(state, "appends", False) for state in states) else []
+def appending(cache: Any) -> dict[tuple[int, int], list[Any]]:
+    """The states of a compressed cache where every step appends a token to each; else none. By group of rows and number
+    of tokens held, which may differ between layers (PyramidKV)."""
+    alike: dict[tuple[int, int], list[Any]] = {}
+    for layer in cache.compressed_layers():
+        for group, state in enumerate(layer.states):
+            if not getattr(state, "appends", False):
+                return {}
+            alike.setdefault((group, state.stored), []).append(state)
+    return alike
 
 
 def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
@@ -87,9 +141,9 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     dropout = any(getattr(model.config.get_text_config(decoder=True), name, 0) for name in DROPOUT)
     if type(cache) is DynamicCache:
-        kinds = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "GrowingLayer"}
-        if kinds:
-            return f"cache layers {', '.join(sorted(kinds))} have no fixed shape"
+        moving = [layer for layer in cache.layers if not getattr(layer, "at_fixed_place", type(layer) in APPENDED)]
+        if moving:
+            return f"cache layers {type(moving[0]).__name__} have no fixed shape"
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {ALL}:
             return "some layers do not see the whole text"
@@ -99,9 +153,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         return f"a {type(cache).__name__} may move"
     elif len(cache.compressed_layers()) < len(cache.layers):
         return "layers beside the compressed ones have a cache that moves"
-    elif (states := appending(cache)) and (cache.groups.pads != [0] or len({state.stored for state in states}) > 1):
-        return "rows or layers hold different numbers of tokens, so that a new one has no common place"
-    elif states and model.training and dropout:
+    elif model.training and dropout and any(hasattr(state, "appends") for state in cache.compressed_layers()[0].states):
         return "attention drops weights in training, which a step over buffers with room does not"
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's own"
@@ -114,71 +166,60 @@ class FixedStep:
     """A `loop.Step` at fixed addresses: token [B,1] → logits [B,V], which the next step overwrites.
 
     recorded: how often the step has been recorded so far.
+    slots: where every step stores a token in a slot of its own; none: a full budget is overwritten.
     """
 
-    def __init__(self, model: Any, cache: Any, length: int, model_kwargs: dict[str, Any], recorder: Recorder):
-        self.model, self.cache, self.recorder, self.length = model, cache, recorder, length
+    def __init__(self, model: Any, cache: Any, model_kwargs: dict[str, Any], recorder: Recorder):
+        self.model, self.cache, self.recorder = model, cache, recorder
         device, positions = model.device, model_kwargs["position_ids"]
         kept = {"attention_mask", "position_ids", CACHE_NAME}
         self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
         self.full, self.recorded, self.given_up = type(cache) is DynamicCache, 0, False
-        self.states = [] if self.full else appending(cache)
-        if self.states:
-            self.length = length = self.states[0].stored
         self.replay: Any = None
         self.before: Any = None  # addresses of a compressed cache before the last step
         self.warm = False
         self.position = (positions[:, -1:].to(device) + 1).clone()
-        self.place = torch.full((1,), length, device=device)
         self.logits: Tensor | None = None
-        mask = model_kwargs.get("attention_mask")
         rows = cache.layers[0].keys.shape[0] if self.full else cache.compressed_layers()[0].batch_size
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        if self.grows:
-            self.visible = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
-            self.visible[:, 0, 0] = True if mask is None or self.states else mask.to(device).bool()
+        self.slots: list[Slots] = []
+        if self.full:
+            mask = model_kwargs.get("attention_mask")
+            real = torch.ones(rows, cache.get_seq_length()) if mask is None else mask
+            stages = getattr(cache.layers[0], "stages", 1)
+            visible = real.to(device).bool().repeat_interleave(stages, dim=1)[:, None, None]
+            self.slots.append(Slots(visible, [], stages))
             self.grow()
 
-    @property
-    def grows(self) -> bool:
-        """Whether every step stores a token in a slot of its own."""
-        return self.full or bool(self.states)
-
-    @property
-    def room(self) -> int:
-        return self.visible.shape[3]
-
-    @property
-    def most(self) -> int | None:
-        """The number of slots at which a state drops tokens, between two steps."""
-        return self.states[0].most if self.states else None
+    def take_slots(self) -> None:
+        """Give a compressed cache room as soon as every step appends to it: before, its states may not be such."""
+        counts = self.cache.compressed_layers()[0].row_counts()
+        for (group, stored), states in appending(self.cache).items():
+            visible = torch.ones(counts[group], 1, 1, stored, dtype=torch.bool, device=self.token.device)
+            self.slots.append(Slots(visible, states))
+        if self.slots:
+            self.warm = False  # other operations run from now on
+            self.grow()
 
     def grow(self) -> None:
-        """Make room for more tokens, layer by layer. Addresses change, so the step must be recorded again."""
-        room = bucket(self.length) if self.most is None else min(self.most, bucket(self.length))
-        visible = self.visible.new_zeros(*self.visible.shape[:3], room)
-        visible[..., : self.length] = self.visible[..., : self.length]
-        self.visible, self.replay = visible, None
-        for state in self.states:
-            state.fix(self.place, visible, self.length)
+        """Room for more tokens in all layers, one after the other: other addresses, so the step is recorded anew."""
+        self.replay = None
+        for slots in self.slots:
+            slots.grow()
         for number, layer in enumerate(self.cache.layers if self.full else ()):
-            self.cache.layers[number] = FixedLayer(layer, self.place, self.length, room)
+            slots, of_its_own = self.slots[0], getattr(layer, "at_fixed_place", None)
+            self.cache.layers[number] = FixedLayer(layer, slots) if of_its_own is None else of_its_own(slots)
             layer.keys = layer.values = None
-
-    def compress(self) -> None:
-        """Make room in the same buffers by dropping tokens of the states; the recording stays valid."""
-        for state in self.states:
-            self.length = state.make_room()
-        self.visible[..., self.length :] = False
-        self.place.fill_(self.length)
 
     def run(self) -> None:
         """Run one step. This is the function that is recorded."""
         inputs = self.inputs
-        if self.grows:
-            self.visible.index_fill_(3, self.place, True)
-        if self.full:
-            inputs = {**inputs, "attention_mask": self.visible}
+        for slots in self.slots:
+            slots.begin()
+        if self.full and self.slots[0].stages == 1:  # layers of several slots make masks of their own
+            inputs = {**inputs, "attention_mask": self.slots[0].visible}
+        for layer in self.cache.layers if self.full else ():
+            layer.came = 0  # a recording that failed may have ended between two slots
         with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
             output = self.model(
                 input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
@@ -187,16 +228,20 @@ class FixedStep:
             self.logits = torch.empty_like(output.logits[:, -1])
         self.logits.copy_(output.logits[:, -1])
         self.position.add_(1)
-        self.place.add_(1)
+        for slots in self.slots:
+            slots.place.add_(slots.stages)
 
     def __call__(self, token: Tensor) -> Tensor:
-        if self.grows and self.length == self.most:
-            self.compress()
-        elif self.grows and self.length == self.room:
+        if not self.slots and self.replay is None:
+            self.take_slots()
+        for slots in self.slots:
+            slots.compress()
+        if any(slots.length + slots.stages > slots.room for slots in self.slots):
             self.grow()
-            logger.info("the full cache has grown to %d tokens: the step is recorded again", self.room)
+            logger.info("a cache has grown to %d slots: the step is recorded again", self.slots[0].room)
+        for slots in self.slots:
+            slots.length += slots.stages
         self.token.copy_(token)
-        self.length += 1
         if self.replay is None and self.may_record():
             self.replay = self.record()
         if self.replay is None:
@@ -213,7 +258,7 @@ class FixedStep:
         """Whether a step may be recorded: one has run, so that libraries are loaded, and the cache did not move."""
         if self.given_up or not self.warm:
             return False
-        if self.grows:
+        if self.slots:
             return True
         before, self.before = self.before, self.cache.addresses()
         return self.before == before
@@ -235,13 +280,10 @@ class FixedStep:
         return replay
 
     def finish(self) -> Any:
-        """The cache in its ordinary form, without spare room."""
-        for state in self.states:
-            state.release(self.length)
-        if self.full:
-            for number, layer in enumerate(self.cache.layers):
-                grown = GrowingLayer()
-                grown.device, grown.is_initialized = layer.device, True
-                grown.keys, grown.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-                self.cache.layers[number] = grown
+        """The cache as other calls know it, without the room behind the text."""
+        for slots in self.slots:
+            for state in slots.states:
+                state.release(slots.length)
+        for number, layer in enumerate(self.cache.layers if self.full else ()):
+            self.cache.layers[number] = layer.growing(self.slots[0].length)
         return self.cache

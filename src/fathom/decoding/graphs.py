@@ -48,9 +48,14 @@ class CudaGraphs:
         return graph.replay
 
 
+def records(device: torch.device) -> bool:
+    """Whether a device replays recorded steps, so that steps of fixed shape pay there."""
+    return device.type == "cuda"
+
+
 def recorder_for(device: torch.device) -> Recorder | None:
     """The recorder for this device; None if there is none or `switch.GRAPHS` is off."""
-    return CudaGraphs() if switch.GRAPHS and device.type == "cuda" else None
+    return CudaGraphs() if switch.GRAPHS and records(device) else None
 
 
 def unrecordable(model: Any) -> str:

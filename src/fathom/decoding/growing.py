@@ -25,7 +25,7 @@ def with_room(held: Any, length: int, room: int) -> Tensor:
 
 
 class GrowingLayer(DynamicLayer):
-    """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of storage for more than n tokens.
+    """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of buffers for more than n tokens.
 
     expected: tokens for which room is made at first.
     most: the most tokens that will come; no room is made beyond them.
@@ -34,38 +34,54 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, expected: int = 0, most: int | None = None):
         super().__init__()
         self.expected, self.most = expected, most
+        self.buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by name, the buffer and the view that was last given out
+
+    @classmethod
+    def over(cls, keys: Tensor, values: Tensor, length: int) -> GrowingLayer:
+        """A layer on these buffers [B,G,room,D], whose first `length` tokens are the text."""
+        layer = cls()
+        layer.device, layer.is_initialized = keys.device, True
+        layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
+        layer.buffers = {"keys": (keys, layer.keys), "values": (values, layer.values)}
+        return layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
-        self.keys = self.extended(self.keys, key_states, length)
-        self.values = self.extended(self.values, value_states, length)
+        self.keys = self.extended("keys", self.keys, key_states, length)
+        self.values = self.extended("values", self.values, value_states, length)
         return self.keys, self.values
 
-    def extended(self, held: Any, new: Tensor, length: int) -> Tensor:
-        """The held tokens followed by the new ones, written in place if there is room."""
+    def extended(self, name: str, held: Any, new: Tensor, length: int) -> Tensor:
+        """The held tokens followed by the new ones, written in place if there is room.
+
+        Tokens that somebody put there since, as rows that were chosen or repeated, are not the buffer's: they are
+        copied into a new one.
+        """
         total = length + new.shape[2]
-        if length and self.has_room(held, total) and held.dtype == new.dtype:
-            whole = held.as_strided((*held.shape[:2], total, held.shape[3]), held.stride())
-        else:
+        buffer, view = self.buffers.get(name, (None, None))
+        if buffer is None or held is not view or total > buffer.shape[2] or buffer.dtype != new.dtype:
             room = max(bucket(total), self.expected)
             room = max(total, room if self.most is None else min(room, self.most))
             dtype = torch.promote_types(held.dtype, new.dtype) if length else new.dtype  # as torch.cat would
-            whole = new.new_empty((*new.shape[:2], room, new.shape[3]), dtype=dtype)[:, :, :total]
+            buffer = new.new_empty((*new.shape[:2], room, new.shape[3]), dtype=dtype)
             if length:
-                whole[:, :, :length] = held
-        whole[:, :, length:] = new
+                buffer[:, :, :length] = held
+        buffer.narrow(2, length, new.shape[2]).copy_(new)
+        whole = buffer.narrow(2, 0, total)
+        self.buffers[name] = buffer, whole
         return whole
 
-    @staticmethod
-    def has_room(held: Tensor, total: int) -> bool:
-        """Whether this view's storage has room for `total` tokens; after rows were chosen or repeated it has none."""
-        heads, width = held.shape[1], held.shape[3]
-        room = held.stride(1) // width
-        laid_out = held.stride() == (heads * room * width, room * width, width, 1) and held.storage_offset() == 0
-        numbers = held.untyped_storage().nbytes() // held.itemsize
-        return laid_out and total <= room and numbers == len(held) * heads * room * width
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; the room of the tokens that go is kept."""
+        kept = [name for name, (_, view) in self.buffers.items() if getattr(self, name) is view]
+        super().crop(*args, **kwargs)
+        self.buffers = {name: (self.buffers[name][0], getattr(self, name)) for name in kept}
+
+    def reset(self) -> None:
+        super().reset()
+        self.buffers = {}
 
 
 def give_room(cache: Any, expected: int, most: int | None) -> None:

@@ -101,7 +101,7 @@ def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> Any:
     recorder = recorder_for(model.device)
     reason = "" if recorder is None else unsuited(model, cache, model_kwargs)
     if recorder is not None and not reason:
-        return FixedStep(model, cache, cache.get_seq_length(), model_kwargs, recorder)
+        return FixedStep(model, cache, model_kwargs, recorder)
     if reason:
         say(f"steps are not recorded: {reason}")
     return Step(model, cache, model_kwargs)

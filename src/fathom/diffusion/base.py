@@ -62,15 +62,17 @@ class View:
     """The facts about the current block that a step's policy reads.
 
     Attributes:
-        candidates: mask of the tokens that are hidden and that this step's pass predicts.
-        log_probs: of the candidates, in the order of `candidates.nonzero()`, without noise; the mask token has none.
-        tokens: the token that would be revealed at each candidate; 0 elsewhere.
+        candidates: tokens that are hidden, and predicted by this step's pass.
+        log_probs: of the candidates, in the order of `candidates.nonzero()`, or of all tokens of the block (`whole`),
+            without noise; the mask token has none.
+        tokens: what would be revealed where; 0 elsewhere.
         probability: of these tokens in `log_probs`; 0 elsewhere.
         hidden: the states that predict the block's tokens, which the head reads; for policies with `whole_block`.
         others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
             policies with `beyond_block`.
         step, steps: of this block.
         generators: of the rows.
+        whole: in a step of fixed shape, which policies that say `fixed_shape` have on a GPU.
     """
 
     candidates: Bool[Tensor, "B n"]
@@ -82,9 +84,12 @@ class View:
     step: int
     steps: int
     generators: Sequence[torch.Generator]
+    whole: bool = False
 
     def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B n"]:
         """Values of the candidates spread over the block; 0 elsewhere."""
+        if self.whole:
+            return values.view(self.candidates.shape).masked_fill(~self.candidates, 0)
         out = values.new_zeros(self.candidates.shape)
         out[self.candidates] = values
         return out
@@ -101,11 +106,14 @@ class Policy:
     """A policy: a step reveals the `count` candidates of highest rank. Among equal ranks the earlier one comes first.
 
     Attributes:
+        fixed_shape: `rank` and `count` are of the view alone, of which they read no value and no step but whether it is
+            the last; so a step may be recorded.
         beyond_block: whether it reads `View.others`.
         whole_block: whether it reads `View.hidden` of all tokens of the block.
     """
 
     registry: ClassVar[str] = "policy"
+    fixed_shape: ClassVar[bool] = False
     beyond_block: ClassVar[bool] = False
     whole_block: ClassVar[bool] = False
 
@@ -173,6 +181,19 @@ def check_option(name: str, option: str, value: Any, fine: bool, rule: str) -> N
     """Raise ValueError unless `fine`, naming the method, the option, the value and what would be right."""
     if not fine:
         raise ValueError(f"{name} option {option}={value!r}: must be {rule}")
+
+
+def check_tokens(ids: Tensor, real: Bool[Tensor, "B L"], size: int) -> None:
+    """Raise ValueError for inputs that are no tokens of a model of `size` tokens; padding may have any id."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"inputs of {ids.dtype}: give token ids, which are whole numbers")
+    wrong = (real & ((ids < 0) | (ids >= size))).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        raise ValueError(
+            f"inputs: row {row} holds the id {int(ids[row, column])}, which must be at least 0 and below "
+            f"vocab_size={size}; use the model's own tokenizer"
+        )
 
 
 def own_blocks(model: Any) -> int | None:

@@ -25,6 +25,7 @@ class Dynamic(Policy):
     paper = "2510.06303"
     summary = "Reveal the schedule's quota, or every token above `threshold` probability where these are more."
     equation = "revealed = top max(n_i, |{j: p_j(x_j) > θ}|) by p_j(x_j)"
+    fixed_shape = True
 
     def __post_init__(self):
         check_option(self.name, "threshold", self.threshold, 0 <= self.threshold <= 1, "between 0 and 1")

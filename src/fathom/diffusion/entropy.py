@@ -15,6 +15,7 @@ class Entropy(Policy):
     paper = "2508.15487"
     summary = "Reveal where the predicted distribution has the least entropy."
     equation = "rank_j = Σ_v p_j(v) log p_j(v)"
+    fixed_shape = True
 
     def rank(self, view, memory):
         return -view.entropy

@@ -30,6 +30,7 @@ class EntropyBounded(Policy):
     paper = "2505.24857"
     summary = "Reveal the most certain tokens, as many as keep their summed entropy within `bound`."
     equation = "k = max {k: h_(1) + … + h_(k−1) ≤ γ}"
+    fixed_shape = True
 
     def __post_init__(self):
         check_option(self.name, "bound", self.bound, 0 <= self.bound < float("inf"), "finite and at least 0")

@@ -17,6 +17,7 @@ class LeftToRight(Policy):
     paper = ""
     summary = "Reveal the first hidden tokens of the block."
     equation = "rank_j = −j"
+    fixed_shape = True
 
     def rank(self, view, memory):
         rows, length = view.candidates.shape

@@ -20,6 +20,7 @@ class LowConfidence(Policy):
     paper = "2502.09992"
     summary = "Reveal the tokens of highest probability: predictions of low confidence stay hidden."
     equation = "rank_j = p_j(x_j)"
+    fixed_shape = True
 
     def rank(self, view, memory):
         return view.probability

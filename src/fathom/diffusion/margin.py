@@ -15,6 +15,7 @@ class Margin(Policy):
     paper = "2508.15487"
     summary = "Reveal where the likeliest token leads the second by most."
     equation = "rank_j = p_j(first) − p_j(second)"
+    fixed_shape = True
 
     def rank(self, view, memory):
         top = view.log_probs.topk(2, dim=-1).values.exp()

@@ -132,13 +132,19 @@ class Passes:
         def forward(canvas: Tensor, index: Tensor) -> Tensor:
             return self.forward(canvas, Columns(index, columns.start), read)
 
-        if self.recorder is None or not fixed:
+        if not fixed:
             return forward(canvas, columns.index)
+        return self.replayed(kind, forward, canvas, columns.index)
+
+    def replayed(self, kind: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """The function of these inputs, recorded where passes are. One recording a kind, of the last shapes."""
+        if self.recorder is None:
+            return function(*inputs)
         found = self.recorded.get(kind)
-        if found is None or found.index.shape != columns.index.shape:
+        if found is None or any(kept.shape != x.shape for kept, x in zip(found.inputs, inputs, strict=True)):
             self.recorded.pop(kind, None)  # its memory first
-            found = self.recorded[kind] = Recorded(self.recorder, forward, canvas, columns.index)
-        return found(canvas, columns.index)
+            found = self.recorded[kind] = Recorded(self.recorder, function, *inputs)
+        return found(*inputs)
 
     def moved(self) -> None:
         """Drop recordings because tensors that they read have other addresses; they are made again."""

@@ -7,9 +7,10 @@
         x̂      = argmax(l + T · Gumbel noise) in float64;   p = softmax(l) without noise
         reveal the candidates of highest rank (policy), as many as policy and schedule say
 
-The head runs only on hidden tokens that a pass predicts. A revealed token never changes. Rows are independent: each has
-its own noise, history and counts, and padding on the left is neither seen nor counted. So a row gets the same tokens in
-a batch as alone (up to rounding).
+The head runs only on hidden tokens that a pass predicts; on a GPU on all tokens of the block where that keeps the shape
+of a step, so that it is recorded with its pass. A revealed token never changes. Rows are independent: noise,
+histories and counts are each row's own, and padding on the left is neither seen nor counted, so a row of a batch gets
+the tokens that it gets alone (up to rounding).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fathom.decoding.graphs import recorder_for, unrecordable
+from fathom.decoding.graphs import recorder_for, records, unrecordable
 from fathom.decoding.switch import say
-from fathom.diffusion.base import Block, BlockCache, Policy, View, own_blocks
+from fathom.diffusion.base import Block, BlockCache, Policy, View, check_tokens, own_blocks
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.diffusion.schedules import SCHEDULES
 from fathom.models.registry import nearest
@@ -240,6 +241,7 @@ class Sampler:
                 f"attention_mask of shape {list(attention_mask.shape)}: must be that of inputs, {list(inputs.shape)}"
             )
         real = attention_mask.bool()
+        check_tokens(inputs, real, model.config.vocab_size)
         ended = (real[:, :-1] & ~real[:, 1:]).any(1)
         if ended.any():
             raise ValueError(
@@ -397,10 +399,16 @@ class Sampler:
             states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
+        first_alone = config.block_cache.first_reveal(block, step)  # type: ignore[union-attr]
+        place = None if first_alone else self.fixed_place(block, columns)
+        if place is not None:
+            size = block.stop - block.start
+            inputs = states[:, place : place + size], hidden[:, block.start : block.stop], quota
+            return self.fixed_step(*inputs, passes=cache.passes, last=step == block.steps - 1)
         # guidance computes the same columns of both halves
         at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
         candidates = hidden[:, block.start : block.stop] & (at >= 0)
-        if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]
+        if first_alone:
             candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
             quota = candidates.sum(1)
 
@@ -440,6 +448,62 @@ class Sampler:
                 for r, c in zip(where.split(1024), there.split(1024), strict=True)
             ]
             view.others = torch.cat(most), where
+        return self.decide(view, quota, memory)
+
+    def fixed_place(self, block: Block, columns: Any) -> int | None:
+        """Where among the columns of a pass the states lie that predict the block, one after the other; None where they
+        do not, and where a step has no fixed shape."""
+        config, start = self.config, block.start - int(block.shift)
+        fixed = config.policy.fixed_shape and config.temperature == 0  # type: ignore[union-attr]
+        if not fixed or columns.start is None or start < 0 or not records(self.canvas.device):
+            return None
+        place = start - columns.start
+        return place if 0 <= place <= columns.index.shape[1] - (block.stop - block.start) else None
+
+    def fixed_step(
+        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], *, passes: Passes,
+        last: bool,
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
+        """`step` after its pass, of fixed shape: recorded, but for a block's last step."""
+        inputs = states, hidden, quota
+        if last:
+            return self.reveal(*inputs, last=True)
+        return passes.replayed("reveal", self.reveal, *inputs)
+
+    def reveal(
+        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], last: bool = False
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """The tokens that a step reveals, −1 elsewhere, and their probabilities, given the states that predict every
+        token of the block. It reads no value, and all shapes are those of its arguments."""
+        rows = len(hidden)
+        logits = self.head(states[:rows])
+        if self.config.cfg_scale != 0:
+            free = self.head(states[rows:])
+            logits = free + (self.config.cfg_scale + 1) * (logits - free)
+        logits = self.without_forbidden(logits.flatten(0, 1))
+        log_probs = logits.log_softmax(-1)
+        found = logits.argmax(-1)
+        probability = log_probs.gather(1, found[:, None]).exp()
+        view = View(
+            candidates=hidden,
+            log_probs=log_probs,
+            tokens=found.view_as(hidden).masked_fill(~hidden, 0),
+            probability=probability.view_as(hidden).masked_fill(~hidden, 0),
+            hidden=None,
+            others=None,
+            step=int(last),
+            steps=2,
+            generators=self.generators,
+            whole=True,
+        )
+        return self.decide(view, quota, None)
+
+    def decide(
+        self, view: View, quota: Int[Tensor, " B"], memory: Any
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """Of what a view predicts, the tokens to reveal, −1 elsewhere, and the probabilities of all."""
+        config, policy, candidates = self.config, self.config.policy, view.candidates
+        assert isinstance(policy, Policy)
         probability = view.probability
         held = None
         if config.suppress_eos == "confidence" and self.eos:
@@ -540,6 +604,16 @@ def mask_token(model: Any, config: DiffusionGenerationConfig) -> tuple[int, bool
         token = found if token is None else token
     shift = config.shift if config.shift is not None else own.get("shift", getattr(model.config, "shift", False))
     size = model.config.vocab_size
+    used = config.eos_token_id is not None or config.suppress_eos == "logit"  # a model's own may lie outside, unused
+    asked = {
+        "eos_token_id": end_tokens(model, config) if used else [],
+        "pad_token_id": [] if config.pad_token_id is None else [config.pad_token_id],
+        "cfg_keep_tokens": config.cfg_keep_tokens,
+    }
+    for name, some in asked.items():
+        for one in some:
+            if not 0 <= one < size:
+                raise ValueError(f"{name}={one}: must be at least 0 and below vocab_size={size}")
     if token is None:
         raise ValueError(f"mask_token_id=None: {type(model).__name__} names no mask token; give its id, below {size}")
     if not 0 <= token < size:

@@ -24,6 +24,7 @@ class Threshold(Policy):
     paper = "2505.22618"
     summary = "Reveal every token of at least `threshold` probability, and at least one a step."
     equation = "revealed = {j: p_j(x_j) ≥ θ} ∪ {argmax_j p_j(x_j)}"
+    fixed_shape = True
 
     def __post_init__(self):
         check_option(self.name, "threshold", self.threshold, 0 <= self.threshold <= 1, "between 0 and 1")

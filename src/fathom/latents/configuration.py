@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from fathom.latents.codar import CoDAR
-from fathom.models import saved_files
+from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import check_type, nearest
 
@@ -161,3 +161,6 @@ class FathomLatentConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""
+
+
+lazy_configs.register(FathomLatentConfig)

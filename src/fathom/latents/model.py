@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers import initialization as init
 
+from fathom.diffusion.base import check_tokens
 from fathom.latents.configuration import STAGES, FathomLatentConfig
 from fathom.latents.decoder import ContextualDecoder, Memory
 from fathom.latents.denoiser import Denoiser
@@ -102,10 +103,11 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
     # ---------------------------------------------------------------- the parts
 
     def encode(self, input_ids: Int[Tensor, "B L"], attention_mask: Tensor | None = None) -> Latents:
-        """x₀ of texts. Raises ValueError for rows longer than those of training."""
+        """x₀ of texts. Raises ValueError for rows longer than those of training and for ids outside the vocabulary."""
         self.check_length(input_ids.shape[1])
         self.check_fitted()
         mask = None if attention_mask is None else attention_mask.bool()
+        check_tokens(input_ids, torch.ones_like(input_ids, dtype=torch.bool), self.config.vocab_size)
         return Latents(self.space.encode(input_ids, mask), mask, self.space.fingerprint())
 
     def denoise(
@@ -194,7 +196,7 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         learned = own
         if self.options.padding == "targets" and mask is not None:
             learned = own | ~mask  # that a text has ended is learned, too
-        loss = (each * learned).sum() / learned.sum()
+        loss = (each * learned).sum() / learned.sum().clamp(min=1)
         if num_items_in_batch is not None:  # weighted by its labels among the batches of a step
             loss = loss * own.sum() / num_items_in_batch
         return FathomOutput(loss=loss)

@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from fathom.diffusion.base import check_tokens
 from fathom.diffusion.sampling import configured, seeds
 from fathom.latents.encoder import Latents
 from fathom.latents.process import LATEST, Process
@@ -139,6 +140,7 @@ def _run(model: Any, inputs: Any, attention_mask: Any, config: LatentGenerationC
     real = torch.ones_like(inputs, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if real.shape != inputs.shape:
         raise ValueError(f"attention_mask of shape {list(real.shape)}: must be that of inputs, {list(inputs.shape)}")
+    check_tokens(inputs, real, model.config.vocab_size)
     if (real[:, :-1] & ~real[:, 1:]).any():
         raise ValueError("attention_mask: a row is padded on the right; pad on the left")
     new = 0 if config.infill else config.max_new_tokens
@@ -291,9 +293,10 @@ def decode(
     begun = real.int().cummax(1).values.bool()  # no padding on the left
     prefix = int((known | ~begun).long().cumprod(1).sum(1).min())  # columns that all rows know, or that pad them
     start = canvas.new_full((rows, 1), model.config.start_token_id)
+    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.start_token_id
     decoder = model.decoder
     # the start token stands in the last column of padding before a text, so that texts of all lengths end together
-    ids = torch.cat([start, canvas[:, :prefix]], dim=1)
+    ids = torch.cat([start, torch.where(real, canvas, pad)[:, :prefix]], dim=1)  # padding may have any id
     first = (~begun).sum(1)
     ids.scatter_(1, first[:, None].clamp(max=prefix), model.config.start_token_id)
     columns = torch.arange(prefix + 1, device=ids.device)
@@ -301,7 +304,6 @@ def decode(
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options.update(temperature=temperature, top_k=0, top_p=1.0 if top_p is None else top_p)
-    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.start_token_id
     if stop_at_eos:
         if model.config.eos_token_id is None:
             raise ValueError("stop_at_eos=True: the tokenizer has no EOS token")

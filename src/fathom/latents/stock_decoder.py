@@ -83,7 +83,8 @@ class StockDecoder(nn.Module):
         if shift_labels is not None:
             targets = shift_labels.flatten()
             total = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
-            loss = total / ((targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch)
+            own = (targets != IGNORE).sum().clamp(min=1)
+            loss = total / (own if num_items_in_batch is None else num_items_in_batch)
         return Seq2SeqLMOutput(loss=loss, logits=logits)
 
     @contextlib.contextmanager

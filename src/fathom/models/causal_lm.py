@@ -189,7 +189,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
                 each = cross_entropy(logits.flatten(0, 1), targets.flatten())
                 total = (each if scales is None else each * scales.flatten()).sum()
                 logits = slice_positions(logits, logits_to_keep)
-            items = own if num_items_in_batch is None else num_items_in_batch
+            items = own.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = total / items
             if losses:  # means over this batch, weighted like it among the batches of a step
                 loss = loss + sum(losses.values()) * own / items

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import BartConfig, LongT5Config, PreTrainedConfig, T5Config
 
-from fathom.models import saved_files
+from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import ENCODER, RELATIONS, build_options, filled, lookup, override_section, resolve_section
 
@@ -288,3 +288,6 @@ class FathomEncoderConfig(EncoderSection, FathomConfig):
                 )
         if self.parallel_residual:
             raise ValueError(f"parallel_residual={self.parallel_residual!r}: an encoder's blocks are not parallel")
+
+
+lazy_configs.register(FathomBartConfig, FathomLongT5Config, FathomT5Config, FathomEncoderConfig)

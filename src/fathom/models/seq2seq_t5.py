@@ -33,11 +33,12 @@ class RelationAttention(T5Attention):
         mask: Any = None,
         key_value_states: Any = None,
         position_bias: Any = None,
-        relation_ids: Int[Tensor, "B T T"] | None = None,
+        relation_ids: tuple[Int[Tensor, "B T T"], Int[Tensor, "B T T"]] | None = None,
         relation_tables: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Any]:
-        """As in transformers: (output, position bias, attention weights)."""
+        """As in transformers: (output, position bias, attention weights). `relation_ids`: as they are stored, one byte
+        each, which a compiled layer reads; and as int64, which all other layers share."""
         if relation_ids is None:
             return super().forward(hidden_states, mask, key_value_states, position_bias, **kwargs)
         heads = (*hidden_states.shape[:-1], self.n_heads, self.key_value_proj_dim)
@@ -45,8 +46,9 @@ class RelationAttention(T5Attention):
         if position_bias is None:  # the first layer's, which the later ones are given
             position_bias = self.compute_bias(heads[1], heads[1], device=hidden_states.device)
         key_table, value_table = (table.to(query.dtype) for table in relation_tables)
+        ids = relation_ids[0] if torch.compiler.is_compiling() else relation_ids[1]
         output, weights = relation_attention(
-            query, key, value, relation_ids, key_table, value_table, position_bias, mask,
+            query, key, value, ids, key_table, value_table, position_bias, mask,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.o(output.transpose(1, 2).flatten(2)), position_bias, weights
@@ -84,8 +86,7 @@ class FathomT5Encoder(T5Stack):
             check_ids(relation_ids, tuple(given.shape[:2]), len(tables[0]))
             if attention_mask is not None:  # as it is read here, whatever the backend would make of it
                 attention_mask = attention_mask.bool()[:, None, None, :]
-            relation_ids = relation_ids.long()  # once for all layers
-            kwargs |= {"relation_ids": relation_ids, "relation_tables": tables}
+            kwargs |= {"relation_ids": (relation_ids, relation_ids.long()), "relation_tables": tables}
         return super().forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fathom.decoding.growing import GrowingLayer
+from fathom.decoding.growing import GrowingLayer, with_room
 from fathom.decoding.versions import CACHE_NAME
 from fathom.models import hf_versions
 from fathom.models.configuration import FathomConfig
@@ -112,6 +112,8 @@ class SlotLayout:
     def mask(self, config: FathomConfig, slots: Float[Tensor, "B S d"], cache: Cache | None, packed: bool) -> Any:
         """The mask in the form that the backend reads: None (the causal kernel) where the layout is plain causal in
         slot order; a dense tensor or a `KeyBias` where slots have a bias or another visibility."""
+        if cache is not None and isinstance(cache.layers[0], FixedSlotLayer):
+            return cache.layers[0].mask(slots.shape[1])
         sees = CAUSAL if self.visibility is None else self.visibility
         if self.key_bias is None and sees.is_causal:
             seen: Any = None if cache is None else SlotView(cache)
@@ -175,6 +177,47 @@ class SlotLayer(DynamicLayer):
             tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
         super().crop(tokens_to_remove * self.stages)
 
+    def at_fixed_place(self, slots: Any) -> FixedSlotLayer:
+        """With the room of `slots` (`fathom.decoding.fixed`), for steps that are recorded."""
+        return FixedSlotLayer(self, slots)
+
+
+class FixedSlotLayer(SlotLayer):
+    """Keys and values [B,G,room,D] at one address. The slots of a new token, which may come one by one, go to the
+    places behind `place` [1], which all layers share with `visible` [B,1,1,room]."""
+
+    def __init__(self, layer: SlotLayer, slots: Any):
+        super().__init__(layer.stages)
+        self.place, self.visible, self.device, self.is_initialized = slots.place, slots.visible, layer.device, True
+        self.keys = with_room(layer.keys, slots.length, slots.room)
+        self.values = with_room(layer.values, slots.length, slots.room)
+        self.came = 0  # slots of the token under way
+
+    def places(self, number: int) -> Int[Tensor, " number"]:
+        """Where the next slots go."""
+        return self.place + torch.arange(self.came, self.came + number, device=self.device)
+
+    def mask(self, number: int) -> Bool[Tensor, "B 1 number room"]:
+        """What the next slots see: those before them, and themselves."""
+        index = torch.arange(self.visible.shape[3], device=self.device)
+        return self.visible & (index <= self.places(number)[:, None])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values, places = self.keys, self.values, self.places(key_states.shape[2])
+        assert keys is not None and values is not None
+        keys.index_copy_(2, places, key_states.to(keys.dtype))
+        values.index_copy_(2, places, value_states.to(values.dtype))
+        self.came = (self.came + len(places)) % self.stages
+        return keys, values
+
+    def growing(self, length: int) -> SlotLayer:
+        """The first `length` slots as other calls know them."""
+        layer = SlotLayer(self.stages)
+        layer.device, layer.is_initialized = self.device, True
+        assert self.keys is not None and self.values is not None
+        layer.keys, layer.values = self.keys[:, :, :length].clone(), self.values[:, :, :length].clone()
+        return layer
+
 
 class RaggedSlotLayer(SlotLayer):
     """A growing cache layer of tokens with 1 … `stages` slots each.
@@ -187,6 +230,8 @@ class RaggedSlotLayer(SlotLayer):
         steps: the stage of every slot within its token.
         bias: [B, slots], fp32 or wider; None in the other layers, and where no slot has a bias.
     """
+
+    at_fixed_place = None  # type: ignore[assignment]  # how many slots come is known when they have come
 
     def __init__(self, stages: int):
         super().__init__(stages)
@@ -240,7 +285,8 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
     The change is made in the caller's own cache object, because generate() and other callers keep using it.
     """
     layers: list[Any] = cache.layers
-    if all(type(layer) is kind and layer.stages == stages for layer in layers) and layers:
+    kinds: Any = (kind, FixedSlotLayer) if kind is SlotLayer else (kind,)
+    if all(type(layer) in kinds and layer.stages == stages for layer in layers) and layers:
         return
     held = {layer.stages if isinstance(layer, SlotLayer) else 1 for layer in layers if layer.get_seq_length()}
     if held:
@@ -248,10 +294,10 @@ def hold_slots(cache: Cache, config: FathomConfig, stages: int, depth: str, kind
         raise ValueError(
             f"{CACHE_NAME} holds {max(held)} slots a token, {same} with these options; pass an empty DynamicCache()"
         )
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
-    if kinds:
+    others = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer, SlotLayer, RaggedSlotLayer}
+    if others:
         raise ValueError(
-            f"{CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in kinds))}, but "
+            f"{CACHE_NAME} has layers of type {', '.join(sorted(kind.__name__ for kind in others))}, but "
             f"depth={depth!r} keeps {stages} slots a token, which only dynamic layers hold; pass a DynamicCache(), "
             "and no cache_implementation to generate()"
         )

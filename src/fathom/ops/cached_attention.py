@@ -83,20 +83,22 @@ def observed_attention(
     scaling: float,
     last: int,
     reduce: str = "mean",
+    dropout: float = 0.0,
 ) -> tuple[Float[Tensor, "B H m Dv"], Float[Tensor, "B G n"]]:
     """Also returns r_s = Σ_i reduce_{h in group}(p_his) over the last `last` queries, in fp32 or wider.
 
     `reduce` is "mean", "sum" or "max" over the query heads of a key head. Scores are written out for a bounded number
-    of queries at a time. With `last` < m the outputs come from SDPA and only the observed rows are written out.
+    of queries at a time. With `last` < m the outputs come from SDPA and only the observed rows are written out. Weights
+    are dropped for the output, not for r.
     """
     m, n = query.shape[2], key.shape[2]
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     last = min(last, m)
-    outputs = None if last == m else causal_attention(query, key, value, scaling)
+    outputs = None if last == m else causal_attention(query, key, value, scaling, dropout)
     rows = max(1, SCORES_AT_ONCE // (batch * heads * n))
     if last == m <= rows:
         weights, received = weigh(_scores(query, key), m, scaling, reduce)
-        return _mix(weights, value, m), received
+        return _mix(F.dropout(weights, dropout), value, m), received
     received = key.new_zeros(batch, groups, n, dtype=torch.promote_types(key.dtype, torch.float32))
     pieces = []
     for start in range(m - last, m, rows):
@@ -106,7 +108,7 @@ def observed_attention(
         weights, part = weigh(scores, stop - start, scaling, reduce)
         received[..., :visible].add_(part)
         if outputs is None:
-            pieces.append(_mix(weights, value[:, :, :visible], stop - start))
+            pieces.append(_mix(F.dropout(weights, dropout), value[:, :, :visible], stop - start))
     if outputs is None:
         outputs = torch.cat(pieces, dim=2)
     return outputs, received

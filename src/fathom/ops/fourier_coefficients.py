@@ -13,7 +13,7 @@ import functools
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fathom.ops.autocast import without_autocast
@@ -23,8 +23,12 @@ def basis(
     start: int, stop: int, frequencies: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "2N t"]:
     """cos and sin of 2πnt/Tw for t = start … stop − 1."""
-    n = torch.arange(frequencies, device=device)[:, None]
-    t = torch.arange(start, stop, device=device)
+    return basis_at(torch.arange(start, stop, device=device), frequencies, window, dtype)
+
+
+def basis_at(t: Int[Tensor, " t"], frequencies: int, window: int, dtype: torch.dtype) -> Float[Tensor, "2N t"]:
+    """cos and sin of 2πnt/Tw."""
+    n = torch.arange(frequencies, device=t.device)[:, None]
     angle = (n * t % window).to(torch.float64) * (2 * math.pi / window)
     return torch.cat((angle.cos(), angle.sin())).to(dtype)
 

@@ -57,14 +57,17 @@ class Related(nn.Module):
 
     @contextlib.contextmanager
     def reads(self, relation_ids: Tensor) -> Iterator[None]:
-        """A context in which the model uses these ids [B, T, T] whenever it reads T tokens at once: those of the
-        prompts for `generate`, of whole texts in training. Id 0 is no relation, for tokens of an answer and padding.
+        """A context in which the model uses these ids [B, T, T] whenever it reads T tokens at once.
+
+        They are of the prompts for `generate`, of whole texts for a forward in training and for its backward pass where
+        activations are recomputed. Id 0 is no relation, for tokens of an answer and padding.
         """
         if relation_ids.ndim != 3:
             raise ValueError(f"relation_ids of shape {tuple(relation_ids.shape)}: must be [texts, tokens, tokens]")
         shape = (relation_ids.shape[0], relation_ids.shape[1])
         check_ids(relation_ids, shape, len(self.method.tables()[0]))
-        self.ids = relation_ids
+        # looked up as int64 by every layer, which keeps them for its backward pass: one tensor for all of them
+        self.ids = relation_ids.to(self.method.tables()[0].device).long()
         try:
             yield
         finally:
@@ -141,7 +144,9 @@ def attention(
                 f"relation_ids of {ids.shape[1]} tokens: the model reads {count} tokens over {key.shape[2]} keys; give "
                 "the relations of what it reads at once, from its first token on"
             )
-        ids = ids.to(query.device).repeat_interleave(len(query) // len(ids), dim=0)  # beams
+        if len(query) != len(ids):
+            ids = ids.repeat_interleave(len(query) // len(ids), dim=0)  # beams
+        ids = ids.to(query.device)
         of_keys, of_values = (table.to(query.dtype) for table in related.method.tables())
         output, weights = relation_attention(
             query, key, value, ids, of_keys, of_values, attention_mask, scaling=scaling, dropout=dropout

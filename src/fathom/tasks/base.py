@@ -273,7 +273,8 @@ class Task:
         return collate(examples)
 
     def forward(self, model: Any, **batch: Any) -> Any:
-        """The model's output for a batch, in training and on held-out examples; its `loss` is the task's."""
+        """The model's output for a batch in training and on held-out examples, with `loss`: the model's own; 0 for a
+        batch without targets, which then weighs nothing."""
         return model(**batch)
 
     def tokens(self, batch: Mapping[str, Tensor]) -> int:

@@ -141,7 +141,7 @@ class EncoderTask(Task):
             out.logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing,
             reduction="sum",
         )  # fmt: skip
-        out["loss"] = total / (self.targets({"labels": labels}) if items is None else items)
+        out["loss"] = total / (self.targets({"labels": labels}).clamp(min=1) if items is None else items)
         return out
 
     def targets(self, batch):

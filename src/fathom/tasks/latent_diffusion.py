@@ -88,7 +88,7 @@ class LatentDiffusion(LatentTask):
             t = torch.full((len(ids),), (draw + 0.5) / self.draws, device=ids.device)
             noise = row_noise(generators, ids.shape[1], own.config.latent_dim)
             total = total + (own.held_out_errors(ids, mask, t, noise) * kept).sum() / self.draws
-        return FathomOutput(loss=total / (kept.sum() if items is None else items))
+        return FathomOutput(loss=total / (kept.sum().clamp(min=1) if items is None else items))
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         return {"denoising_error": loss}

@@ -295,7 +295,7 @@ class MaskedDiffusion(Task):
     def forward(self, model: Any, **batch: Any) -> Any:
         unwrapped = getattr(model, "module", model)
         items = batch.pop("num_items_in_batch", None)
-        items = (self.counted(batch) != IGNORED).sum() if items is None else items
+        items = (self.counted(batch) != IGNORED).sum().clamp(min=1) if items is None else items
         ids = batch.pop("input_ids")
         if not is_masked(unwrapped.config):  # hidden tokens have labels, so that all are known
             batch.pop("loss_weights", None)

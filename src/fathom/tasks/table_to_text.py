@@ -417,7 +417,7 @@ class TableToText(EncoderTask):
         weight = getattr(config.method, "content_aware", 0.0)
         if model.training and weight > 0:
             losses = losses + weight * unlikelihood(out.logits, labels, given)
-        out["loss"] = losses / (self.targets({"labels": labels}) if items is None else items)
+        out["loss"] = losses / (self.targets({"labels": labels}).clamp(min=1) if items is None else items)
         return out
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:

@@ -322,7 +322,7 @@ class VQA(Task):
         total = F.cross_entropy(
             out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        out["loss"] = total / (self.targets(batch) if items is None else items)
+        out["loss"] = total / (self.targets(batch).clamp(min=1) if items is None else items)
         return out
 
     def held_out_size(self, data: PreparedData) -> str:

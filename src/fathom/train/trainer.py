@@ -45,6 +45,7 @@ from fathom.models.model_card import describe
 from fathom.models.registry import lookup
 from fathom.models.steps.graphs import Foresight, StepGraphs
 from fathom.ops.cross_entropy import gradients_of_chunk, losses_of_chunk
+from fathom.ops.cudnn_attention import sound_attention
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import DEFAULT, Task, tasks
 from fathom.tasks.base import scores_read, with_scores
@@ -180,7 +181,8 @@ class FathomTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counted = [{"labels": self.task.counted(batch)} for batch in batch_samples]
-        return super()._get_num_items_in_batch(counted, device)
+        found = super()._get_num_items_in_batch(counted, device)
+        return found if found is None else max(found, 1) if isinstance(found, int) else found.clamp(min=1)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices other than embedding tables.
@@ -708,7 +710,8 @@ def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of saving: it would tear our own display
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with sound_attention():
+            trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         partial = folder / f"{checkpoints.PREFIX}{trainer.state.global_step}"
         if not partial.exists() or checkpoints.is_complete(partial):

@@ -1,10 +1,12 @@
-"""Configs of checkpoints whose vision tokens are compressed. Light: `import fathom` registers them."""
+"""Configs of checkpoints whose vision tokens are compressed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, Qwen2_5_VLConfig, SmolVLMConfig
+from transformers import LlavaConfig, LlavaNextConfig, Qwen2_5_VLConfig, SmolVLMConfig
+
+from fathom.models import lazy_configs
 
 
 class Compresses:
@@ -54,5 +56,4 @@ class FathomQwen2_5_VLConfig(Compresses, Qwen2_5_VLConfig):
 
 
 CONFIGS = (FathomLlavaConfig, FathomLlavaNextConfig, FathomSmolVLMConfig, FathomQwen2_5_VLConfig)
-for _config in CONFIGS:
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)  # type: ignore[arg-type]
+lazy_configs.register(*CONFIGS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, Calibration, LayerContext, State, concat
+from fathom.caches.base import Appending, CacheMethod, CacheShape, Calibration, LayerContext, concat
 from fathom.caches.budgets import NotReachable, fullest
 from fathom.caches.channels import (
     ChannelSets,
@@ -162,8 +162,12 @@ class Side:
         return self
 
 
-class FourierState(State):
-    """sink_*, local_* [B,G,·,D]; raw_* [B,n_mid,|D_u|]; coefficients_* [B,2N,|D_c|]; scale_*, shift_* [B,1,|D_c|]."""
+class FourierState(Appending):
+    """sink_*, local_* [B,G,·,D]; raw_* [B,n_mid,|D_u|]; coefficients_* [B,2N,|D_c|]; scale_*, shift_* [B,1,|D_c|].
+
+    While steps are recorded raw_* have room, and local_* are rings of n_local slots, in which a new token takes the
+    place of the one that slides.
+    """
 
     def __init__(self, method: FourierAttention, context: LayerContext):
         super().__init__()
@@ -184,7 +188,22 @@ class FourierState(State):
     def compressed(self) -> bool:
         return self.window > 0
 
+    @property
+    def appends(self) -> bool:
+        return self.compressed and self.method.flush_every == 1 and self.method.attention == "fft"
+
+    @property
+    def due(self) -> int | None:
+        """Where the window is full: the next step is refused."""
+        return self.method.n_sink + self.method.n_local + self.window
+
+    @property
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return not self.compressed
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
         length = key.shape[2]
         self.check_room(length)
         self.seen += length
@@ -198,7 +217,7 @@ class FourierState(State):
         if length == 1:  # slide first, then attend
             self.slide()
             if self.method.attention == "dense":
-                return causal_attention(query, *self.dense(), scaling, dropout)
+                return causal_attention(query, *self.dense(), scaling)
             attend = self.attend_triton if self.method.attention == "triton" else self.attend_fft
             return attend(query, scaling)
         output = blockwise_attention(query, self.blocks, self.full(), scaling)
@@ -253,6 +272,9 @@ class FourierState(State):
                 )
             setattr(self, f"coefficients_{name}", coefficients + update @ x)
         self.middle += leavers
+        self.warn_outgrown()
+
+    def warn_outgrown(self) -> None:
         if self.method.reconstruction == "affine" and self.middle > OUTGROWN * self.middle_at_compression:
             warnings.warn(
                 f"FourierAttention: affine statistics were taken over {self.middle_at_compression} middle tokens and "
@@ -278,6 +300,54 @@ class FourierState(State):
     def weight(self, like: Tensor) -> Tensor:
         method = self.method
         return fourier.weights(method.reconstruction, method.frequencies, self.window, like.dtype, like.device)
+
+    # -- recorded steps
+
+    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+        self.middle = length - self.method.n_sink - self.method.n_local
+        self.warn_outgrown()
+        room = min(visible.shape[3], self.window)
+        for name in ("key", "value"):
+            raw, local = getattr(self, f"raw_{name}"), getattr(self, f"local_{name}")
+            store = raw.new_zeros(raw.shape[0], room, raw.shape[2])
+            store[:, : self.middle] = raw[:, : self.middle]
+            setattr(self, f"raw_{name}", store)
+            if self.fixed is None:
+                tokens = torch.arange(length - self.method.n_local, length, device=local.device)
+                ring = torch.empty_like(local).index_copy_(2, tokens % self.method.n_local, local)
+                setattr(self, f"local_{name}", ring)
+        self.fixed = place, visible
+
+    def release(self, length: int) -> None:
+        self.middle = length - self.method.n_sink - self.method.n_local
+        self.warn_outgrown()
+        for name in ("key", "value"):
+            raw, ring = getattr(self, f"raw_{name}"), getattr(self, f"local_{name}")
+            setattr(self, f"raw_{name}", raw[:, : self.middle].clone())
+            tokens = torch.arange(length - self.method.n_local, length, device=ring.device)
+            setattr(self, f"local_{name}", ring[:, :, tokens % self.method.n_local])
+        self.fixed = None
+
+    def make_room(self) -> int:
+        self.middle = self.window
+        self.check_room(1)
+        raise AssertionError("a full window has no room")
+
+    def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        assert self.fixed is not None
+        place, method = self.fixed[0], self.method
+        slot, middle = place % method.n_local, place - method.n_local - method.n_sink
+        for name, new in (("key", key), ("value", value)):
+            side, ring = self.sides[name], getattr(self, f"local_{name}")
+            coefficients = getattr(self, f"coefficients_{name}")
+            x = flatten_heads(ring.index_select(2, slot))
+            getattr(self, f"raw_{name}").index_copy_(1, middle, x[..., side.raw])
+            update = fourier.basis_at(middle, method.frequencies, self.window, coefficients.dtype)
+            coefficients.add_(update @ x[..., side.compressed].to(coefficients.dtype))
+            ring.index_copy_(2, slot, new)
+        self.seen += 1
+        tokens = torch.arange(self.raw_key.shape[1], device=key.device)  # type: ignore[attr-defined]
+        return self.attend_fft(query, scaling, tokens <= middle)
 
     # -- attention
 
@@ -316,13 +386,16 @@ class FourierState(State):
     #   scores_t = Σ_n w_n [cos·(C_k[n]·q s) + sin·(C_k[N+n]·q s)] + q·shift + q_raw·k_raw,t
     #   output_c = s_c Σ_n w_n (C_v[n,c] Σ_t p_t cos + C_v[N+n,c] Σ_t p_t sin) + shift_c Σ_t p_t
 
-    def attend_fft(self, query: Tensor, scaling: float) -> Tensor:
-        own = self.own_channels(query)
-        middle = fourier.evaluate(self.amplitude(own) * scaling, self.middle, self.window)
+    def attend_fft(self, query: Tensor, scaling: float, counts: Tensor | None = None) -> Tensor:
+        """counts: which tokens of raw_* count; None: all."""
+        own, held = self.own_channels(query), self.raw_key.shape[1]  # type: ignore[attr-defined]
+        middle = fourier.evaluate(self.amplitude(own) * scaling, held, self.window)
         raw = own[..., self.sides["key"].raw] @ self.raw_key.transpose(1, 2)  # type: ignore[attr-defined]
         middle = torch.add(middle, raw, alpha=scaling)  # widens in the same pass
+        if counts is not None:
+            middle = middle.masked_fill(~counts, float("-inf"))
         weights = torch.cat((middle, self.exact_scores(query, middle.dtype) * scaling), dim=-1).softmax(-1)
-        p, p_exact = weights[..., : self.middle], weights[..., self.middle :]
+        p, p_exact = weights[..., :held], weights[..., held:]
         raw_value = self.raw_value  # type: ignore[attr-defined]
         projected = fourier.project(p, self.method.frequencies, self.window)
         compressed = self.output_of_coefficients(projected, p.sum(-1, keepdim=True))

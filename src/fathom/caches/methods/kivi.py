@@ -96,9 +96,9 @@ class KIVI(CacheMethod):
 class KIVIState(Appending):
     """Codes of keys in groups [B,G,n_k/group,D,·] and of values [B,G,n_v,D/group,·]; the newest tokens in full.
 
-    While steps are recorded, the stores of codes have spare room, full keys lie in a ring of r = `residual` slots and
-    full values in a ring of r + 1. Every step codes the value that is r tokens old. It also codes all keys of the ring
-    again; these codes count once the ring holds one whole block.
+    While steps are recorded the stores of codes have room, full keys lie in a ring of r = `residual` slots and full
+    values in one of r + 1, and every step codes the value that is r tokens old, and the keys of the ring anew: they
+    count once all are of one block, and those of values once they are so old.
     """
 
     def __init__(self, method: KIVI):
@@ -118,8 +118,8 @@ class KIVIState(Appending):
         return self.seen
 
     @property
-    def appends(self) -> bool:
-        return self.value_codes is not None
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return self.key_codes is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
         if self.fixed is not None:
@@ -178,13 +178,17 @@ class KIVIState(Appending):
     def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
         residual, group = self.method.residual, self.method.group
         room = -(-visible.shape[3] // residual) * residual
-        for name, count in zip(CODES, 3 * (room // group,) + 3 * (room,), strict=True):
+        assert self.key is not None and self.value is not None
+        one_key = self.key.new_zeros(*self.key.shape[:2], 1, self.key.shape[3], group)
+        one_value = self.value.new_zeros(*self.value.shape[:2], 1, self.value.shape[3] // group, group)
+        empty = *quantize(one_key, self.method.bits), *quantize(one_value, self.method.bits)
+        for name, like, count in zip(CODES, empty, 3 * (room // group,) + 3 * (room,), strict=True):
             held = getattr(self, name)
-            store = held.new_zeros(*held.shape[:2], count, *held.shape[3:])
-            store[:, :, : held.shape[2]] = held
+            store = like.new_zeros(*like.shape[:2], count, *like.shape[3:])
+            if held is not None:
+                store[:, :, : held.shape[2]] = held
             setattr(self, name, store)
         if self.fixed is None:
-            assert self.key is not None and self.value is not None
             for name, ring, newest in (("key", residual, self.key), ("value", residual + 1, self.value)):
                 slots = torch.arange(length - newest.shape[2], length, device=newest.device) % ring
                 held = newest.new_zeros(*newest.shape[:2], ring, newest.shape[3])
@@ -195,7 +199,7 @@ class KIVIState(Appending):
         method = self.method
         coded_keys, coded_values = method.quantized(length)
         for name, count in zip(CODES, 3 * (coded_keys // method.group,) + 3 * (coded_values,), strict=True):
-            setattr(self, name, getattr(self, name)[:, :, :count].clone())
+            setattr(self, name, getattr(self, name)[:, :, :count].clone() if count else None)
         for name, ring, first in (("key", method.residual, coded_keys), ("value", method.residual + 1, coded_values)):
             held = getattr(self, name)
             setattr(self, name, held[:, :, torch.arange(first, length, device=held.device) % ring])
@@ -211,7 +215,7 @@ class KIVIState(Appending):
         output = ring_quantized_attention(
             query, self.coded_keys(), values, self.key, self.value, place, method.bits, group, scaling
         )
-        oldest = place - residual
+        oldest = (place - residual).clamp(min=0)  # before there is one, what will be written over
         groups = self.value.index_select(2, oldest % (residual + 1)).unflatten(3, (-1, group))
         for store, tensor in zip(values, quantize(groups, method.bits), strict=True):
             store.index_copy_(2, oldest, tensor)

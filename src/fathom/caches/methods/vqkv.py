@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fathom.caches.base import CacheMethod, CacheShape, Calibration, LayerContext, State, concat
+from fathom.caches.base import Appending, CacheMethod, CacheShape, Calibration, LayerContext, concat
 from fathom.caches.budgets import NotReachable, fullest
 from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, train_codebooks
 from fathom.ops.bitpack import pack, packed_bytes, unpack
@@ -148,8 +148,12 @@ def bits_of(table: Tensor) -> int:
     return max(1, (table.shape[2] - 1).bit_length())
 
 
-class VQState(State):
-    """sink_*, tail_* [B,G,·,D] in full; key_codes, value_codes [B,G,M,·] for the middle."""
+class VQState(Appending):
+    """sink_*, tail_* [B,G,·,D] in full; key_codes, value_codes [B,G,M,·] for the middle.
+
+    While steps are recorded the stores of codes have room, of which the first `count` [1] count, and the tail's buffers
+    hold the sinks, then as many tokens as come before the next are coded.
+    """
 
     def __init__(self, method: VQKV, context: LayerContext):
         super().__init__()
@@ -163,16 +167,30 @@ class VQState(State):
         self.tail_value: Tensor | None = None
         self.key_codes: Tensor | None = None
         self.value_codes: Tensor | None = None
+        self.count: Tensor | None = None
+        self.coded = 0
 
     @property
     def stored(self) -> int:
         return self.seen
 
     @property
-    def coded(self) -> int:
-        return 0 if self.key_codes is None else self.key_codes.shape[2]
+    def appends(self) -> bool:
+        """By tables: other forms rebuild what counts, and no more."""
+        full = self.method.n_sink == 0 or (self.sink_key is not None and self.sink_key.shape[2] == self.method.n_sink)
+        return full and self.rope is None and self.method.attention in ("lut", "triton")
+
+    @property
+    def due(self) -> int | None:
+        return self.method.n_sink + self.coded + self.method.n_local + self.method.flush
+
+    @property
+    def drops_weights(self) -> bool:  # type: ignore[override]
+        return not self.coded
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
+        if self.fixed is not None:
+            return self.attend_fixed(query, key, value, scaling)
         sinks = 0 if self.sink_key is None else self.sink_key.shape[2]
         missing = min(self.method.n_sink - sinks, key.shape[2])
         keys, values = concat(self.tail_key, key), concat(self.tail_value, value)
@@ -210,7 +228,10 @@ class VQState(State):
         # sinks are older than every query too, so they can stand before the tail in the causal part
         return blockwise_attention(query, self.blocks, (keys, values), scaling)
 
-    def attend_by_lookup(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend_by_lookup(
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, counts: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """counts: which of the codes and of keys and values count; None: all."""
         batch, heads, m, width = query.shape
         groups = keys.shape[1]
         grouped = query.reshape(batch, groups, heads // groups * m, width)
@@ -224,9 +245,12 @@ class VQState(State):
         if m > 1:
             hidden = torch.ones(m, keys.shape[2], dtype=torch.bool, device=keys.device).triu(keys.shape[2] - m + 1)
             full = full.unflatten(2, (-1, m)).masked_fill(hidden, float("-inf")).flatten(2, 3)
-        weights = torch.cat((middle, full), dim=-1).softmax(-1)
-        from_codes = mix(weights[..., : self.coded], value_codes, self.value_table())
-        from_full = weights[..., self.coded :].to(values.dtype) @ values
+        weights = torch.cat((middle, full), dim=-1)
+        if counts is not None:
+            weights = weights.masked_fill(~torch.cat(counts), float("-inf"))
+        of_codes, of_full = weights.softmax(-1).split((middle.shape[3], full.shape[3]), dim=-1)
+        from_codes = mix(of_codes, value_codes, self.value_table())
+        from_full = of_full.to(values.dtype) @ values
         return (from_codes.to(values.dtype) + from_full).reshape(batch, heads, m, values.shape[-1])
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -246,19 +270,78 @@ class VQState(State):
     def store(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Encode the tokens of the tail that are old enough."""
         prompt = self.seen == 0
-        if 0 < self.trained_tokens < self.seen + length and self.seen <= self.trained_tokens:
-            warnings.warn(
-                f"VQKV: the codebooks were trained on texts of {self.trained_tokens} tokens, and rotated keys beyond "
-                "are coded badly: run train_codebooks on texts as long as yours, or with rope='pre'",
-                stacklevel=2,
-            )
+        self.warn_beyond(self.seen, self.seen + length)
         self.seen += length
         excess = max(0, keys.shape[2] - self.method.n_local)
         due = excess if prompt else excess // self.method.flush * self.method.flush
         if due:
             self.key_codes = concat(self.key_codes, self.packed(keys[:, :, :due], self.key_table()))
             self.value_codes = concat(self.value_codes, self.packed(values[:, :, :due], self.value_table()))
+            self.coded += due
         self.tail_key, self.tail_value = keys[:, :, due:].clone(), values[:, :, due:].clone()
+
+    def warn_beyond(self, before: int, tokens: int) -> None:
+        """Once a text has become longer than those that the codebooks were trained on."""
+        if 0 < self.trained_tokens < tokens and before <= self.trained_tokens:
+            warnings.warn(
+                f"VQKV: the codebooks were trained on texts of {self.trained_tokens} tokens, and rotated keys beyond "
+                "are coded badly: run train_codebooks on texts as long as yours, or with rope='pre'",
+                stacklevel=2,
+            )
+
+    # -- recorded steps
+
+    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+        sinks = self.method.n_sink
+        for side, table in (("key", self.key_table()), ("value", self.value_table())):
+            tail, codes = getattr(self, f"tail_{side}"), getattr(self, f"{side}_codes")
+            zero = torch.zeros(*tail.shape[:2], 1, table.shape[1], dtype=torch.long, device=tail.device)
+            store = self.store_codes(zero, table).repeat(1, 1, visible.shape[3], 1)
+            store[:, :, : self.coded] = 0 if codes is None else codes[:, :, : self.coded]
+            setattr(self, f"{side}_codes", store)
+            if self.fixed is None:
+                room = tail.new_zeros(*tail.shape[:2], sinks + self.method.n_local + self.method.flush, tail.shape[3])
+                room[:, :, sinks : sinks + tail.shape[2]] = tail
+                if sinks:
+                    room[:, :, :sinks] = getattr(self, f"sink_{side}")
+                setattr(self, f"tail_{side}", room)
+        self.count = torch.full((1,), self.coded, device=place.device)
+        self.fixed = place, visible
+
+    def release(self, length: int) -> None:
+        if length == self.due:
+            self.make_room()
+        for side in ("key", "value"):
+            tail, codes = getattr(self, f"tail_{side}"), getattr(self, f"{side}_codes")
+            setattr(self, f"tail_{side}", tail[:, :, self.method.n_sink : length - self.coded].clone())
+            setattr(self, f"{side}_codes", codes[:, :, : self.coded].clone() if self.coded else None)
+        self.count = self.fixed = None
+
+    def make_room(self) -> int:
+        """Code the oldest tokens of the tail."""
+        sinks, flush = self.method.n_sink, self.method.flush
+        self.warn_beyond(self.seen - flush, self.seen)
+        for side, table in (("key", self.key_table()), ("value", self.value_table())):
+            tail, codes = getattr(self, f"tail_{side}"), getattr(self, f"{side}_codes")
+            codes[:, :, self.coded : self.coded + flush] = self.packed(tail[:, :, sinks : sinks + flush], table)
+            tail[:, :, sinks : tail.shape[2] - flush] = tail[:, :, sinks + flush :].clone()
+        self.coded += flush
+        assert self.count is not None
+        self.count.fill_(self.coded)
+        return self.seen
+
+    def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        assert self.tail_key is not None and self.tail_value is not None and self.key_codes is not None
+        assert self.fixed is not None and self.count is not None
+        slot = self.fixed[0] - self.count
+        self.tail_key.index_copy_(2, slot, key)
+        self.tail_value.index_copy_(2, slot, value)
+        self.seen += 1
+        codes, slots = (torch.arange(x.shape[2], device=key.device) for x in (self.key_codes, self.tail_key))
+        counts = codes < self.count, slots <= slot
+        return self.attend_by_lookup(query, self.tail_key, self.tail_value, scaling, counts)
+
+    # -- codes
 
     def packed(self, x: Tensor, table: Tensor) -> Tensor:
         heads = x.split(x.shape[1] // table.shape[0], dim=1)  # one part where heads share a set

@@ -54,9 +54,10 @@ def ring_quantized_attention(
     group: int,
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
-    """o of the newest token, whose number n ≥ r, counted from 0, only the device knows.
+    """o of the newest token, whose number n, counted from 0, only the device knows.
 
-    Stores have room for more than what counts: codes of the keys before n − n mod r, codes of the values before n − r.
+    Stores have room for more than what counts: codes of the keys before n − n mod r, codes of the values before n − r
+    (of no value where n ≤ r).
     The key of a later token t is key[t mod r], its value value[t mod (r + 1)].
     """
     given = query, key_codes, value_codes, key, value, newest, bits, group, scaling

@@ -1,7 +1,4 @@
-"""Configs of T5, BART and Llama with a section `table`: which parts of a source a model reads, and its adapter.
-
-`import fathom` imports this module: it must stay light.
-"""
+"""Configs of T5, BART and Llama with a section `table`: which parts of a source a model reads, and its adapter."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from typing import Any
 
 from transformers import BartConfig, LlamaConfig, PreTrainedConfig, T5Config
 
+from fathom.models import lazy_configs
 from fathom.models.encoder_configs import EncoderSection
 from fathom.models.registry import filled
 from fathom.tables.text.base import TableMethod, from_dict
@@ -77,3 +75,6 @@ class FathomTableLlamaConfig(TableSection, LlamaConfig):
                 f"table.planner={self.table['planner']!r}: a decoder alone has no cross-attention that reads a prefix; "
                 "use T5 or BART, or peft's PrefixTuningConfig on the model"
             )
+
+
+lazy_configs.register(FathomTableT5Config, FathomTableBartConfig, FathomTableLlamaConfig)

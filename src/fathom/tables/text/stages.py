@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fathom.ops.cudnn_attention import sound_attention
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -80,9 +82,10 @@ def train(
         chosen, queue = queue[: stage.batch_size], queue[stage.batch_size :]
         for group in optimiser.param_groups:
             group["lr"] = stage.lr * stage.rate(step)
-        loss = loss_of([examples[index] for index in chosen])
         optimiser.zero_grad()
-        loss.backward()
+        with sound_attention():
+            loss = loss_of([examples[index] for index in chosen])
+            loss.backward()
         nn.utils.clip_grad_norm_(parameters, stage.clip)
         optimiser.step()
         losses.append(float(loss.detach()))

@@ -1,0 +1,82 @@
+"""A growing layer holds what transformers' own holds, whatever is done to it, and steps copy nothing of the text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom.decoding.growing import give_room
+
+
+def caches(expected: int = 0, most: int | None = None) -> tuple[DynamicCache, DynamicCache]:
+    stock, ours = DynamicCache(), DynamicCache()
+    for cache in (stock, ours):
+        cache.update(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), 0)
+        cache.layers[0].reset()
+    give_room(ours, expected, most)
+    assert type(ours.layers[0]).__name__ == "GrowingLayer"
+    return stock, ours
+
+
+@pytest.mark.parametrize("expected", [0, 7, 400])
+def test_what_is_done_to_it_leaves_what_the_stock_layer_holds(expected: int) -> None:
+    stock, ours = caches(expected)
+    generator = torch.Generator().manual_seed(0)
+    rows = 2
+    for turn in range(120):
+        act = int(torch.randint(0, 12, (1,), generator=generator))
+        if act == 0 and stock.get_seq_length() > 3:
+            for cache in (stock, ours):
+                cache.crop(-2)
+        elif act == 1:
+            chosen = torch.randint(0, rows, (rows,), generator=generator)
+            for cache in (stock, ours):
+                cache.reorder_cache(chosen)
+        elif act == 2 and rows > 1 and turn % 2:
+            rows -= 1
+            for cache in (stock, ours):
+                cache.batch_select_indices(torch.arange(rows))
+        elif act == 3 and rows < 4 and stock.get_seq_length():
+            rows *= 2
+            for cache in (stock, ours):
+                cache.batch_repeat_interleave(2)
+        elif act == 4:
+            stock, ours = copy.deepcopy(stock), copy.deepcopy(ours)
+        elif act == 5 and turn % 5 == 0:
+            for cache in (stock, ours):
+                cache.layers[0].reset()
+        else:
+            count = int(torch.randint(1, 1 + 40 * (act == 6) + 1, (1,), generator=generator))
+            key, value = torch.randn(2, rows, 3, count, 4, generator=generator)
+            found = ours.update(key, value, 0)
+            for mine, theirs in zip(found, stock.update(key, value, 0), strict=True):
+                assert torch.equal(mine, theirs)
+    assert ours.get_seq_length() == stock.get_seq_length()
+
+
+def test_steps_and_steps_after_a_crop_write_in_place() -> None:
+    _, cache = caches(expected=64)
+    key = torch.randn(2, 3, 20, 4)
+    cache.update(key, key, 0)
+    start = cache.layers[0].keys.data_ptr()
+    for _ in range(20):
+        cache.update(key[:, :, :1], key[:, :, :1], 0)
+    cache.crop(-3)
+    kept = cache.layers[0].values.clone()
+    cache.update(key[:, :, :3], key[:, :, :3], 0)
+    assert cache.layers[0].keys.data_ptr() == start
+    assert torch.equal(cache.layers[0].values, torch.cat((kept, key[:, :, :3]), dim=2))
+
+
+def test_a_copy_has_room_of_its_own() -> None:
+    _, cache = caches(expected=64)
+    key = torch.randn(1, 1, 5, 4)
+    cache.update(key, key, 0)
+    other = copy.deepcopy(cache)
+    cache.update(key[:, :, :1], key[:, :, :1], 0)
+    other.update(-key[:, :, :1], -key[:, :, :1], 0)
+    assert torch.equal(cache.layers[0].keys[:, :, 5:], key[:, :, :1])
+    assert torch.equal(other.layers[0].keys[:, :, 5:], -key[:, :, :1])
