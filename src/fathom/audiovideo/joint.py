@@ -257,8 +257,8 @@ class MovaModel(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile a layer of both towers with its exchange into one graph, which all layers and both experts share; and a
-        block into another, for video layers that stand alone."""
+        """Compile a layer of both towers with its exchange into one graph, shared by all layers and both experts; and a
+        block into another, for video layers without an audio layer."""
         for tower in (*self.experts, self.audio_dit):
             tower.compile_repeated_blocks(**options)
         self.compiled_layer = torch.compile(layer_forward, **options)

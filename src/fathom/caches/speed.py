@@ -124,7 +124,7 @@ def timed(step: Callable[[], Any], repeats: int, device: torch.device, warm: int
 
 
 def bytes_per_step(model: nn.Module, method: CacheMethod, context: int, batch: int) -> int:
-    """What a decode step must read at least once: all weights but the embedding table, and the cache (closed form)."""
+    """Bytes that a decode step must read: all weights but the embedding table, and the cache (closed form)."""
     inner = versions.causal_lm(model)
     embedding = inner.get_input_embeddings().weight  # type: ignore[union-attr]
     tied = inner.get_output_embeddings() is not None and inner.get_output_embeddings().weight is embedding

@@ -73,7 +73,7 @@ def check(config: Any) -> None:
 
 
 def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
-    """What a GGUF file says of a tokenizer. Raises ValueError for one that llama.cpp would read otherwise."""
+    """The tokenizer data of a GGUF file. Raises ValueError for a tokenizer that llama.cpp would read differently."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{checkpoint}: no gguf form: it has no tokenizer.json, and a GGUF file holds the tokenizer")
     stored = json.loads(tokenizer.backend_tokenizer.to_str())

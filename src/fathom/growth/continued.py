@@ -1,4 +1,4 @@
-"""Continued pretraining of the dense model itself: what every mixture must beat at equal training FLOPs."""
+"""Continued pretraining of the dense model: the baseline that every mixture must beat at equal training FLOPs."""
 
 from __future__ import annotations
 

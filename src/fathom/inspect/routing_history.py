@@ -1,4 +1,4 @@
-"""How the routing of a mixture came about: what a run's metrics.jsonl says of its layers, line by line.
+"""A picture of a mixture's routing over training, from the statistics of layers in a run's metrics.jsonl.
 
 The run is the folder that a model lies in. Nothing is measured anew, and no text is read.
 """

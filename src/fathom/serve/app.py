@@ -138,7 +138,7 @@ async def read(request: Request) -> Any:
 
 
 def described(error: Refused) -> dict[str, Any]:
-    """As OpenAI's clients read errors."""
+    """An error in the form that OpenAI's clients read."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.message, "type": kind, "param": error.argument, "code": error.status}}
 

@@ -52,7 +52,7 @@ def means(
 
 
 def means_of_all(key: Float[Tensor, "B N h d"], value: Float[Tensor, "B N h d"], size: int, levels: int) -> Tensor:
-    """The same where every token is real: a mean is that of two halves, which takes a few launches a level."""
+    """`means` for rows without padding: each mean is that of two halves, which takes a few launches for each level."""
     x = torch.stack((key, value), dim=2)
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = [x]

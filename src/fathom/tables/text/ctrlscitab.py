@@ -105,7 +105,7 @@ def serialize(grid: Grid, method: CTRLSciTab, background: Sequence[str] = ()) ->
 
 
 def parse(source: str) -> dict[str, Any]:
-    """What a source says: `highlights`, `rows` (the header first, where it is read), `caption`, `background`."""
+    """The parts of a source: `highlights`, `rows` (the header first, if it is read), `caption`, `background`."""
     before, mark, rest = source.partition(HIGHLIGHT_END)
     if not mark:
         before, rest = "", source
@@ -121,7 +121,7 @@ def parse(source: str) -> dict[str, Any]:
 
 
 def query(grid: Grid, reference: str | None = None) -> str:
-    """What background is searched for by: highlights, header and caption; with the reference, as released."""
+    """The query for background: highlights, header and caption; with the reference, as in the released code."""
     found = pieces(grid)
     plain = _text([word for part in (HIGHLIGHTS, HEADER, CAPTION) for word in found[part]])
     return plain if reference is None else f"{plain} {BACKGROUND_MARK} {reference}"
