@@ -199,7 +199,7 @@ def train(
         raise ValueError(f"crops: {len(crops)}, and {training.steps} steps need {training.steps * each}")
     if state is not None and training.minutes is not None:
         raise ValueError(
-            f"minutes={training.minutes}: a run that goes on later has a fixed number of steps; leave it out"
+            f"minutes={training.minutes}: a run that can be resumed has a fixed number of steps; leave it out"
         )
     graph = training.graph
     if graph and (accelerator.device.type != "cuda" or accelerator.num_processes > 1):
@@ -212,7 +212,7 @@ def train(
     if state is not None and (state / LOSSES).is_file():
         accelerator.load_state(str(state))
         losses = json.loads((state / LOSSES).read_text(encoding="utf-8"))
-        say(f"goes on after step {len(losses)}")
+        say(f"resumes after step {len(losses)}")
     left = Subset(crops, range(len(losses) * each, len(crops)))
     loader = accelerator.prepare(DataLoader(left, training.batch, num_workers=training.workers))
     model.train()

@@ -14,7 +14,7 @@ class Continued(GrowthMethod):
     """No options."""
 
     name = "continued"
-    summary = "The dense model goes on as it is: the baseline of every growth."
+    summary = "Continued training of the dense model: the baseline of every growth."
     equation = "y = F(x)"
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:

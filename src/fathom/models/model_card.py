@@ -312,7 +312,7 @@ def _licence(facts: dict[str, Any]) -> str:
     if facts.get("license"):
         return f"## Licence\n\n`{facts['license']}`, as the recipe says.\n"
     base = facts.get("base_model")
-    of_base = f" Weights of `{base}` went into it, whose licence goes on." if base else ""
+    of_base = f" It contains weights of `{base}`, whose licence still applies." if base else ""
     return (
         f"## Licence\n\nNone was stated (a recipe's `license` does).{of_base} Whoever publishes this model must say "
         "under which\nit is, by the rights in the data and in the weights it began with.\n"

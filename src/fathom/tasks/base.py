@@ -240,7 +240,7 @@ class Task:
         for name in self.unused:
             if getattr(data, name) != defaults[name]:
                 raise ValueError(
-                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
+                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and does not use it; "
                     "leave it out (max_documents limits rows)"
                 )
 
