@@ -166,15 +166,6 @@ def asked(
     }  # fmt: skip
 
 
-def agreement_language(rows: int, half: int, words: int, first: int, seed: int = 0) -> Int[Tensor, "N 2h"]:
-    """A language of long-range agreement: `half` words at random, then for each of them, in order, the one word that
-    agrees with it. Words are the tokens first … first + words − 1."""
-    generator = torch.Generator().manual_seed(seed)
-    partner = torch.randperm(words, generator=torch.Generator().manual_seed(words))
-    said = torch.randint(words, (rows, half), generator=generator)
-    return torch.cat([said, partner[said]], dim=1) + first
-
-
 def draw(found: dict[str, Any], path: Path, title: str, colours: dict[str, str]) -> None:
     """Draw NLL and free-running accuracy against the noise level, with one line for each head."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from fathom.tables.schema import Schema
 
-AGGREGATES = ("max", "min", "count", "sum", "avg")
 LEVELS = ("easy", "medium", "hard", "extra")
 
 
