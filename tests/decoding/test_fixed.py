@@ -148,7 +148,7 @@ APPENDING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def codebooks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the model that the test below reads with."""
+    """Codebooks of the model that the test below uses."""
     path = str(tmp_path_factory.mktemp("vqkv") / "codebooks.safetensors")
     model = tiny_model(max_position_embeddings=128)
     VQKV.calibrate(model, tokens(4, 100), **VQKV.calibration.variant).save(path)  # type: ignore[union-attr]
