@@ -204,7 +204,7 @@ def test_the_recipes_are_valid_as_written(tmp_path):
 
 
 def test_python_of_the_readme(here, capsys):
-    caches, _vision, methods = fences("README.md", "python")  # _vision: tests/vision/test_vision_verbs.py
+    methods, caches, _vision = fences("README.md", "python")  # _vision: tests/vision/test_vision_verbs.py
     tokenizer = AutoTokenizer.from_pretrained("my-llama")
     model = AutoModelForCausalLM.from_pretrained("my-llama")
     names = {"model": model, "inputs": tokenizer("The sea", return_tensors="pt")}
