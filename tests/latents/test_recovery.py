@@ -21,7 +21,7 @@ from fathom.latents.configuration import FathomLatentConfig
 from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.heads import HEADS, new_head
 from fathom.latents.model import FathomForLatentDiffusion
-from fathom.latents.recovery import RecoveryConfig, asked, noised, study, terms
+from fathom.latents.recovery import RecoveryConfig, noised, scored, study, terms
 from fathom.latents.writers import WRITERS, WritersConfig, at_entropy, entropy, nats_of_texts, table
 from fathom.train.stages import load_stages
 from tiny import tiny_model
@@ -183,7 +183,7 @@ def test_heads_are_asked_for_the_denoisers_estimates():
     z, noise = noised(tested, text, torch.full((4,), 0.4), torch.Generator().manual_seed(1))
     z = tested.denoise(z, torch.full((4,), 0.4), tested.denoise(z, torch.full((4,), 0.4)))
     expected = F.cross_entropy(head.logits(z, text, noise).flatten(0, 1), text.flatten())
-    assert asked(tested, head, text, 0.4, 0, estimated=True)["nll"] == pytest.approx(expected.item(), rel=1e-5)
+    assert scored(tested, head, text, 0.4, 0, estimated=True)["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monkeypatch, capsys):

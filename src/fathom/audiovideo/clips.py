@@ -289,8 +289,8 @@ def _joined(blocks: list[tuple[float, np.ndarray]], rate: int) -> tuple[float, n
     """
     start, places, end = blocks[0][0], [], 0
     for time, block in blocks:
-        told = round((time - start) * rate)
-        places.append(end if abs(told - end) < SEAM * rate else told)
+        start_at = round((time - start) * rate)
+        places.append(end if abs(start_at - end) < SEAM * rate else start_at)
         end = places[-1] + len(block)
     audio = np.zeros(max(at + len(block) for at, (_, block) in zip(places, blocks)), np.float32)
     for at, (_, block) in zip(places, blocks):

@@ -99,15 +99,15 @@ def score(clip: Clip, more: Iterable[Metric] = ()) -> dict[str, Any]:
     seen = picture_events(clip.frames, clip.frame_rate) if plain else peaks
     heard = sound_onsets(clip.audio, clip.sample_rate)
     matched = paired(seen, heard)
-    late = np.array([there - here for here, there in matched.pairs])
-    within = np.abs(late) <= 1 / clip.frame_rate
+    delays = np.array([there - here for here, there in matched.pairs])
+    within = np.abs(delays) <= 1 / clip.frame_rate
     union = len(seen) + len(heard) - int(within.sum())
     result: dict[str, Any] = {
         "scene": "plain" if plain else "any",
         "seen": [round(float(time), 4) for time in seen],
         "heard": [round(float(time), 4) for time in heard],
-        "offset_ms": float(np.abs(late).mean() * 1000) if len(late) else None,
-        "signed_ms": float(np.median(late) * 1000) if len(late) else None,
+        "offset_ms": float(np.abs(delays).mean() * 1000) if len(delays) else None,
+        "signed_ms": float(np.median(delays) * 1000) if len(delays) else None,
         "within_frame": float(within.sum() / len(seen)) if len(seen) else None,
         "together": float(within.sum() / union) if union else None,
         "missed": len(matched.missed),

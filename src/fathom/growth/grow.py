@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from fathom.cost import parameter_counts
 from fathom.growth.base import GrowthMethod
-from fathom.growth.sample import Seen, look
+from fathom.growth.sample import Seen, statistics
 from fathom.growth.surgery import Network
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.checkpoints.stock import config_from_stock
@@ -136,7 +136,7 @@ def grow(
             model: Any = FathomForCausalLM(config)
             model.to(base.config.dtype or torch.float32).save_pretrained(work)
         else:
-            write_layers(base, others, method, config, work, seed, look(base.folder, texts) if texts else [])
+            write_layers(base, others, method, config, work, seed, statistics(base.folder, texts) if texts else [])
             config.architectures = [FathomForCausalLM.__name__]
             config.save_pretrained(work)
         for pattern in COMPANIONS:

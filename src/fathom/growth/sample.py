@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def look(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
+def statistics(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
     """Statistics of every layer on texts, which are named as in a recipe's data and read by the checkpoint's tokenizer.
 
     Raises ValueError for a text with fewer tokens than a row.

@@ -85,7 +85,7 @@ def study(
     for name in config.heads:
         head = trained_head(model, name, train, config)
         parameters[name] = sum(p.numel() for p in head.parameters())
-        rows += [{"head": name, **asked(model, head, held, t, config.seed)} for t in config.levels]
+        rows += [{"head": name, **scored(model, head, held, t, config.seed)} for t in config.levels]
         best = ", ".join(f"{row['nll']:.3f}" for row in rows[-len(config.levels) :])
         say(f"{name}: {parameters[name]:,} parameters, nats per token {best}")
         if keep is not None:
@@ -139,7 +139,7 @@ def noised(
 
 
 @torch.no_grad()
-def asked(
+def scored(
     model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int, estimated: bool = False
 ) -> dict[str, float]:
     """A head's scores on held-out texts at one noise level, with the same noise for every head.

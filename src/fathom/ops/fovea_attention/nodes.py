@@ -143,7 +143,7 @@ def reads(
 
 
 @functools.lru_cache(maxsize=8)
-def lie(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
+def addresses(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
     """The first row of a node among the kernels' means and its stride; of every list the own place and the length."""
     steps, offset = [], 0
     for level in range(levels):
