@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +34,8 @@ def command(
     also the load of its experts over training.
     masked: the step of its block in which every token is revealed.
     rope_pp: attention by distance in real and imaginary heads, and the loss that noise on either adds.
+    fovea: what every block of tokens reads at which resolution, and what stays unseen (of --window tokens).
+    Encoders (our classifiers, BART, T5, LongT5, BERT): energy by frequency along the sequence, layer by layer.
 
     \b
     Example:
@@ -43,20 +45,28 @@ def command(
     from transformers.utils import logging
 
     from fathom.evaluate import load_checkpoint, read_documents
-    from fathom.evaluate.text import with_prefix
-    from fathom.inspect import nothing_to_show, offered
-    from fathom.models.registry import SECTIONS
+    from fathom.evaluate.load_model import load_config, load_encoder
+    from fathom.evaluate.text import encode, with_prefix
+    from fathom.inspect import Spectrum, nothing_to_show, offered
+    from fathom.models.registry import ENCODER, SECTIONS
     from fathom.report.page import describe_options
     from fathom.report.pictures import write_inspection
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     documents = read_documents(text)
-    model, tokenizer = load_checkpoint(checkpoint, device)
+    stands_alone = not Path(checkpoint).is_dir() or Path(checkpoint, "config.json").is_file()  # is no peft adapter
+    encoder = stands_alone and Spectrum.offered(load_config(checkpoint))
+    model: Any
+    tokenizer: Any
+    model, tokenizer = (load_encoder if encoder else load_checkpoint)(checkpoint, device)
     kinds = offered(model.config)
     if not kinds:
         raise nothing_to_show(checkpoint, model.config)
-    ids = torch.cat([with_prefix(tokenizer, document) for document in documents])
+    if encoder:
+        ids = torch.cat([torch.tensor(tokens) for tokens in encode(documents, tokenizer)])
+    else:
+        ids = torch.cat([with_prefix(tokenizer, document) for document in documents])
     pictures = [kind.measure(model, tokenizer, ids, window, batch_size) for kind in kinds]
     if json_output:
         numbers = {picture.name: dataclasses.asdict(picture) for picture in pictures}
@@ -65,6 +75,9 @@ def command(
         typer.echo("\n\n".join("\n".join(picture.summary()) for picture in pictures))
         output = output or Path("inspect")
     if output is not None:
-        options = {name: getattr(model.config, name) for name in SECTIONS}
+        if encoder:
+            options = {ENCODER: getattr(model.config, ENCODER, {"name": "full"})}
+        else:
+            options = {name: getattr(model.config, name) for name in SECTIONS}
         page = write_inspection(checkpoint, str(text), describe_options(options), pictures, output)
         typer.echo(f"Page: {page}", err=json_output)

@@ -166,7 +166,8 @@ class Bridge(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     def blocks(self, layer: int) -> Blocks:
         """The blocks of the exchange before this layer, a→v and v→a; None where there is none."""
-        to_video, to_audio = dict(self.audio_to_video_conditioners), dict(self.video_to_audio_conditioners)
+        to_video: Any = dict(self.audio_to_video_conditioners)
+        to_audio: Any = dict(self.video_to_audio_conditioners)
         return to_video.get(str(layer)), to_audio.get(str(layer))
 
     def tables(

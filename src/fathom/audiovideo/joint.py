@@ -350,6 +350,5 @@ class MovaModel(nn.Module):
 
     def velocities(self, expert: int, *given: Any) -> tuple[Tensor, Tensor]:
         """`joint_forward` of one video expert, the audio tower and the bridge."""
-        return joint_forward(
-            self.experts[expert], self.audio_dit, self.bridge, *given, compiled_layer=self.compiled_layer
-        )
+        towers = self.experts[expert], self.audio_dit, self.bridge
+        return joint_forward(*towers, *given, compiled_layer=self.compiled_layer)  # type: ignore[misc]

@@ -527,7 +527,7 @@ class Sampler:
     def without_forbidden(self, logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
         """The logits with −∞ for the mask token, and for EOS where it is suppressed. They are changed in place."""
         for token in (self.mask_id, *(self.eos if self.config.suppress_eos == "logit" else ())):
-            logits[:, token] = -torch.inf
+            logits[:, token].fill_(-torch.inf)  # an assignment makes a tensor of the number, which no recording keeps
         return logits
 
     def choose(self, logits: Float[Tensor, "N V"], row: Int[Tensor, " N"]) -> Int[Tensor, " N"]:

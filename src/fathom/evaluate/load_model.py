@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -23,6 +26,7 @@ from fathom.models.checkpoints import depth_attention as depth_attention_checkpo
 from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
+from fathom.models.encoder_configs import FathomEncoderConfig
 from fathom.models.local_paths import refuse_absent
 
 READ_BY = {  # families of ours that continue no text, or only tables
@@ -89,6 +93,23 @@ def load_checkpoint(
         of_adapter = model.load_adapter(adapter[0], adapter_kwargs=adapter[1])
         check_names(adapter[0], of_adapter.missing_keys, of_adapter.unexpected_keys)
     return model.to(place).eval(), tokenizer
+
+
+def load_encoder(checkpoint: str, device: str | None = None) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A sequence-to-sequence model, a classifier of ours, or BERT's layers, in eval mode, and its tokenizer.
+
+    Raises what `load_checkpoint` does.
+    """
+    place, config = _device(device), load_config(checkpoint)
+    made: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
+    if config.model_type == FathomEncoderConfig.model_type:
+        made = AutoModelForSequenceClassification
+    tokenizer = _tokenizer(checkpoint, False)
+    with damage_named(checkpoint):
+        try:
+            return made.from_pretrained(checkpoint, dtype="auto").to(place).eval(), tokenizer
+        except OSError as error:
+            raise ValueError(f"{checkpoint}: no weights could be read ({_first_line(error)})") from error
 
 
 def refuse_other_families(checkpoint: str, families: Container[str], wanted: str) -> None:

@@ -11,14 +11,17 @@ from typing import Any
 from fathom.inspect.base import Picture
 from fathom.inspect.depth_map import DepthMap
 from fathom.inspect.head_map import HeadMap
+from fathom.inspect.node_map import NodeMap
 from fathom.inspect.reveal_map import RevealMap
 from fathom.inspect.routing_history import RoutingHistory
 from fathom.inspect.routing_map import RoutingMap
+from fathom.inspect.spectrum import Spectrum
 from fathom.inspect.step_map import StepMap
 from fathom.models.registry import SECTIONS
 
 PICTURES: dict[str, type[Picture]] = {
-    picture.name: picture for picture in (DepthMap, StepMap, RoutingMap, RoutingHistory, RevealMap, HeadMap)
+    picture.name: picture
+    for picture in (DepthMap, StepMap, RoutingMap, RoutingHistory, RevealMap, HeadMap, NodeMap, Spectrum)
 }
 
 
@@ -37,6 +40,6 @@ def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
 
 
 __all__ = [
-    "PICTURES", "DepthMap", "HeadMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "StepMap",
-    "nothing_to_show", "offered",
+    "PICTURES", "DepthMap", "HeadMap", "NodeMap", "Picture", "RevealMap", "RoutingHistory", "RoutingMap", "Spectrum",
+    "StepMap", "nothing_to_show", "offered",
 ]  # fmt: skip

@@ -131,6 +131,14 @@ class EncoderTask(Task):
     def answer_flops(self, config, data, block_size, ran: Sequence[float] | None = None):
         return self.example_flops(config, block_size)
 
+    def picture_tokens(self, data, count):
+        """As of every task, without padding."""
+        rows, wanted = data.validation, max(1, count // torch.as_tensor(data.validation[0]["input_ids"]).numel())
+        some = (rows[i] for i in range(min(wanted, len(rows))))
+        return torch.cat(
+            [torch.as_tensor(row["input_ids"])[torch.as_tensor(row["attention_mask"]).bool()] for row in some]
+        )
+
     def forward(self, model: Any, **batch: Any) -> Any:
         labels, items = batch.pop("labels"), batch.pop("num_items_in_batch", None)
         taken = inspect.signature(getattr(model, "module", model).forward).parameters

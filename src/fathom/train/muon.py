@@ -52,7 +52,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float], fused: bool
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         # Each class completes its groups with what it reads. Loading a checkpoint puts new objects in the place of
@@ -64,7 +70,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self._parts[muon] = (
                     torch.optim.Muon(mine, lr, adjust_lr_fn="match_rms_adamw")
                     if muon
-                    else torch.optim.AdamW(mine, lr, betas, fused=fused)
+                    else torch.optim.AdamW(mine, lr, betas, eps, fused=fused)
                 )
 
     @torch.no_grad()

@@ -166,7 +166,8 @@ class Training:
     gradient_accumulation: int = 1  # batches a step
     lr: float | tuple[float, ...] = 1e-3  # peak learning rate; of several the one with the best score is taken
     sweep_fraction: float = 0.25  # share of the training that each candidate of a learning-rate sweep is trained on
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # transformers' own; wsd warms up from min_lr_ratio
+    # transformers' own, "linear" down to 0; wsd warms up from min_lr_ratio
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_ratio: float = 0.05  # share of the steps with linear warm-up
     decay_ratio: float = 0.2  # wsd: share of the steps with decay, at the end
     min_lr_ratio: float = 0.1  # cosine, wsd: final learning rate over the peak
@@ -176,6 +177,7 @@ class Training:
     lora: LowRank = field(default_factory=LowRank)
     weight_decay: float = 0.1  # of matrices other than embedding tables
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8  # of AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast, weights and optimiser stay in fp32
     # "layers" compiles one layer at a time: minutes less where a step runs the layers many times (ponderlm2, ponderlm3,
@@ -213,7 +215,7 @@ class Training:
         for name in (*counts, "keep"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"training.{name}", value, "be at least 1")
-        for name in ("weight_decay", "grad_clip", "num_workers"):
+        for name in ("weight_decay", "eps", "grad_clip", "num_workers"):
             _require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "not be negative")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
             _require(0 <= getattr(self, name) <= 1, f"training.{name}", getattr(self, name), "be between 0 and 1")

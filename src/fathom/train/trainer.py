@@ -206,8 +206,9 @@ class FathomTrainer(Trainer):
             {"params": weights, "muon": muon, "weight_decay": self.args.weight_decay if decays else 0.0}
             for (muon, decays), weights in groups.items()
         ]
-        betas, fused = (self.args.adam_beta1, self.args.adam_beta2), str(self.args.optim).endswith("fused")
-        self.optimizer = MuonAndAdamW(given, self.args.learning_rate, self.args.weight_decay, betas, fused)
+        args = self.args
+        betas, fused = (args.adam_beta1, args.adam_beta2), str(args.optim).endswith("fused")
+        self.optimizer = MuonAndAdamW(given, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, fused)
         return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -447,6 +448,7 @@ def _arguments(
 ) -> TrainingArguments:  # fmt: skip
     schedule: tuple[str, dict[str, float]] = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": training.min_lr_ratio}),
+        "linear": ("linear", {}),
         "wsd": (
             "warmup_stable_decay",
             {"num_decay_steps": round(training.decay_ratio * steps), "min_lr_ratio": training.min_lr_ratio},
@@ -469,6 +471,7 @@ def _arguments(
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
+        adam_epsilon=training.eps,
         max_grad_norm=training.grad_clip,
         optim="adafactor" if training.optimizer == "adafactor" else f"adamw_torch{'_fused' if training.fused else ''}",
         use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
@@ -527,6 +530,8 @@ def _identity(
         training.pop("lora")
     if training["optimizer"] == "adamw":  # runs of versions that had no other say nothing of it
         training.pop("optimizer")
+    if training["eps"] == Training.eps:
+        training.pop("eps")
     model = {key: value for key, value in config.to_diff_dict().items() if not key.endswith("_version")}
     model["checkpoint"] = recipe.model.get("checkpoint")
     spec = {"method": method.name, "seed": seed, "lr": lr, "steps": steps, "tokens_per_step": tokens_per_step}
