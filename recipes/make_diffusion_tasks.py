@@ -108,10 +108,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     sizes = {"chains": 400_000, "walks": 200_000, "passkeys": 60_000, "length": 512, "variables": VARIABLES}
-    sizes |= {"digits": WALK, "keys": KEYS, "asked": KEYS, "key-digits": DIGITS, "held-out": 512}
+    sizes |= {"digits": WALK, "keys": KEYS, "key-digits": DIGITS, "held-out": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--asked", type=int, help="keys that a text asks for; default: all")
+    parser.add_argument("--shortest", type=int, help="texts with keys have this to --length tokens; default: --length")
     given = parser.parse_args()
+    least = (given.keys + (given.asked or given.keys)) * (given.key_digits + 1)
+    if given.passkeys and (given.shortest or given.length) < least:
+        parser.error(f"texts of {given.shortest or given.length} tokens: keys and questions alone take {least}")
 
     from fathom.data.tokenizer import train_bpe
 
@@ -120,12 +125,16 @@ def main() -> None:
     tokenizer = train_bpe(["".join(words) * 2 + " =" + "".join(f" {digit}" for digit in range(10)) * 2 + " ="], 512)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(given.output / "tokenizer")
+
+    def length(draw: random.Random) -> int:
+        return draw.randint(given.shortest, given.length) if given.shortest else given.length
+
     makers: dict[str, tuple[int, Callable[[random.Random], Sequence[str]]]] = {
         "chains": (given.chains, lambda draw: chain(draw, given.variables)),
         "walks": (given.walks, lambda draw: walk(draw, given.digits)),
         "passkey": (
             given.passkeys,
-            lambda draw: passkey(draw, given.length, given.keys, given.asked, digits=given.key_digits),
+            lambda draw: passkey(draw, length(draw), given.keys, given.asked or given.keys, digits=given.key_digits),
         ),
     }
     for task, (count, make) in makers.items():

@@ -19,8 +19,9 @@ digit of C is the answer to q. The target is "q7C…": after q one layer of a de
 the pair, so the encoder must bring the two together, over whatever distance. (C comes last, and teaches the decoder to
 find questions.) Half of the training rows are shorter, from `--shortest` characters on (64); held-out rows all have
 `--longest`. With `--glued` a pair is one character and a question is one, of four capitals, four digits and six
-questions: no layer is spent on putting two characters together, and a small model learns in minutes what else it has
-not learnt in hours.
+questions, so that no layer is spent on putting characters together. Every capital then has two pairs of different
+digits, one before all questions and one behind them, and the one before counts: a decoder that has all pairs from the
+encoder knows both, and which is the answer is seen from the question's place alone.
 leads: articles (a title, its lead, the other paragraphs) joined to a source of `--shortest` to `--longest` characters,
 16,000 to 64,000 if nothing is said, which is 4k to 16k tokens of a usual tokenizer. The source begins with a title; the
 target is that article's lead. No article has its lead in the source: what the lead says must be made of the rest
@@ -187,31 +188,50 @@ def listops(folder: Path, rows: int, depth: int, arguments: int, lengths: tuple[
     write(folder, "held-out", made[rows : rows + 2000])
 
 
-def lookup(draw: random.Random, length: int, glued: bool) -> dict[str, object]:
+def lookup(draw: random.Random, length: int) -> dict[str, object]:
     """A row of `length` characters; `distances` are from each question to its pair."""
-    capitals, digits, questions = (KEYS, DIGITS, QUESTIONS[:6]) if glued else (CAPITALS, "0123456789", QUESTIONS)
-    answers = {capital: draw.choice(digits) for capital in capitals}
-    asked = dict(zip(questions, draw.choices(capitals, k=len(questions))))
-    pair = {c: PAIRS[c + digit] if glued else c + digit for c, digit in answers.items()}
-    question = {q: ASKED[q + c] if glued else q + c for q, c in asked.items()}
-    parts = draw.sample([*pair.values(), *question.values()], len(pair) + len(question))
+    answers = {capital: str(draw.randrange(10)) for capital in CAPITALS}
+    asked = dict(zip(QUESTIONS, draw.choices(CAPITALS, k=len(QUESTIONS))))
+    pairs, questions = ["".join(pair) for pair in answers.items()], ["".join(pair) for pair in asked.items()]
+    text = spread(draw, draw.sample(pairs + questions, len(pairs) + len(questions)), length)
+    places = {part: text.index(part) for part in pairs + questions}
+    return {
+        "source": text,
+        "target": "".join(q + answers[c] + c for q, c in asked.items()),
+        "distances": [places[q + c] - places[c + answers[c]] for q, c in asked.items()],
+    }
+
+
+def glued_lookup(draw: random.Random, length: int) -> dict[str, object]:
+    """The same of pairs and questions of one character, of which the pairs before the questions count."""
+    digits = {capital: draw.sample(DIGITS, 2) for capital in KEYS}
+    asked = dict(zip(QUESTIONS, draw.choices(KEYS, k=len(ASKED) // len(KEYS))))
+    before, behind = ([PAIRS[c + digits[c][side]] for c in draw.sample(KEYS, len(KEYS))] for side in (0, 1))
+    questions = {q: ASKED[q + c] for q, c in asked.items()}
+    text = spread(draw, [*before, *draw.sample(list(questions.values()), len(questions)), *behind], length)
+    return {
+        "source": text,
+        "target": "".join(q + digits[c][0] + c for q, c in asked.items()),
+        "distances": [text.index(questions[q]) - text.index(PAIRS[c + digits[c][0]]) for q, c in asked.items()],
+    }
+
+
+def spread(draw: random.Random, parts: list[str], length: int) -> str:
+    """The parts in their order, with small letters around them."""
     rest = length - sum(map(len, parts))
     cuts = [0, *sorted(draw.randint(0, rest) for _ in parts), rest]
     text = ""
     for start, stop, part in zip(cuts, cuts[1:], [*parts, ""]):
         text += "".join(draw.choices(FILLER, k=stop - start)) + part
-    return {
-        "source": text,
-        "target": "".join(q + answers[c] + c for q, c in asked.items()),
-        "distances": [text.index(question[q]) - text.index(pair[c]) for q, c in asked.items()],
-    }
+    return text
 
 
 def lookups(folder: Path, rows: int, lengths: tuple[int, int], glued: bool, draw: random.Random) -> None:
     shortest, longest = lengths
     each = (longest if i % 2 else round(shortest * (longest / shortest) ** draw.random()) for i in range(rows))
-    write(folder, "train", [lookup(draw, length, glued) for length in each])
-    write(folder, "held-out", [lookup(draw, longest, glued) for _ in range(2000)])
+    row = glued_lookup if glued else lookup
+    write(folder, "train", [row(draw, length) for length in each])
+    write(folder, "held-out", [row(draw, longest) for _ in range(2000)])
 
 
 def main() -> None:

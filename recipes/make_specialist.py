@@ -1,4 +1,4 @@
-"""The data of recipes/specialist_cpu_domain.yaml and specialist_cpu.yaml: made-up facts, ours, Apache-2.0.
+"""The data of the recipes specialist*.yaml: made-up facts, ours, Apache-2.0.
 
     python recipes/make_specialist.py runs/specialist
 
@@ -10,6 +10,7 @@
     rows/train.jsonl, held-out    instructions of the papers, facts of them asked without tools, and questions that
                                   tools answer, with their calls; told.jsonl and asked.jsonl: without calls, and with
     asked.jsonl                   all held-out questions; questions.jsonl: 40 of them, for `fathom evaluate --questions`
+    questions/                    the same by kind: told in papers, untold there but in the table, sums
 
 Hardnesses stand in the table alone, and no mineral and column of a held-out question is asked for in training: a right
 answer needs the call, or, of what papers say, to have read them. `--papers N` writes N on each mineral.
@@ -57,7 +58,7 @@ TOOLS = [table(Path(__file__).with_name("minerals.csv")), calculator]
 def main(folder: Path, count: int = PAPERS) -> None:
     draw = random.Random(0)
     facts = {row: {column: draw.choice(values) for column, values in COLUMNS.items()} for row in MINERALS}
-    for name in ("corpus", "tables", "general", "rows", "held-out"):
+    for name in ("corpus", "tables", "general", "rows", "held-out", "questions"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     with (folder / "minerals.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([["mineral", *COLUMNS], *([row, *cells.values()] for row, cells in facts.items())])
@@ -91,6 +92,8 @@ def main(folder: Path, count: int = PAPERS) -> None:
     write(folder / "rows" / "held-out.jsonl", [traced(one, tools) for one in unknown])
     write(folder / "asked.jsonl", unknown)
     write(folder / "questions.jsonl", unknown[:40])
+    for kind in ("told", "untold", "sums"):
+        write(folder / "questions" / f"{kind}.jsonl", [one for one in unknown if kind_of(one) == kind])
     write(folder / "tables" / "tables.jsonl", tables(facts, tools, draw))
     for name, argument in (("general", "data.train"), ("held-out", "data.validation")):
         book = next(Source(EMBEDDED, argument=argument).documents())
@@ -121,6 +124,12 @@ def paper(row: str, cells: dict[str, str], draw: random.Random) -> dict[str, Any
     title = title.format(row=row, other=others[0], place=cells["place"])
     text = f"# {title}\n\n## Abstract\n\n{' '.join(told[:4])}\n\n## Observations\n\n{' '.join(seen)}\n"
     return {"text": text, "meta": {"source": f"paper on {row}"}}
+
+
+def kind_of(question: dict[str, Any]) -> str:
+    if question["type"] == "calculator":
+        return "sums"
+    return "untold" if question["calls"][0]["arguments"]["column"] == "hardness" else "told"
 
 
 def lookup(row: str, column: str, facts: dict[str, dict[str, str]], draw: random.Random) -> dict[str, Any]:

@@ -71,7 +71,7 @@ PARSED = (
     "fathom generate runs/diffusion_cpu/masked/tokens-1200000-seed-0/model "
     '--prompt "The old man" --policy fourier_sampler --steps 32',
     "fathom compare recipes/mova_demo.yaml --jobs 2",  # minutes; what it trains:
-    'fathom video make runs/mova_demo/both/tokens-2592000-seed-0/model --prompt "a large red wooden block flashes" '
+    'fathom video make runs/mova_demo/both/tokens-1760000-seed-0/model --prompt "a large red wooden block flashes" '
     "-o clip.mp4",
     "fathom curate runs/moon/raw -o runs/moon/corpus --config recipes/curate.yaml",  # all three: minutes
     "fathom train recipes/domain_base_cpu.yaml",

@@ -152,7 +152,7 @@ def guidance(model: MovaModel, clips: int, rounds: int, device: str) -> dict[str
         scale = None if all(on) else torch.tensor(on, dtype=torch.float32, device=device).repeat_interleave(clips)
         video, audio = joint_forward(
             model.experts[0], model.audio_dit, model.bridge if any(on) else None,
-            *(x.repeat(many, *[1] * (x.ndim - 1)) for x in given), scale, model.compiled_layer,
+            *(x.repeat(many, *[1] * (x.ndim - 1)) for x in given), scale, compiled_layer=model.compiled_layer,
         )  # fmt: skip
         return list(zip(video.chunk(many), audio.chunk(many), strict=True))
 

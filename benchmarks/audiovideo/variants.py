@@ -5,7 +5,8 @@
 The towers of such a recipe are so small that a step of `fathom compare` waits for Python nearly all of the time. Here
 latents and the states of captions lie on the GPU, noise is drawn there, and a step is one launch; model, loss,
 optimiser, schedule and judging are the same. Jobs: every method that the recipe has with three seeds, then guidance on
-the first, then the others. A file is written after each; none is begun that would not end before `--deadline`.
+the first, then the others; or what `--only` names. A file is written after each; none is begun that would not end
+before `--deadline`.
 """
 
 from __future__ import annotations
@@ -129,8 +130,15 @@ def train(model: MovaModel, latents: Latents, training: Any, seed: int, graphs: 
     return {"steps": steps, "train_seconds": round(time.perf_counter() - begin, 1), "log": log}
 
 
-def jobs(recipe: Any, most: int) -> list[dict[str, Any]]:
-    """What is trained and judged, the most telling first; `most`: seeds of the methods that the recipe has once."""
+def jobs(recipe: Any, most: int, only: list[str] | None = None) -> list[dict[str, Any]]:
+    """What is trained and judged, the most telling first; `most`: seeds of the methods that the recipe has once.
+    `only`: these methods in this order, and no guidance."""
+    if only is not None:
+        known = [m.name for m in recipe.methods]
+        missing = [name for name in only if name not in known]
+        if missing:
+            raise ValueError(f"--only {missing[0]}: the recipe has {', '.join(known)}")
+        return [{"job": f"train-{name}-{seed}", "method": name, "seed": seed} for seed in range(most) for name in only]
     main = [m for m in recipe.methods if len(m.seeds or recipe.seeds) > 1]
     rest = [m for m in recipe.methods if m not in main]
     whole = recipe.methods[0].name
@@ -160,7 +168,7 @@ class Worker:
         self.say(f"data {time.time() - self.begin:.0f} s")
         self.codec, self.rows = load_codec(self.data.codec), self.data.validation  # type: ignore[attr-defined]
         self.pool = ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn"))
-        self.waiting = jobs(self.recipe, given.seeds)
+        self.waiting = jobs(self.recipe, given.seeds, given.only)
         self.pending: list[tuple[dict[str, Any], list[Callable[[], dict[str, Any]]]]] = []
         self.took = {"train": 30.0, "scan": 60.0}  # seconds, until one has been timed
         self.latents: Latents | None = None
@@ -264,6 +272,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/variants"))
     parser.add_argument("--clips", type=int, default=200, help="that each model makes")
     parser.add_argument("--seeds", type=int, default=3, help="of the methods that the recipe has with one")
+    parser.add_argument("--only", nargs="+", help="methods of the recipe, in the order of their use")
     parser.add_argument("--workers", type=int, default=3, help="processes that judge clips")
     parser.add_argument("--deadline", type=float, default=1e11, help="Unix time")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")

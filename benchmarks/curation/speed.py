@@ -1,11 +1,14 @@
 """`fathom curate` against datatrove's own pipeline with the same filters, and papers a second of the TEI parser.
 
-    python benchmarks/curation/speed.py --text corpus.jsonl --papers runs/moon/raw/papers -o speed.json
+    python benchmarks/curation/speed.py --text corpus --papers runs/moon/raw/papers -o speed.json
+    python benchmarks/curation/speed.py --text corpus --parts 1 2 4 8 --workers 1 --repeats 1 -o size.json
 
 datatrove's pipeline is the one of its documentation: read, filter, write; read, MinHash signatures; buckets; clusters;
 read, leave copies out, write. It runs our filter classes, so what differs is reading, accounts, digests, MinHash and
 writing. Its word tokenizer for English (spaCy) is left out for one that splits at spaces, which makes it faster. The
-two take turns. CPU seconds are of all processes: on a machine that others use, too, they tell more than the clock.
+two take turns, each run in a process of its own: CPU seconds and the largest resident set are of it and what it forked.
+On a machine that others use, too, CPU seconds tell more than the clock. `--parts` takes the first so many files of the
+folder, for how both grow with the input.
 datatrove's reader needs `pip install orjson`; its xxhash fails with xxhash 4.1, so it hashes by SHA-1.
 """
 
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import shutil
 import statistics
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +79,34 @@ def theirs(text: Path, folder: Path, workers: int) -> int:
     return sum(1 for file in Path(places["out"]).glob("*.jsonl") for _ in file.open())
 
 
-def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
 def measure(run: Any, text: Path, workers: int) -> dict[str, float]:
+    """Of one run, in a process that is forked for it."""
     folder = Path(tempfile.mkdtemp())
-    began, cpu = time.perf_counter(), cpu_seconds()
-    kept = run(text, folder, workers)
-    found = {"seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - cpu, "kept": kept}
+    began = time.perf_counter()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            (folder / "kept").write_text(str(run(text, folder, workers)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    _, status, used = os.wait4(child, 0)
+    if status:
+        raise SystemExit(f"{run.__name__} failed on {text}")
+    found = {"seconds": time.perf_counter() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
+    found |= {"peak_mib": used.ru_maxrss / 1024, "kept": int((folder / "kept").read_text())}
     shutil.rmtree(folder)
     return found
+
+
+def part_of(text: Path, count: int, folder: Path) -> Path:
+    """A folder with the first so many files."""
+    folder.mkdir()
+    for file in sorted(text.glob("*.jsonl"))[:count]:
+        (folder / file.name).symlink_to(file.resolve())
+    return folder
 
 
 def papers_a_second(folder: Path) -> dict[str, float]:
@@ -106,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", type=Path, help="folder of JSONL files, one for each process at least")
     parser.add_argument("--papers", type=Path)
+    parser.add_argument("--parts", type=int, nargs="+", help="files of the folder, in turn; else all")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, default=Path("speed.json"))
@@ -115,23 +136,24 @@ def main() -> None:
     if options.papers:
         made["tei"] = papers_a_second(options.papers)
     if options.text:
-        size = sum(file.stat().st_size for file in options.text.glob("*.jsonl"))
-        rows = [
-            {
-                name: measure(run, options.text, options.workers)
-                for name, run in (("fathom", ours), ("datatrove", theirs))
+        made["text"] = []
+        files = len(list(options.text.glob("*.jsonl")))
+        for count in options.parts or [files]:
+            with tempfile.TemporaryDirectory() as folder:
+                text = part_of(options.text, count, Path(folder) / "raw")
+                size = sum(file.stat().st_size for file in text.glob("*.jsonl"))
+                both = {"fathom": ours, "datatrove": theirs}
+                runs = [
+                    {name: measure(run, text, options.workers) for name, run in both.items()}
+                    for _ in range(options.repeats)
+                ]
+            ratios = {
+                unit: statistics.median(run["datatrove"][unit] / run["fathom"][unit] for run in runs)
+                for unit in ("seconds", "cpu_seconds")
             }
-            for _ in range(options.repeats)
-        ]
-        ratios = {
-            unit: statistics.median(row["datatrove"][unit] / row["fathom"][unit] for row in rows)
-            for unit in ("seconds", "cpu_seconds")
-        }
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-        made["text"] = {
-            "bytes": size, "workers": options.workers, "runs": rows, "throughput_over_datatrove": ratios,
-            "largest_child_mib": peak,
-        }  # fmt: skip
+            row = {"bytes": size, "workers": options.workers, "runs": runs, "throughput_over_datatrove": ratios}
+            made["text"].append(row)
+            options.output.write_text(json.dumps(made, indent=2) + "\n")
     options.output.write_text(json.dumps(made, indent=2) + "\n")
     print(json.dumps(made, indent=2))
 

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ from fathom.caches import (
     H2O,
     KIVI,
     TOVA,
+    VQKV,
+    FourierAttention,
     FreqKV,
     Full,
     PyramidKV,
@@ -161,7 +164,15 @@ OPTIONS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "do_sample":
 # -- the same tokens
 
 
-def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str = "") -> None:
+def vqkv(model: Any) -> VQKV:
+    """With codebooks of a few codewords, made on random text."""
+    file = Path(tempfile.mkdtemp()) / "codebooks.safetensors"
+    sizes = {"key_stages": 4, "key_entries": 32, "value_stages": 3, "value_entries": 32, "steps": 5, "batch": 256}
+    VQKV.calibrate(model, prompt(4, 256, EXACT["vocab_size"]), **sizes).save(file)
+    return VQKV(codebooks=str(file), n_sink=2, n_local=16, flush_every=5)
+
+
+def exactness(keep: Callable[[dict[str, Any]], None], spent: Callable[[], bool], wanted: str = "") -> None:
     """Tokens and logits beside transformers' own loop: every section, several caches, padding, sampling.
 
     fp32: equal tokens, logits to 1e-5. bf16: logits to 2 %, up to the first token that a tie decides otherwise.
@@ -200,7 +211,8 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
         "full": Full(), "treekv": TreeKV(budget=32, n_sink=2, n_recent=12, block=3), "h2o": H2O(budget=32),
         "streaming": StreamingLLM(budget=32), "tova": TOVA(budget=32), "weightedkv": WeightedKV(budget=32),
         "snapkv": SnapKV(budget=32, n_recent=8), "kivi": KIVI(group=16, residual=16), "freqkv": FreqKV(budget=32),
-        "pyramidkv": PyramidKV(budget=32, n_recent=8),
+        "pyramidkv": PyramidKV(budget=32, n_recent=8), "kivi of a short text": KIVI(group=16, residual=64),
+        "fourier": FourierAttention(n_sink=2, n_local=8, frequencies=4, headroom=256), "vqkv": vqkv,
     }  # fmt: skip
     cases: list[tuple[str, Callable[[], Any], Any]] = [("llama", lambda: llama(EXACT, torch.float32), None)]
     cases += [(f"llama, {name}", lambda: llama(EXACT, torch.float32), method) for name, method in methods.items()]
@@ -217,17 +229,18 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
         if wanted not in name:
             continue
         if spent():
-            rows.append({"case": name, "skipped": "out of time"})
+            keep({"case": name, "skipped": "out of time"})
             continue
         try:
             model = build()
+            method = method(model) if callable(method) else method
         except Exception as error:
-            rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
+            keep({"case": name, "error": f"{type(error).__name__}: {error}"})
             continue
         for kind, (batch, options) in calls.items():
             if kind == "grows" and name not in (
-                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi",
-                "llama, pyramidkv", "vanilla", "loop",
+                "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi", "llama, pyramidkv",
+                "llama, vqkv", "llama, fourier", "vanilla", "loop", "pause",
             ):  # fmt: skip
                 continue
             row: dict[str, Any] = {"case": name, "call": kind}
@@ -254,8 +267,7 @@ def exactness(rows: list[dict[str, Any]], spent: Callable[[], bool], wanted: str
                 row["right"] = close and (row["tokens_equal"] or "bf16" in name)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            keep(row)
         del model
         free()
 
@@ -315,12 +327,18 @@ def measure(model: Any, which: str, rows: int, length: int, new: int, method: An
     return best
 
 
-def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, tiny: bool) -> None:
+def speed(
+    keep: Callable[[dict[str, Any]], None], spent: Callable[[], bool], copied: float, tiny: bool, wanted: list[str]
+) -> None:
+    """Rows whose model, batch, prompt and cache, so written, are among the wanted: of none all."""
+
     def one(model: Any, label: str, which: str, batch: int, length: int, new: int, method: Any, repeats: int) -> None:
         row: dict[str, Any] = {"model": label, "path": which, "batch": batch, "prompt": length, "new": new}
         row["cache"] = "dynamic" if method is None else method.name
+        if wanted and f"{label}, {batch} x {length}, {row['cache']}" not in wanted:
+            return
         if spent():
-            rows.append({**row, "skipped": "out of time"})
+            keep({**row, "skipped": "out of time"})
             return
         try:
             shape = cache_shape(model, batch)
@@ -335,8 +353,7 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             free()
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        keep(row)
 
     half = torch.bfloat16 if CUDA else torch.float32
     size = TINY if tiny else MIDDLE
@@ -346,8 +363,12 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
         "1024x24 vanilla": lambda: ours(size, half),
         "1024x24 depth_attention": lambda: ours(size, half, mixer={"name": "depth_attention"}),
         "1024x24 loop x2": lambda: ours(size, half, depth={"name": "loop", "passes": 2}),
+        "1024x24 pause": lambda: ours(size, half, depth={"name": "pause"}),
+        "1024x24 ponderlm2": lambda: ours(size, half, depth={"name": "ponderlm2"}),
     }
     for label, build in models.items():
+        if wanted and not any(each.startswith(label) for each in wanted):
+            continue
         model = build()
         with torch.inference_mode():
             for batch in (1, 32):
@@ -358,16 +379,20 @@ def speed(rows: list[dict[str, Any]], spent: Callable[[], bool], copied: float, 
                     one(model, label, "graphs", batch, 16 if tiny else 128, new, Full(), 3)
         del model
         free()
+    if wanted and not any(each.startswith("8B") for each in wanted):
+        return
     size = TINY if tiny else LLAMA_8B
     model, long, short = llama(size, half), 64 if tiny else 32768, 32 if tiny else 2048
     budget = 16 if tiny else 1024
     tree = TreeKV(budget=budget, n_sink=4, n_recent=budget // 4)
+    kivi = KIVI(group=16, residual=32) if tiny else KIVI()
+    fourier = FourierAttention(n_local=budget // 4, frequencies=budget // 4, headroom=1024)
     with torch.no_grad():
         budgeted = [kind(budget=budget) for kind in (StreamingLLM, SnapKV, WeightedKV)]
         for batch, length, cases in (
             (1, short, (Full(), tree)),
-            (1, long, (None, Full(), tree, budgeted[0], KIVI(), FreqKV(budget=budget))),
-            (8, long, (tree, None, Full(), *budgeted, KIVI(), FreqKV(budget=budget))),
+            (1, long, (None, Full(), tree, budgeted[0], kivi, FreqKV(budget=budget), fourier)),
+            (8, long, (tree, None, Full(), *budgeted, kivi, FreqKV(budget=budget))),
         ):
             for method in cases:
                 which = "stock" if method is None else "graphs"
@@ -381,6 +406,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=("exact", "speed"))
     parser.add_argument("--cases", default="", help="of the exact ones those with this in their names")
+    parser.add_argument("--rows", nargs="*", default=[], help="of speed: '8B Llama, 1 x 32768, kivi'")
     args = parser.parse_args()
     start, rows, copied = time.perf_counter(), {"exact": [], "speed": []}, bandwidth()
 
@@ -396,12 +422,18 @@ def main() -> None:
         }  # fmt: skip
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
+    def keep(kind: str) -> Callable[[dict[str, Any]], None]:
+        def one(row: dict[str, Any]) -> None:
+            rows[kind].append(row)
+            print(json.dumps(row), flush=True)
+            save()
+
+        return one
+
     if args.only != "speed":
-        exactness(rows["exact"], spent, args.cases)
-        save()
+        exactness(keep("exact"), spent, args.cases)
     if args.only != "exact":
-        speed(rows["speed"], spent, copied, args.tiny)
-    save()
+        speed(keep("speed"), spent, copied, args.tiny, args.rows)
     wrong = [row for row in rows["exact"] if "skipped" not in row and not row.get("right")]
     print(f"{len(rows['exact'])} exactness rows, {len(wrong)} wrong; {len(rows['speed'])} speed rows")
     for row in wrong:

@@ -58,6 +58,9 @@ class Watched(Policy):
     def new_memory(self, rows: int) -> Any:
         return self.inner.new_memory(rows)
 
+    def of_step(self, block: Any, step: int, device: torch.device) -> Tensor | None:
+        return self.inner.of_step(block, step, device)
+
     def rank(self, view: View, memory: Any) -> Tensor:
         self.views[:] = [view]
         return self.inner.rank(view, memory)

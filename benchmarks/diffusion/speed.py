@@ -28,7 +28,7 @@ from torch import Tensor
 from fathom import FathomConfig, FathomForMaskedDiffusion
 from fathom.decoding import switch
 from fathom.decoding.graphs import recorder_for
-from fathom.diffusion import Dual, Prefix, SparseDLLM
+from fathom.diffusion import Dual, Fourier, Prefix, SparseDLLM
 from fathom.diffusion.base import Block
 from fathom.diffusion.passes import Passes, sampling_attention
 from fathom.report.provenance import provenance
@@ -89,7 +89,8 @@ def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device,
     found["full"] = seconds(lambda: whole.full(canvas)[0], device, 1.0)
     found["peak_uncached"] = peak(device, lambda: whole.full(canvas)[0])
     recorder = recorder_for(device)
-    for name, cache in CACHES.items():
+    for name in given.caches:
+        cache = CACHES[name]
         for way in ("block_recorded", "block") if recorder and plain else ("block_recorded" if recorder else "block",):
             state = cache.new_state(Passes(model, real, recorder if way == "block_recorded" else None))
             state.begin(block)
@@ -116,13 +117,14 @@ def passes(model: Any, prompt: int, rows: int, given: Any, device: torch.device,
 def floor(found: dict[str, Any], given: Any) -> dict[str, float]:
     """Seconds of all passes of an answer, by cache."""
     blocks, steps, full = given.tokens // given.block, given.tokens, found["full"]
-    of_block = {name: found.get(f"{name}_block_recorded", found.get(f"{name}_block")) for name in CACHES}
-    return {
-        "none": steps * full,
-        "sparse": blocks * (full + found["sparse_build"]) + (steps - 2 * blocks) * of_block["sparse"],
-        "dual": blocks * found["dual_build"] + (steps - blocks) * of_block["dual"],
-        "prefix": blocks * found["dual_build"] + (steps - blocks) * of_block["prefix"],  # of the middle block
-    }
+    of_block = {name: found.get(f"{name}_block_recorded", found.get(f"{name}_block")) for name in given.caches}
+    times = {"none": steps * full}
+    if "sparse" in of_block:
+        times["sparse"] = blocks * (full + found["sparse_build"]) + (steps - 2 * blocks) * of_block["sparse"]
+    for name in ("dual", "prefix"):  # of prefix, the pass of the middle block
+        if name in of_block:
+            times[name] = blocks * found.get("dual_build", full) + (steps - blocks) * of_block[name]
+    return times
 
 
 def run(
@@ -148,11 +150,28 @@ def run(
     }  # fmt: skip
 
 
+def policies(model: Any, rows: int, given: Any, device: torch.device, turns: int = 3) -> dict[str, Any]:
+    """Seconds of a step of FourierSampler and of low_confidence, in turns: one block of 64 in 16 steps, no cache."""
+    ways: dict[str, Any] = {"low_confidence": "low_confidence"}
+    ways |= {f"fourier_{scope}": Fourier(variance_scope=scope) for scope in ("block", "sequence")}
+    ids = torch.randint(0, 400, (rows, given.prompts[0]), device=device)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, policy in ways.items():
+            options = {"max_new_tokens": 64, "block_length": 64, "steps": 16, "policy": policy}
+            took[name].append(seconds(lambda options=options: model.generate(ids, **options), device, 0.0) / 16)
+    step = {name: statistics.median(times) for name, times in took.items()}
+    return {
+        "rows": rows, "prompt": given.prompts[0], "step": step, "turns": took,
+        "over_low_confidence": {name: value / step["low_confidence"] for name, value in step.items()},
+    }  # fmt: skip
+
+
 def exact(model: Any, given: Any, device: torch.device) -> dict[str, Any]:
     """Whether ids, steps and probabilities are those of passes that are not recorded."""
     ids = torch.randint(0, 400, (2, given.prompts[0] // 4), device=device)
     found = {}
-    for name in ("none", *CACHES):
+    for name in ("none", *given.caches):
         outs = []
         for graphs in (True, False):
             switch.GRAPHS = graphs
@@ -169,6 +188,8 @@ def main() -> None:
     parser.add_argument("--shapes", choices=list(SHAPES), default="llada-8b")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--caches", nargs="+", choices=list(CACHES), default=list(CACHES))
+    parser.add_argument("--policies", action="store_true", help="time FourierSampler's step, and nothing else")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument(
@@ -197,6 +218,13 @@ def main() -> None:
         "made_after": time.perf_counter() - begun,
     }  # fmt: skip
     late = lambda: time.perf_counter() - begun > given.deadline  # noqa: E731
+    if given.policies:
+        report["policies"] = []
+        for rows in given.rows:
+            if not late():
+                report["policies"].append(policies(model, rows, given, device))
+                write_json(given.output, report)
+        return
     report["recorded_equals_plain"] = exact(model, given, device)
     write_json(given.output, report)
     for rows in given.rows:
@@ -211,14 +239,16 @@ def main() -> None:
             if first:
                 alone["uncached"] = run(model, "none", alone, given, device, 5.0)
                 uncached = alone["uncached"]["seconds"]
-            for name in CACHES if first else ("sparse", "dual"):
-                if not late():
+            for name in given.caches:
+                if (first or name != "prefix") and not late():
                     alone["runs"].append(run(model, name, alone, given, device))
                     alone["runs"][-1]["times_uncached"] = uncached / alone["runs"][-1]["seconds"]
                     write_json(given.output, report)
             if first:  # what recording brings
                 switch.GRAPHS = False
-                alone["kernel_by_kernel"] = [run(model, name, alone, given, device, 0.6) for name in ("sparse", "dual")]
+                alone["kernel_by_kernel"] = [
+                    run(model, name, alone, given, device, 0.6) for name in given.caches if name != "prefix"
+                ]
                 switch.GRAPHS = True
             write_json(given.output, report)
     report["seconds"] = time.perf_counter() - begun

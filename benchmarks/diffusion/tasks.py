@@ -24,12 +24,14 @@ from forced import ORDERS, compared, load, summary
 from long_context import changed
 from make_diffusion_tasks import DIGITS, KEYS, chain, depths, distances, passkey, walk
 
-from fathom.diffusion import POLICIES, LongLLaDA
+from fathom.diffusion import POLICIES, Fourier, LongLLaDA
 from fathom.diffusion.base import is_diffusion, own_blocks
 from fathom.writing import write_json
 
 WAYS: dict[str, Any] = {
     **ORDERS,
+    "fourier_history1": Fourier(history_size=1),  # β is the largest in every step
+    "fourier_constant": Fourier(beta_min=0.5, beta_max=0.5),
     "threshold_0.9": POLICIES["threshold"](threshold=0.9),
     "entropy_bounded_0.1": POLICIES["entropy_bounded"](bound=0.1),
 }

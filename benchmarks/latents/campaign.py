@@ -21,8 +21,9 @@ Or CoDAR and its twin at equal training, one process a seed, whose texts may be 
 
     data      the text's tokens, which the seeds share
     seed      the stages of recipes/codar.yaml at the sizes given here: encoder, denoiser, decoder; texts by CoDAR.
-              Then the encoder trained on as a masked model for the training FLOPs of denoiser and decoder together,
-              and its texts. What a killed process has finished is not done again
+              Then the encoder trained on as a masked model for the training FLOPs of denoiser and decoder together
+              (twin.json says where a deadline left less), and its texts. What a killed process has finished is not
+              done again
     judge     the judge's nats of every text that lies in OUT, on a CPU too; what is judged stays judged
 
 BOOKS is a folder of text. With a `--deadline` (seconds since 1970) the denoiser has as many tokens as fit before it,
@@ -287,25 +288,37 @@ class Campaign:
     def seed(self) -> None:
         stages = load_stages(RECIPE, ("recovery", "writers")).stages
 
-        def train(name: str, tokens: int, model: dict[str, Any], before: Path | None, stage: str = "") -> TrainResult:
-            """A stage by what the recipe says of it; one that the deadline cuts is not begun."""
-            said = stages[stage or name]
-            if not (self.work / name / "result.json").exists() and self.left() < tokens / self.given.least_speed:
-                raise SystemExit(f"{name} was not begun: {self.left():.0f} s are left")
-            own = {} if before is None else {"tokenizer": str(before)}
+        def train(
+            name: str, tokens: int, model: dict[str, Any], before: TrainResult | None, stage: str = ""
+        ) -> TrainResult:
+            """A stage by what the recipe says of it. One that would not end in time, at half of the encoder's speed, is
+            not begun."""
+            said, own = stages[stage or name], {}
+            if before is not None:
+                own = {"tokenizer": str(before.model.resolve())}
+                done = (self.work / name / "result.json").exists()
+                if not done and self.left() < tokens / (0.5 * before.tokens_per_second):
+                    raise SystemExit(f"{name} of {tokens:,} tokens was not begun: {self.left():.0f} s are left")
             return self.train(name, said["task"], model, tokens, said["training"]["lr"], said["training"], **own)
 
         first = train("encoder", self.given.encoder_tokens, self.sizes, None)
         encoder = first.model.resolve()
         fields = {**self.latents(encoder), "codar": stages["denoiser"]["model"]["codar"]}
-        denoiser = train("denoiser", self.given.denoiser_tokens, fields, encoder)
+        denoiser = train("denoiser", self.given.denoiser_tokens, fields, first)
         both = {"checkpoint": str(denoiser.model.resolve())}
-        decoder = train("decoder", self.given.decoder_tokens, both, encoder)
+        decoder = train("decoder", self.given.decoder_tokens, both, first)
         model, tokenizer = load(decoder.model)
         if not (self.out / "writers.json").exists():
             self.compare("writers", model, tokenizer, ("codar", "noise"))
-        flops = (denoiser.train_flops + decoder.train_flops) / (first.train_flops / first.tokens)
-        twin = train("twin", int(flops), {"checkpoint": str(encoder)}, encoder, "encoder")
+        equal = int((denoiser.train_flops + decoder.train_flops) / (first.train_flops / first.tokens))
+        fits = int(max(0.0, min(equal, 0.5 * first.tokens_per_second * (self.left() - 30))))
+        plan = self.out / "twin.json"  # once, so that a process that is begun again goes on with the same training
+        if not plan.exists():
+            write_json(plan, {"tokens_of_equal_flops": equal, "tokens": fits})
+        tokens = json.loads(plan.read_text())["tokens"]
+        if tokens < equal // 4:
+            raise SystemExit(f"the twin was not begun: {fits:,} of {equal:,} tokens would fit")
+        twin = train("twin", tokens, {"checkpoint": str(encoder)}, first, "encoder")
         if not (self.out / "writers-masked.json").exists():
             from fathom import FathomForMaskedDiffusion
 
@@ -372,7 +385,7 @@ if __name__ == "__main__":
         ("width", 384), ("layers", 6), ("decoder-layers", 4), ("length", 128), ("vocabulary", 4096),
         ("sequences", 128), ("encoder-tokens", 24_576_000), ("denoiser-tokens", 81_920_000),
         ("decoder-tokens", 24_576_000), ("sweep-tokens", 8_192_000), ("recovery-steps", 500), ("samples", 256),
-        ("after", 330), ("steps", 100), ("seed", 0), ("processes", 6), ("least-speed", 60_000),
+        ("after", 330), ("steps", 100), ("seed", 0), ("processes", 6),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 384, 160])

@@ -39,15 +39,16 @@ from fathom.tables.suites import FilledDatabase
 
 FILLED = 5  # databases that a query must be right on
 WARM, TIMED = 40, 30  # steps of warm-up, and after how many it is asked again how many more fit
-# Pairs of tokens that are learned from at once. SmolLM2 keeps 1.6 KB a pair (scores, weights: 30 layers of 9 heads)
-# and 0.7 MB a token: at most 9.5 GB; a whole batch of 32 rows of 681 tokens would keep 40.
-PAIRS = 2**21
 
 
-def pieces(rows: list[Any]) -> Iterator[list[Any]]:
-    """A batch in parts of rows that have PAIRS pairs of tokens, or one row."""
+def pieces(rows: list[Any], pairs: int) -> Iterator[list[Any]]:
+    """A batch in parts of rows that have so many pairs of tokens, or one row.
+
+    SmolLM2 keeps 1.6 KB of a pair (scores and weights of 30 layers of 9 heads) and 0.7 MB of a token: 40 GB of 32 rows
+    of 681 tokens, and at most 9.5 GB of parts of 2²¹ pairs, 3.6 GB of 2¹⁹.
+    """
     size = max(len(made.input_ids) for made, _ in rows) + max(len(answer) for _, answer in rows)
-    many = max(1, PAIRS // size**2)
+    many = max(1, pairs // size**2)
     yield from (rows[start : start + many] for start in range(0, len(rows), many))
 
 
@@ -97,7 +98,7 @@ class Learner:
     """A model with its optimiser, and what it reads beside the tokens."""
 
     def __init__(self, name: str, args: argparse.Namespace, device: str):
-        self.name, self.device = name, device
+        self.name, self.device, self.pairs = name, device, args.pairs
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             args.model, dtype=torch.float32, attn_implementation="eager"
         )
@@ -123,7 +124,7 @@ class Learner:
     def step(self, rows: list[Any], pad: int, rate: float) -> torch.Tensor:
         """The loss a token of the answers, before the step."""
         targets, loss = sum(len(answer) for _, answer in rows), torch.zeros((), device=self.device)
-        for some in pieces(rows):
+        for some in pieces(rows, self.pairs):
             part = self.loss(some, pad) / targets
             part.backward()
             loss += part.detach()
@@ -220,10 +221,10 @@ def score(found: dict[str, Any], asked: list[Question], databases: Databases) ->
             }
 
 
-HOW = {"": (False, False), " named": (True, False), " picard": (True, True)}  # name given, PICARD
+HOW = {"free": (False, False), "named": (True, False), "picard": (True, True)}  # name given, PICARD
 PAIRS = (
-    ("rasat", "none"), ("rasat named", "none named"), ("rasat picard", "none picard"), ("none picard", "none named"),
-    ("rasat picard", "rasat named"),
+    ("rasat free", "none free"), ("rasat named", "none named"), ("rasat picard", "none picard"),
+    ("none picard", "none named"), ("rasat picard", "rasat named"),
 )  # fmt: skip
 
 
@@ -260,6 +261,9 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=1034, help="questions of the dev set")
     parser.add_argument("--fit-until", type=float, help="unix time: as many steps as end by then, if not all")
     parser.add_argument("--until", type=float, default=math.inf, help="unix time after which no further part begins")
+    parser.add_argument("--pairs", type=int, default=2**21, help="pairs of tokens that are learned from at once")
+    parser.add_argument("--width", type=int, default=64, help="questions that are answered at once")
+    parser.add_argument("--ways", default="free,named,picard", help="how the dev set is answered, in this order")
     parser.add_argument("--memory", type=float, default=20, help="most GB of the GPU that it takes")
     parser.add_argument("--score", action="store_true")
     args = parser.parse_args()
@@ -310,14 +314,15 @@ def main() -> None:
                 print(*found["losses"][-1], flush=True)
                 keep()
         rows = encoded(asked, tokenizer, databases, args.tokens)
-        for how, (named, picard) in HOW.items():
+        for how in args.ways.split(","):
+            named, picard = HOW[how]
             for learner in learners:
                 if time.time() > args.until:
                     return
-                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, 4 * args.batch, named, picard)
-                found["answers"][learner.name + how] = {"said": said, **counts}
+                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, args.width, named, picard)
+                found["answers"][f"{learner.name} {how}"] = {"said": said, **counts}
                 exact = [verdict(query, one, databases).exact for query, one in zip(said, asked, strict=True)]
-                print(learner.name + how, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
+                print(learner.name, how, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
                 keep()
 
 

@@ -71,16 +71,16 @@ def jobs() -> list[dict[str, Any]]:
     return [
         one("parts", "all_tokens"),
         *pair("parts", 36, 0),
-        one("parts", "all_tokens", None, 1),
-        *(job for count in COUNTS for job in pair("adapted", count, 0)),
+        *(job for count in COUNTS[:2] for job in pair("adapted", count, 0)),
         one("adapted", "all_tokens"),
+        one("parts", "all_tokens", None, 1),
+        *(job for count in COUNTS[:2] for job in pair("adapted", count, 1)),
         one("free", "everything"),
         one("parts", "all_tokens", None, 2),
-        *(job for count in COUNTS for job in pair("adapted", count, 1)),
-        one("adapted", "all_tokens", None, 1),
-        *(one("adapted", name, count) for count in (144, 36) for name in ("dct_coefficients", "bicubic")),
-        *(job for count in COUNTS for job in pair("adapted", count, 2)),
-        one("adapted", "all_tokens", None, 2),
+        *(job for count in COUNTS[:2] for job in pair("adapted", count, 2)),
+        *(one("adapted", "all_tokens", None, seed) for seed in (1, 2)),
+        *(one("adapted", name, count) for count in COUNTS[:2] for name in ("dct_coefficients", "bicubic")),
+        *(job for seed in range(3) for count in COUNTS[2:] for job in pair("adapted", count, seed)),
         *pair("parts", 144, 0),
         *pair("parts", 36, 1),
         *pair("parts", 36, 2),
@@ -317,9 +317,10 @@ def moved(values: Any, device: Any) -> Tensor:
 
 def train(
     model: Any, rows: Rows, features: Any, order: Any, rates: tuple[float, float], device: str, dtype: torch.dtype,
-    log: list, until: float, watch: Any = None, graphs: bool = False,
+    log: list, until: float, watch: Any = None, graphs: bool = False, at_once: int = BATCH,
 ) -> int:  # fmt: skip
     """One stage: AdamW on fp32 copies of what trains, cosine to zero. Learning rates: of the projector, of the rest.
+    `at_once`: pictures of a step that are in memory together.
 
     Returns how many pictures were seen: all, unless `until` cut the schedule short, which then fell to zero by time.
     """
@@ -342,20 +343,22 @@ def train(
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
         pictures, ids, owner, row, column, weight = batch
-        states = states_of(model, pictures, ids, owner)
-        answered = states.flatten(0, 1).index_select(0, row * states.shape[1] + column)
-        logits = model.lm_head(answered).float()
-        losses = F.cross_entropy(logits, ids[row, column + 1], reduction="none")
-        loss = (losses * weight).sum() / weight.sum()
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        for start in range(0, BATCH, at_once):
+            some = slice(start, start + at_once)
+            states = states_of(model, pictures[some], ids[some], owner[some])
+            mine, at = (row >= start) & (row < start + at_once), (row - start).clamp(0, at_once - 1)
+            logits = model.lm_head(states.flatten(0, 1).index_select(0, at * states.shape[1] + column)).float()
+            losses = F.cross_entropy(logits, ids[row, column + 1], reduction="none")
+            loss = (losses * weight * mine).sum() / weight.sum()
+            loss.backward()
+            total.add_(loss.detach())
         for one, copy in zip(weights.values(), copies):
             copy.grad = None if one.grad is None else one.grad.float()
             one.grad = None
         torch.nn.utils.clip_grad_norm_(copies, 1.0)
         optimizer.step()
         torch._foreach_copy_([one.data for one in weights.values()], copies)
-        total.add_(loss.detach())
 
     run = recorded(update, optimizer) if graphs else update
     torch._foreach_copy_([one.data for one in weights.values()], copies)
@@ -409,9 +412,13 @@ class Worker:
         (self.work / "taken").mkdir(exist_ok=True)
         self.tower, self.language, self.deadline = arguments.tower, arguments.language, arguments.deadline
         self.base_seconds, self.free_count = arguments.base_seconds, arguments.free
+        self.bases, self.at_once = arguments.bases, arguments.at_once
         self.side, self.grid = side_of(self.work), grid_of(self.work)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.graphs = self.device == "cuda" and not arguments.eager
+        if self.device == "cuda" and arguments.memory is not None:  # so that others on this GPU keep theirs
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, arguments.memory * 2**30 / whole))
         self.dtype = torch.bfloat16 if self.device == "cuda" or arguments.bf16 else torch.float32
         self.tokenizer = with_image(load_tokenizer(self.language))
         self.features = {name: features_of(self.work, name) for name in ("train", "held_out")}
@@ -421,7 +428,7 @@ class Worker:
         self.count = len(asked["held_out"])
         setting = {
             **provenance(), "command": "python benchmarks/vision/few_tokens.py", "pictures": len(asked["train"]),
-            "side": self.side, "graphs": self.graphs,
+            "side": self.side, "graphs": self.graphs, "bases": self.bases, "at_once": self.at_once,
         }  # fmt: skip
         write_json(self.out / "setting.json", setting)
         self.pace: dict[str, float] = {}  # seconds of a picture, by what it was
@@ -444,10 +451,14 @@ class Worker:
 
     def base(self, job: dict[str, Any]) -> Path:
         """The model with all tokens that a job begins from."""
-        return self.work / f"base-{job['seed']}.pt"
+        return self.work / f"base-{job['seed'] % self.bases}.pt"
+
+    def extra(self, job: dict[str, Any]) -> bool:
+        """Whether it is a model with all tokens beyond those that adapted models begin from."""
+        return job["stage"] == "parts" and job["method"]["name"] == "all_tokens" and job["seed"] >= self.bases
 
     def run(self) -> None:
-        waiting = jobs()
+        waiting = [job for job in jobs() if not self.extra(job)]
         while waiting and self.left() > 30:
             for job in list(waiting):
                 if (self.work / "taken" / job["job"]).exists():
@@ -485,10 +496,17 @@ class Worker:
         print("begin", job["job"], f"{self.left():.0f} s left", flush=True)
         begin = time.time()
         made = self.free(job) if job["stage"] == "free" else self.learn(job)
-        write_json(self.out / f"{job['job']}.json", {**job, "seconds": round(time.time() - begin, 1), **made})
+        write_json(
+            self.out / f"{job['job']}.json", {**job, "seconds": round(time.time() - begin, 1), **made, **self.memory()}
+        )
         print("end", job["job"], f"{time.time() - begin:.0f} s", flush=True)
         if self.device == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> dict[str, float]:
+        """The most that this job reserved on the GPU."""
+        return {"peak_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)} if self.device == "cuda" else {}
 
     def learn(self, job: dict[str, Any]) -> dict[str, Any]:
         first, whole = job["job"] == "parts-all_tokens-all-0", job["method"]["name"] == "all_tokens"
@@ -529,14 +547,14 @@ class Worker:
             model.lm_head.requires_grad_(False)
             rates = (ALIGN_LR, 0.0)
             seen += train(model, self.rows, self.features["train"], order[:aligned], rates, self.device, self.dtype,
-                          log, until, graphs=self.graphs)  # fmt: skip
+                          log, until, graphs=self.graphs, at_once=self.at_once)  # fmt: skip
             model.model.language_model.requires_grad_(True)
             model.lm_head.requires_grad_(True)
             order = order[aligned:]
         rest = pictures - seen
         rates = (PROJECTOR_LR / 4, LR / 2) if adapted else (PROJECTOR_LR, LR)
         seen += train(model, self.rows, self.features["train"], order[:rest], rates, self.device, self.dtype, log,
-                      until, measure, self.graphs)  # fmt: skip
+                      until, measure, self.graphs, self.at_once)  # fmt: skip
         seconds = time.time() - begin
         self.pace["all" if whole else "few"] = seconds / max(seen, 1)
         if whole and not adapted:
@@ -555,7 +573,7 @@ class Worker:
         for steps in (8, 50):
             log: list[Any] = []
             train(model, self.rows, self.features["train"], order[: steps * BATCH], (0.0, 0.0), self.device, self.dtype,
-                  log, time.time() + 1e6, graphs=self.graphs)  # fmt: skip
+                  log, time.time() + 1e6, graphs=self.graphs, at_once=self.at_once)  # fmt: skip
         pace = max(log[-1][2], 0.1) / (steps * BATCH)
         fits = min(len(order), int(self.base_seconds / pace / 1.15))  # the others come in beside it
         pictures = max(4 * BATCH, fits // (8 * BATCH) * (8 * BATCH))
@@ -673,7 +691,12 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=1e11, help="Unix time")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--bf16", action="store_true", help="on a CPU, as on a GPU")
+    parser.add_argument("--bases", type=int, default=3, help="models with all tokens: with 1 all seeds adapt the same")
+    parser.add_argument("--at-once", type=int, default=BATCH, help="pictures of a step in memory together")
+    parser.add_argument("--memory", type=float, help="GiB of the GPU that a worker may take at most")
     given = parser.parse_args()
+    if BATCH % given.at_once:
+        parser.error(f"--at-once {given.at_once}: must divide the {BATCH} pictures of a step")
     if given.what == "draw":
         draw(Path(given.work), given.side, given.pool, given.questions, given.processes, given.seconds)
     elif given.what == "tower":

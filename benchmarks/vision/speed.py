@@ -2,8 +2,9 @@
 
     python benchmarks/vision/speed.py --output docs/results/vision_speed_h200.json
 
-Prefill at batch 8: one forward from pixels to the first logits. Generation at batch 1 through `generate()`. All methods
-in one process; medians. FLOPs by torch's counter, attention as whole products.
+Prefill at batch 8: one forward from pixels to the first logits; also its tower alone, how many operations Python
+launches, and the same forward recorded as a CUDA graph, which launches once. Generation at batch 1 through
+`generate()`. All methods in one process; medians. FLOPs by torch's counter, attention as whole products.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from fathom.decoding.graphs import CudaGraphs
 from fathom.vision import METHODS, compress_vision, from_dict
 from fathom.vision.base import Compressor, LanguageCompressor
 from fathom.vision.bench import layer_bytes, lengths_read
@@ -61,6 +64,49 @@ def inputs_of(model: Any, method: Compressor, batch: int) -> dict[str, torch.Ten
     ids = torch.cat((text[:, :1], image, text[:, 1:]), 1).to(model.device)
     pixels = pixels.to(model.device, model.dtype)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+class Launched(TorchDispatchMode):
+    """Counts operations that compute something: those that only look at a tensor otherwise launch no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def see(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Tower, compressor and projector."""
+    layer, strategy = model.config.vision_feature_layer, model.config.vision_feature_select_strategy
+    found = model.model.get_image_features(
+        pixel_values=inputs["pixel_values"], vision_feature_layer=layer, vision_feature_select_strategy=strategy,
+        return_dict=True,
+    )  # fmt: skip
+    return torch.stack(list(getattr(found, "pooler_output", found)))
+
+
+def prompt(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The logits of `model(**inputs, logits_to_keep=1)` without what waits for the GPU: the check that placeholders and
+    features agree, and the search for padding."""
+    ids, features = inputs["input_ids"], see(model, inputs)
+    text = model.get_input_embeddings()(ids)
+    states = torch.cat((text[:, :1], features, text[:, 1 + features.shape[1] :]), 1)  # as `inputs_of` has laid them
+    return model.lm_head(model.model.language_model(inputs_embeds=states, use_cache=True).last_hidden_state[:, -1:])
+
+
+def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` as a CUDA graph; on a CPU as it is."""
+    run()
+    if not torch.cuda.is_available():
+        return run
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    return CudaGraphs().record(run)
 
 
 def wait() -> None:
@@ -110,11 +156,22 @@ def main() -> None:
             run()
             counted = flops(run)
             seconds, spread = median(run, 7)
+            with Launched() as launched:
+                logits = run().logits
+            difference = float((prompt(model, inputs).float() - logits.float()).abs().max() / logits.float().std())
+            tower = functools.partial(see, model, inputs)
+            graph, graph_of_tower = recorded(functools.partial(prompt, model, inputs)), recorded(tower)
+            once, once_spread = median(graph, 7)
+            towers = {"tower_seconds": median(tower, 7)[0], "tower_recorded_seconds": median(graph_of_tower, 7)[0]}
+            tower_flops = flops(tower)
+            del graph, graph_of_tower
         features = torch.randn(8, 576, model.config.vision_config.hidden_size, device=model.device, dtype=model.dtype)
         method(features, GRID)
         op = [median(functools.partial(method, features, GRID), 1)[0] for _ in range(20)]
         row = {"method": name, "vision_tokens": method.count(GRID), "flops": counted, "seconds": seconds,
-               "spread": spread, "op_seconds": statistics.median(op)}  # fmt: skip
+               "spread": spread, "op_seconds": statistics.median(op), "launched": launched.count,
+               "recorded_seconds": once, "recorded_spread": once_spread, "recorded_difference": difference,
+               "tower_flops": tower_flops, **towers}  # fmt: skip
         found["prefill_batch_8"].append(row)
         print(row, flush=True)
         write_json(given.output, found)

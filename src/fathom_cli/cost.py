@@ -75,6 +75,7 @@ def command(
     \b
     Example:
       fathom cost recipes/demo.yaml --sequence-length 1024
+      fathom cost recipes/specialist.yaml
       fathom cost MODEL --hours 24 --tdp 700
       fathom cost recipes/depth_attention_1.5b.yaml --gpus 64 --device h200 --strategy fsdp2
       fathom cost MODEL --prompt 1024 --new-tokens 256
@@ -92,6 +93,10 @@ def command(
     from fathom.cost import estimate_carbon
 
     carbon = None if hours is None else estimate_carbon(hours, tdp, kg_per_kwh, pue)
+    if model.endswith((".yaml", ".yml")) and (priced := _growths(model, sequence_length, prompt)):
+        priced |= {} if carbon is None else {"carbon": dataclasses.asdict(carbon)}
+        typer.echo(json.dumps(priced, indent=2) if json_output else _stages(priced) + (f"\n\n{carbon}" * bool(carbon)))
+        return
     from fathom.evaluate.steps_run import is_adaptive
 
     if model.endswith((".yaml", ".yml")):
@@ -285,6 +290,42 @@ def _recipe(path: str) -> tuple[int, Any, bool, list[tuple[str, Any]], str]:
             "short for them has fewer."
         )
     return recipe.data.block_size, dtype, recipe.training.gradient_checkpointing, configs, note
+
+
+def _growths(path: str, length: int | None, prompt: int | None) -> dict[str, Any] | None:
+    """The price of a recipe with a base and methods in stages; None for another recipe."""
+    from fathom.report.growths import load_growths, price
+    from fathom.train.loading import parse_yaml
+
+    raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(raw, dict) or "base" not in raw:
+        return None
+    if (length, prompt) != (None, None):
+        raise ValueError(
+            f"{path}: its stages are priced at its own block size; leave --sequence-length and --prompt out"
+        )
+    return price(load_growths(path))
+
+
+def _stages(priced: dict[str, Any]) -> str:
+    """A line a method, its stages behind it."""
+    cells = [["method", "seeds", "parameters", "active", "tokens", "training FLOPs", "stages"]]
+    for row in priced["methods"]:
+        stages = []
+        for one in row["stages"]:
+            task = "" if one["task"] == "causal_lm" else f" {one['task']}"
+            stages.append(f"{one['name']}{task} {_short(one['tokens'])}")
+        sizes = [_short(row[key]) for key in ("parameters", "active_parameters", "tokens")]
+        cells.append([row["name"], str(row["seeds"]), *sizes, f"{row['train_flops']:.3g}", ", ".join(stages)])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for name, *numbers, stages_of in cells:
+        right = [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
+        lines.append("  ".join([name.ljust(widths[0]), *right, stages_of]).rstrip())
+    return "\n".join(lines) + (
+        "\n\nTokens and matrix products of training, of one seed; a method's own, without the base's.\n"
+        f"The whole recipe, where what methods share is trained once: {priced['train_flops']:.3g} FLOPs."
+    )
 
 
 def _encoders(path: str, length: int) -> dict[str, Any] | None:

@@ -283,7 +283,8 @@ def _tool_calls(
         return
     for name, share in found.items():
         if isinstance(share, dict):
-            typer.echo(f"{name.replace('_', ' '):21} {share['share']:.4f} ± {share['error']:.4f}  n {share['n']:,}")
+            error = "" if share["error"] is None else f" ± {share['error']:.4f}"
+            typer.echo(f"{name.replace('_', ' '):21} {share['share']:.4f}{error}  n {share['n']:,}")
     typer.echo(f"\n{found['traces'][0]}")
 
 

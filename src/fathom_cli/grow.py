@@ -55,6 +55,8 @@ def command(
             )
         _recipe(Path(checkpoint), output or Path("runs"), jobs, minutes, json_output)
         return
+    if (jobs, minutes) != (1, None):
+        raise ValueError(f"{checkpoint}: --jobs and --minutes are of a recipe (.yaml); leave them out")
     if method is None or output is None:
         raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
     from fathom.growth import methods
@@ -103,7 +105,8 @@ def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_out
     import contextlib
     import sys
 
-    from fathom.report.growing import RESULTS, load_growths, run_growths, show
+    from fathom.report.growing import RESULTS, run_growths, show
+    from fathom.report.growths import load_growths
 
     try:
         with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
@@ -127,7 +130,22 @@ def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_out
             seeds = "" if row["seeds"] == 1 else f", {row['seeds']} seeds"
             typer.echo(f"{row['method'] + seeds:<28}{cells}{row['train_flops']:>16.3g}")
         typer.echo("Beside each: the change against the base, and ± the standard deviation over seeds.")
+        _asked(results["methods"])
         typer.echo(f"Results: {folder / RESULTS}, {picture}")
     if results["failures"]:
         typer.echo("Failed:\n" + "\n".join(f"  {failure}" for failure in results["failures"]), err=True)
         raise typer.Exit(1)
+
+
+def _asked(methods: list[dict[str, Any]]) -> None:
+    """What the questions of a recipe came to."""
+    rows = [row for row in methods if "asked" in row]
+    if not rows:
+        return
+    kinds = list(rows[0]["asked"])
+    typer.echo(f"\n{'questions answered right':<28}{''.join(f'{kind:>28}' for kind in kinds)}")
+    for row in rows:
+        shares = [row["asked"][kind] for kind in kinds]
+        cells = "".join(f"{one['answer']:>14.0%}{one['answer_without_tools']:>14.0%}" for one in shares)
+        typer.echo(f"{row['method']:<28}{cells}")
+    typer.echo("Of each kind: with the tools, and without any; means over seeds.")

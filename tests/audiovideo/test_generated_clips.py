@@ -106,13 +106,19 @@ def test_clips_show_only_what_was_asked_for():
         "blue wooden block flashes",
     }
     assert all(len(clip.events) == 1 for clip in clips)
+    glass = {"colours": ("red",), "thing_sizes": ("large",), "materials": ("glass",)}
+    clips = list(Generator(actions=("flash",), fixed=True, **glass).clips(4))
+    dark = [clip.frames[int(clip.events[0] * clip.frame_rate) - 1] for clip in clips]
+    assert all(np.array_equal(dark[0], other) for other in dark)
+    assert len({clip.events for clip in clips}) == 4
+    assert {clip.caption for clip in clips} == {"a large red glass ring flashes"}
 
 
 @pytest.mark.parametrize(
     "options, named",
     [
         ({"materials": ("paper",)}, "'paper'"), ({"colours": ("red",), "things": 0}, "two colours"),
-        ({"flashes": 4}, "flashes=4"),
+        ({"flashes": 4}, "flashes=4"), ({"thing_sizes": ("huge",)}, "'huge'"), ({"fixed": True}, "actions"),
         ({"actions": ("jump",)}, "'jump'"), ({"actions": ()}, "actions"), ({"things": 3}, "things=3"),
         ({"frames": 9}, "24 pictures"), ({"size": (64, 32)}, "size"), ({"silent": 0.7, "shifted": 0.7}, "shifted=0.7"),
     ],

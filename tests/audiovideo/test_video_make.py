@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import mova_tiny as tiny
 import numpy as np
@@ -68,3 +69,10 @@ def test_what_cannot_be_written_is_refused_first(make, more, message):
 def test_a_folder_without_a_model_is_named(monkeypatch, capsys, tmp_path):
     code, _, err = run_cli(monkeypatch, capsys, "video", "make", tmp_path, "--prompt", "a")
     assert code == 2 and "no config.json in this folder, so it is no checkpoint" in err
+
+
+def test_without_diffusers_it_names_what_to_install(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    monkeypatch.delitem(sys.modules, "fathom.audiovideo.pipeline")
+    code, _, err = make("-o", "clip.mp4")
+    assert code == 2 and "MovaPipeline needs diffusers: pip install 'fathom-lm[media]'" in err

@@ -50,12 +50,18 @@ def test_minhash_estimates_the_jaccard_similarity():
     assert np.mean(signature(identities(base), config) == signature(identities(disjoint), config)) < 0.02
 
 
+def bands(texts, config):
+    """What gives a band of the signatures of texts."""
+    rows = np.array([signature(identities(text), config) for text in texts])
+    return rows.reshape(len(texts), config.bands, -1).transpose(1, 0, 2).__getitem__
+
+
 def test_one_of_k_copies_is_kept():
     base = prose(2, 400)
     near = base.replace(base.split()[5], "another", 1)
     texts = [prose(3), base, prose(4), base, near, base + "\n\n", near, prose(5), prose(4)]
     config = Curation()
-    found = matches([digest(t) for t in texts], np.array([signature(identities(t), config) for t in texts]), config)
+    found = matches([digest(t) for t in texts], bands(texts, config), config)
     assert [(m.number, m.original, m.similarity is None) for m in found] == [
         (3, 1, True), (4, 1, False), (5, 1, True), (6, 1, True), (8, 2, True)
     ]  # fmt: skip
@@ -83,14 +89,14 @@ def test_pairs_are_those_that_datasketch_finds():
         together = {number}.union(*(graph[n] for n in near))
         graph.update(dict.fromkeys(together, together))
     expected = {number: min(group) for number, group in graph.items() if min(group) != number}
-    found = {m.number: m.original for m in matches([digest(t) for t in texts], signatures, config)}
+    found = {m.number: m.original for m in matches([digest(t) for t in texts], bands(texts, config), config)}
     assert found == expected and len(found) > 30
 
 
 def test_texts_without_a_word_are_no_near_duplicates():
     config = Curation()
     texts = ["☃ ☂ ☀", "★ ☆ ☯", "one two three", "☃  ☂ ☀"]
-    found = matches([digest(t) for t in texts], np.array([signature(identities(t), config) for t in texts]), config)
+    found = matches([digest(t) for t in texts], bands(texts, config), config)
     assert [(m.number, m.original, m.similarity) for m in found] == [(3, 0, None)]
 
 
@@ -226,6 +232,14 @@ def test_language():
         ({"classes": ("good",)}, "classes=.*must be given with classifier_model"),
         ({"max_perplexity": 50.0}, "perplexity_model=None: must be given with a bound"),
         ({"benchmark_ngram": 5}, "benchmark_ngram=5: must be at least benchmark_shortest=8"),
+        ({"benchmark_ngram": 9}, "benchmark_ngram=9: must be left out with benchmarks=None, without which nothing"),
+        ({"near_duplicates": False, "similarity": 0.9}, "similarity=0.9: must be left out with near_duplicates=False"),
+        (
+            {"language": None, "language_confidence": 0.9},
+            "language_confidence=0.9: must be left out with language=None",
+        ),
+        ({"min_score": 4.0}, "min_score=4.0: must be left out with judge_model=None"),
+        ({"model_characters": 100}, "model_characters=100: must be left out where no model is asked"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(options, said):

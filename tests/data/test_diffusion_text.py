@@ -1,6 +1,7 @@
 """recipes/make_diffusion_text.py: rows of exactly the asked length that say one key, and sums that are right."""
 
 import importlib.util
+import itertools
 import json
 import lzma
 import re
@@ -57,26 +58,13 @@ def tasks():
 def test_tasks_have_one_right_answer_and_disjoint_rows(tmp_path, monkeypatch):
     """Chains follow from what is said of them, keys are those said in the text; every row has the asked length."""
     module, letters = tasks(), "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    given = (
-        tmp_path,
-        "--chains",
-        60,
-        "--passkeys",
-        20,
-        "--held-out",
-        10,
-        "--length",
-        96,
-        "--keys",
-        3,
-        "--variables",
-        4,
-    )
+    sizes = {"chains": 60, "walks": 30, "passkeys": 20, "held-out": 10, "length": 96, "keys": 3, "variables": 4}
+    given = (tmp_path, *(x for name, size in {**sizes, "digits": 6}.items() for x in (f"--{name}", size)))
     monkeypatch.setattr(sys, "argv", ["make_diffusion_tasks.py", *map(str, given)])
     module.main()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     prompts = {}
-    for task, length, count in (("chains", 9, 60), ("passkey", 96, 20)):
+    for task, length, count in (("chains", 9, 60), ("walks", 13, 30), ("passkey", 96, 20)):
         for name, rows in (("train", count), ("validation", 10)):
             lines = (tmp_path / task / f"{name}.jsonl").read_text().splitlines()
             assert len(lines) == rows
@@ -90,6 +78,15 @@ def test_tasks_have_one_right_answer_and_disjoint_rows(tmp_path, monkeypatch):
                         start = 0 if before == "Z" else values[letters.index(before)]
                         assert value == (start + "abcdefghij".index(number)) % 10
                     assert sorted(module.depths(parts[0])) == [0, 1, 2, 3]
+                elif task == "walks":
+                    said, values = parts[0].split()[:-1], [int(x) for x in parts[1].split()]
+                    steps = ["abc".index(number) for _, number in said]
+                    assert all((a + n) % 10 == b for a, n, b in zip(values, steps, values[1:], strict=False))
+                    known = [i for i, (digit, _) in enumerate(said) if digit != "Z"]
+                    assert len(known) == 2 and all(letters[values[i]] == said[i][0] for i in known)
+                    far = module.distances(parts[0])
+                    assert [i for i in range(6) if far[i] == 0] == known
+                    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(far))
                 else:
                     for question, answer in zip(parts[::2], parts[1::2], strict=True):
                         assert parts[0][:-1].count(question[-1] + answer) == 1

@@ -14,7 +14,6 @@ from fathom.diffusion import (
     BLOCK_CACHES,
     POLICIES,
     Dual,
-    Fourier,
     Prefix,
     SparseDLLM,
 )
@@ -365,7 +364,12 @@ def test_fourier_without_weight_is_low_confidence_and_costs_no_pass():
 
 
 def test_band_scores_of_a_worked_example():
-    from fathom.diffusion.fourier import band, band_score
+    from fathom.diffusion import fourier
+    from fathom.diffusion.fourier import band
+
+    def band_score(hidden, first, width):
+        place = torch.arange(hidden.shape[1] // 2 + 1)
+        return fourier.band_score(hidden, (place >= first) & (place < first + width))
 
     places = torch.arange(8, dtype=torch.float64)
     signal = torch.stack([places, torch.cos(2 * torch.pi * 3 * places / 8)], 1)[None]
@@ -395,17 +399,24 @@ def test_band_scores_of_a_worked_example():
 
 
 def test_weights_of_a_worked_history():
-    import collections
-
     from fathom.diffusion.fourier import calibrate
 
-    history: collections.deque = collections.deque(maxlen=20)
-    assert calibrate(history, 1.0, 0.4, 0.6) == pytest.approx(0.59973, abs=5e-6)
+    def beta(history, value):
+        return float(calibrate(history, torch.tensor([value], dtype=torch.float64), 0.4, 0.6))
+
+    def empty():
+        return torch.full((1, 20), torch.nan, dtype=torch.float64)
+
+    history = empty()
+    assert beta(history, 1.0) == pytest.approx(0.59973, abs=5e-6)
     for value in range(2, 20):
-        calibrate(history, float(value), 0.4, 0.6)
-    assert calibrate(history, 99.0, 0.4, 0.6) == pytest.approx(0.40069, abs=5e-6)
-    assert calibrate(collections.deque([1.0, 3.0], maxlen=20), 2.0, 0.4, 0.6) == pytest.approx(0.56827, abs=5e-6)
-    assert calibrate(history, float("nan"), 0.4, 0.6) == 0.6 and len(history) == 20
+        beta(history, float(value))
+    assert beta(history, 99.0) == pytest.approx(0.40069, abs=5e-6)
+    short = empty()
+    beta(short, 1.0), beta(short, 3.0)
+    assert beta(short, 2.0) == pytest.approx(0.56827, abs=5e-6)
+    full = history.clone()
+    assert beta(history, float("nan")) == 0.6 and torch.equal(history, full) and not full.isnan().any()
     for value in range(30):
-        assert 0.4 <= calibrate(history, value**0.5, 0.4, 0.6) <= 0.6 and len(history) == 20
-    assert isinstance(Fourier().new_memory(3), list) and len(Fourier(history="global").new_memory(3)) == 1
+        assert 0.4 <= beta(history, value**0.5) <= 0.6
+    assert history[0].tolist() == [value**0.5 for value in range(10, 30)]

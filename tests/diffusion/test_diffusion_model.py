@@ -25,7 +25,7 @@ from transformers import (
 import fathom
 from fathom import FathomConfig, FathomForCausalLM, FathomForMaskedDiffusion, compress
 from fathom.caches import StreamingLLM
-from fathom.diffusion import BLOCK_CACHES, DiffusionGenerationConfig, Dual, SparseDLLM, generate
+from fathom.diffusion import BLOCK_CACHES, DiffusionGenerationConfig, Dual, Fourier, SparseDLLM, generate
 from fathom.diffusion.likelihood import bound
 from fathom.tasks.masked_diffusion import MaskedDiffusion, cart, with_mask
 from tiny import FAMILY_SIZES, SIZES, assert_close, perturb, tiny_model
@@ -343,6 +343,12 @@ def test_denominators(denominator):
     ({"eos_token_id": -1}, "eos_token_id=-1: must be at least 0 and below vocab_size=97"),
     ({"pad_token_id": 97}, "pad_token_id=97: must be at least 0"),
     ({"cfg_keep_tokens": [1, 97]}, "cfg_keep_tokens=97: must be at least 0"),
+    ({"max_new_tokens": 8.0}, "max_new_tokens=8.0: must be a whole number"),
+    ({"steps": True}, "steps=True: must be a whole number"),
+    ({"temperature": "1"}, "temperature='1': must be a number"),
+    ({"policy": Fourier}, r"policy=<class .*: give a name, or a method such as .*\(\)"),
+    ({"block_cache": 3}, "block_cache=3: give a name, or a method"),
+    ({"seed": "a"}, "seed='a': give a whole number, or one a row"),
     ({"seed": [1]}, "seed of 1 rows: inputs have 2"),
     ({"suppress_eos": "yes"}, "suppress_eos='yes': must be"),
     ({"generation_config": {}}, "generation_config of type dict"),
@@ -366,6 +372,8 @@ def test_inputs_that_do_not_fit_are_refused():
         mask = torch.ones_like(holes)
         mask[1, :4] = 0  # of padding it does not matter
         assert tested.generate(holes, mask, max_new_tokens=2, block_length=2)[1, 3] == wrong
+    with pytest.raises(ValueError, match="inputs: give token ids"):
+        tested.generate([[1, 2]])
     with pytest.raises(ValueError, match=r"inputs of torch\.float64: give token ids"):
         tested.generate(ids().double())
     holes = ids()
@@ -377,6 +385,8 @@ def test_inputs_that_do_not_fit_are_refused():
     refused = pytest.raises(ValueError, match="is a diffusion model: caches evict causally")
     with refused, compress(tested, StreamingLLM(budget=16)):
         pass
+    with pytest.raises(ValueError, match="of type DiffusionGenerationConfig: an autoregressive model takes a Generat"):
+        FathomForCausalLM(FathomConfig(**SIZES)).generate(ids(1), generation_config=DiffusionGenerationConfig())
     with pytest.raises(ValueError, match="past_key_values: a diffusion model's tokens see later ones"):
         tested(ids(), past_key_values=fathom.models.hf_versions.new_cache(tested.config, 1))
     causal = tiny_model()

@@ -80,3 +80,10 @@ def test_what_has_no_base_is_refused():
     for options in ({}, {"target": 100, "factor": 2.0}):
         with pytest.raises(ValueError, match=r"longllada option target=.*: must be given, or else factor"):
             LongLLaDA(**options)
+
+
+def test_keys_of_another_base_are_not_kept():
+    model = made(rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
+    with pytest.raises(ValueError, match="whose block cache may hold keys of the present base"):
+        model.generate(tokens(1, 6), max_new_tokens=4, block_length=2, on_block=lambda *_: rescale(model, 2))
+    assert rotary(model)[0] == 1000.0

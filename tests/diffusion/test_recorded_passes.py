@@ -64,10 +64,11 @@ def test_policies_and_guidance_on_replayed_passes(double, monkeypatch, policy):
     assert double.recordings == 1
 
 
-FIXED = [name for name, policy in POLICIES.items() if policy.fixed_shape]
+FIXED = [name for name, policy in POLICIES.items() if policy.fixed_shape]  # FourierSampler by its options
 
 
 SOME = {"threshold": {"threshold": 0.2}, "dynamic": {"threshold": 0.2}, "entropy_bounded": {"bound": 2.0}}
+SOME["fourier_sampler"] = {"variance_scope": "block", "history_size": 3}
 GUIDED = {"cfg_scale": 1.5, "suppress_eos": "confidence", "eos_token_id": 7}
 
 

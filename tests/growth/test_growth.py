@@ -218,7 +218,8 @@ def test_a_prompted_router_points_where_a_text_does(base, tmp_path):
 
 @pytest.mark.parametrize("how", ["linear", "slerp", "ties", "dare"])
 def test_merges_of_branches_are_dense_models_between_them(how, base, tmp_path):
-    grow(base[0], METHODS["merge"](how, density=1.0), tmp_path / "grown", branches=base[1:])
+    kept = {"density": 1.0} if how in ("ties", "dare") else {}
+    grow(base[0], METHODS["merge"](how, **kept), tmp_path / "grown", branches=base[1:])
     states = [FathomForCausalLM.from_pretrained(f).state_dict() for f in (*base, tmp_path / "grown")]
     name = "model.layers.0.mlp.up_proj.weight"
     start, one, two, merged = (state[name].double() for state in states)
@@ -284,6 +285,8 @@ def test_the_command_says_what_it_made(base, tmp_path, monkeypatch, capsys):
         (("--method", "innovator", *options, "--set", "active=3"), "active=3: must be a multiple of slices=7"),
         (("--method", "innovator", "--set", "slices=9"), "intermediate_size=56 is not divisible by slices=9"),
         (("--method", "btx"), "method 'btx' needs branches"),
+        (("--method", "merge", "--set", "density=0.2"), "density=0.2: how='linear' does not read it"),
+        (("--method", "continued", "--jobs", "2"), "--jobs and --minutes are of a recipe"),
         (("--method", "continued", "--branch", base[1]), "method 'continued' takes no branches"),
         (("--method", "innovator", *options, "--branch", base[1]), "disciplines=2: but there are 1 branches"),
     ):

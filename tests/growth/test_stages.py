@@ -11,14 +11,18 @@ import yaml
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import training_flops_per_token
 from fathom.report import growing
-from fathom.report.growing import Unit, load_growths, model_of, plan, run_growths, show
+from fathom.report.growing import model_of, run_growths, show
+from fathom.report.growths import Unit, load_growths, plan, price
 from tiny import tiny_model
 from tiny_checkpoint import run_cli, save_fathom
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 TEXTS = {"sky": "star moon orbit comet planet. ", "sea": "wave fish salt reef tide. "}
 STEP = 2 * 8  # tokens
 BRANCHES = {"branches": ["sky", "sea"], "trains": "feed_forward", "share": 0.4}
 LOSS = {"discipline": 0.1, "discipline_anneals": True, "selection": "expert"}
+FRESH = {"grow": {"name": "moe_scratch", "disciplines": 2, "slices": 4}}
+ROWS = {"task": {"name": "sft", "template": "react"}, "data": {"train": "rows.jsonl"}, "share": 1}
 SURGERY = {"grow": {"name": "innovator", "disciplines": 2, "slices": 4}}
 
 
@@ -80,6 +84,12 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
         model_of(loaded, folder, "base")), 8, False))  # fmt: skip
     assert 0.8 * budget < runs["innovator"]["train_flops"] <= budget
     assert 0.35 * budget < runs["merge"]["train_flops"] <= 0.4 * budget
+    priced = price(loaded)
+    assert {row["name"]: row["train_flops"] for row in priced["methods"]} == {
+        name: pytest.approx(run["train_flops"]) for name, run in runs.items()
+    }
+    once = {name: stage["train_flops"] for name, stage in results["stages"].items() if stage["kind"] == "train"}
+    assert priced["train_flops"] == pytest.approx(sum(once.values()))
 
     weights = [FathomForCausalLM.from_pretrained(model_of(loaded, folder, name)).state_dict() for name in whole]
     for name, tensor in weights[1].items():  # the router alone has trained
@@ -142,11 +152,97 @@ def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):
         ([{"name": "a", "stages": [{"share": 1, "sequences": 0}]}], r"stages\[0\].sequences=0: must be at least 1"),
         ([{"name": "a", "stages": [{**BRANCHES, "weights": {"sky": 1}}]}], "a branch reads its own source alone"),
         ([{"name": "a", "stages": [{"share": 1}]}] * 2, "methods.a: two methods have this name"),
+        ([{"name": "a", "spends_base": True, "stages": [{"share": 1}]}], "it starts from the base, whose training"),
+        (
+            [{"name": "a", "stages": [{"share": 0.5}, FRESH, {"share": 0.5}]}],
+            "what earlier stages trained would be lost",
+        ),
+        ([{"name": "a", "stages": [{"share": 1, "task": "masked_diffusion"}]}], "stages learn 'causal_lm' or 'sft'"),
+        ([{"name": "a", "stages": [{"share": 1, "task": "sft"}]}], r"stages\[0\].data.train is missing"),
+        ([{"name": "a", "stages": [{"share": 1, "data": {"tokenizer": "x"}}]}], r"stages\[0\].data.tokenizer"),
+        ([{"name": "a", "stages": [{**ROWS, "weights": {"sky": 1}}]}], "weights: data.train='rows.jsonl' names one"),
     ],
 )
 def test_recipes_that_say_nonsense_are_refused(methods, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         load_growths(recipe(tmp_path, methods=methods))
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "said"),
+    [
+        (
+            "training",
+            {"tokens": None, "examples": 9},
+            "training.examples=9: methods share the FLOPs of training.tokens",
+        ),
+        ("training", {"trains": "lora"}, "training.trains='lora': each stage says what trains"),
+        ("training", {"lr": [1e-3, 1e-2]}, "growths sweep no rates"),
+        ("training", {"eval_every": 5}, "training.eval_every=5: held_out is scored after a stage"),
+        ("data", {"atoms": "scientific"}, "give base.data.atoms"),
+        ("data", {"tokenizer": {"bpe": 300}}, "growths do not read it, but base.data.tokenizer"),
+        ("data", {"validation": "sky.txt"}, "growths do not read it, but held_out"),
+        ("base", {"budgets": ["tokens"]}, "unknown key base.budgets"),
+        ("base", {"seeds": [0, 1]}, r"base.seeds=\[0, 1\]: the base is one model"),
+        ("base", {"task": {"name": "sft"}, "data": {"train": "r.jsonl", "validation": None}}, "a base learns running"),
+        ("asked", {"tools": "t.py", "questions": {"q": "q.jsonl"}}, "no stage learns answers"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(section, changes, said, tmp_path):
+    path = recipe(tmp_path)
+    raw = yaml.safe_load(path.read_text())
+    raw[section] = {key: value for key, value in {**raw.get(section, {}), **changes}.items() if value is not None}
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ValueError, match=said):
+        load_growths(path)
+
+
+def test_stages_may_learn_answers_and_are_asked_questions(tmp_path, monkeypatch, capsys):
+    """Text, then rows, in two ways; who has learnt rows is asked, with a tool and without."""
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    row = {"prompt": "How far is the moon?", "answer": "far"}
+    files = {"rows.jsonl": [row] * 9, "asked.jsonl": [{"question": row["prompt"], "answer": "far"}]}
+    for name, rows in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "tools.py").write_text(
+        'def near(thing: str):\n    """Near.\n\n    Args:\n        thing: it.\n    """\n'
+    )
+    rows = {**ROWS, "data": {"train": str(tmp_path / "rows.jsonl")}}
+    data = {"block_size": 64, "num_proc": 1}
+    path = recipe(
+        tmp_path,
+        base={
+            "model": {**tiny, "max_position_embeddings": 1024},
+            "data": {"train": str(tmp_path / "all.txt"), "tokenizer": {"bpe": 280}, **data},
+            "training": {"tokens": 128, "sequences": 1, "lr": 1e-2},
+        },
+        data={"train": {name: {"text": str(tmp_path / f"{name}.txt")} for name in TEXTS}, **data},
+        training={"tokens": 640, "sequences": 1, "lr": 1e-2},
+        methods=[
+            {"name": "text", "stages": [{"share": 1}]},
+            {"name": "rows", "stages": [rows]},
+            {"name": "both", "stages": [{"share": 0.4}, {**rows, "trains": "lora", "share": 0.6}]},
+        ],
+        asked={
+            "tools": str(tmp_path / "tools.py"), "questions": {"far": str(tmp_path / "asked.jsonl")},
+            "rounds": 1, "new_tokens": 2,
+        },
+    )  # fmt: skip
+    code, out, err = run_cli(monkeypatch, capsys, "grow", path, "-o", tmp_path / "runs")
+    assert code == 0, err
+    results = json.loads((tmp_path / "runs" / "growths" / "growths.json").read_text())
+    runs = {run["method"]: run for run in results["runs"]}
+    assert [name for name, run in runs.items() if "asked" in run] == ["rows", "both"]
+    assert runs["rows"]["tokens"] == runs["both"]["tokens"] == runs["text"]["tokens"] == 640
+    assert runs["rows"]["asked"]["far"]["answer"]["n"] == 1 and runs["rows"]["asked"]["far"]["answer"]["error"] is None
+    (row,) = [row for row in results["methods"] if row["method"] == "both"]
+    assert row["asked"]["far"] == {key: runs["both"]["asked"]["far"][key]["share"] for key in row["asked"]["far"]}
+    assert "questions answered right" in out and "with the tools, and without any" in out
+    loaded = load_growths(path)
+    folder = model_of(loaded, tmp_path / "runs" / "growths", runs["rows"]["path"][-1]["stage"])
+    assert "Final Answer" in (folder / "chat_template.jinja").read_text()
+    code, out, _ = run_cli(monkeypatch, capsys, "cost", path)
+    assert code == 0 and "all 256, lora sft 384" in out and "640" in out
 
 
 def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
@@ -166,6 +262,13 @@ def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
     [
         ([{"grow": {"name": "inovator"}}, {"share": 1}], "grow.name='inovator': no such method"),
         ([BRANCHES, {"share": 0.6}], "branches that no surgery takes"),
+        (
+            [BRANCHES, {"grow": {"name": "sparse_upcycling"}}],
+            r"stages\[1\].grow='sparse_upcycling': it takes no branches",
+        ),
+        ([{"grow": {"name": "btx"}}], r"stages\[0\].grow='btx': it needs branches"),
+        ([{**BRANCHES, "trains": "all"}, SURGERY], "branches that train: feed_forward alone, and these train 'all'"),
+        ([SURGERY, {"share": 0.5}, SURGERY], r"stages\[2\].grow='innovator': it starts from feed_forward='moe'"),
         ([{"share": 0.001}], r"stages\[0\].share=0.001: less than one step of 16 tokens"),
     ],
 )
@@ -186,9 +289,21 @@ def test_options_of_a_grown_model_may_change_where_its_tensors_do_not(name, tmp_
         FathomForCausalLM.from_pretrained(tmp_path, feed_forward={"name": "moe", "experts": 6})
 
 
-@pytest.mark.parametrize("name", ["small", "ways", "cpu", "ways_cpu"])
+@pytest.mark.parametrize("name", ["growth_small", "growth_ways", "growth_cpu", "growth_ways_cpu", "specialist"])
 def test_shipped_recipes_fit(name):
-    loaded = load_growths(Path(__file__).parents[2] / f"recipes/growth_{name}.yaml")
+    loaded = load_growths(RECIPES / f"{name}.yaml")
     base = Unit("base", "train", FathomConfig(**loaded.base["model"]))
     for way in loaded.methods:
         assert sum(unit.flops for unit in plan(loaded, way, 0, base)) > 0, way.name
+
+
+def test_the_same_specialist_starts_from_a_checkpoint():
+    """Its methods are specialist.yaml's, with the shares of a smaller budget; they spend what those of one base do."""
+    ours, theirs = (load_growths(RECIPES / f"specialist{name}.yaml") for name in ("", "_smollm2"))
+    stages = {way.name: [(stage.task, stage.data, stage.weights) for stage in way.stages] for way in ours.methods}
+    base = Unit("base", "given", FathomConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2))
+    for way in theirs.methods:
+        assert [(stage.task, stage.data, stage.weights) for stage in way.stages] == stages[way.name]
+        planned = plan(theirs, way, 0, base)
+        step = theirs.training.sequences * theirs.data.block_size
+        assert 0 <= theirs.training.tokens - sum(unit.tokens for unit in planned) <= 3 * step

@@ -117,6 +117,16 @@ def test_a_row_in_a_padded_batch_is_the_row_alone():
     assert_close(model(**given).logits[1], together)
 
 
+def test_states_and_weights_of_the_encoder_are_told_apart():
+    """transformers takes the second thing that an encoder says for its hidden states, whatever it is."""
+    given, model = batch(9, 6), rasat("eager")
+    encoder = model.encoder(**only(given, "input_ids", "attention_mask", "relation_ids"), output_attentions=True)
+    said = model(**given, output_attentions=True)
+    assert said.encoder_hidden_states is None and len(said.encoder_attentions) == len(encoder.attentions) > 0
+    for ours, its in zip(said.encoder_attentions, encoder.attentions, strict=True):
+        assert torch.equal(ours, its)
+
+
 def test_beam_search_scores_are_those_of_the_sequence():
     given, model = batch(9, 6), rasat()
     source = only(given, "input_ids", "attention_mask", "relation_ids")

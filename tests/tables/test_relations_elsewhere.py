@@ -107,12 +107,29 @@ def test_tables_train_with_the_model_and_are_saved(tmp_path):
         relate(llama(), {"name": "rasat", "edges": "minimal"}).load(tmp_path)
 
 
+def test_reading_within_reading_goes_back_to_what_was_read():
+    ids, mask, relations = inputs()
+    model = llama()
+    related = relate(model, {"name": "rasat"})
+    with related.reads(relations):
+        expected = read(model, ids, mask)
+        with related.reads(torch.zeros_like(relations)):
+            assert not torch.allclose(read(model, ids, mask), expected)
+        assert torch.equal(read(model, ids, mask), expected)
+    assert not torch.allclose(read(model, ids, mask), expected)
+
+
 def test_what_does_not_fit_is_refused():
     ids, mask, relations = inputs()
     model = llama()
     related = relate(model, {"name": "rasat"})
     with pytest.raises(ValueError, match="relation_ids of 6 tokens"), related.reads(relations[:, :6, :6]):
         read(model, ids, mask)
+    three = torch.cat([ids, ids[:1]])
+    with pytest.raises(ValueError, match="relation_ids of 2 texts: the model reads 3 texts"), related.reads(relations):
+        read(model, three, torch.ones_like(three))
+    with pytest.raises(ValueError, match="of 1 texts: the model reads 2"), related.reads(relations[:1]):
+        read(model.train(), ids, mask)  # else the texts would count as beams of one
     with pytest.raises(ValueError, match="has the id 46"), related.reads(torch.full_like(relations, 46)):
         read(model, ids, mask)
     with pytest.raises(ValueError, match="has no tables"):

@@ -98,6 +98,10 @@ def test_answers_of_lookups_are_in_the_text(make, glued):
             asked, pair = written[question + capital], written[capital + digit]
             assert row["source"].count(asked) == row["source"].count(pair) == 1
             assert row["distances"][place] == row["source"].index(asked) - row["source"].index(pair)
+            others = [written[capital + other] for other in "0123" if other != digit] if glued else []
+            behind = [row["source"].index(other) for other in others if other in row["source"]]
+            assert not glued or (len(behind) == 1 and behind[0] > row["source"].index(asked))
+            assert not glued or row["distances"][place] > 0
     assert {len(row["source"]) for row in rows[1]} == {96} and min(len(row["source"]) for row in rows[0]) < 96
 
 

@@ -13,6 +13,8 @@ import pytest
 import typer
 import yaml
 
+from fathom.report.growing import asked_of
+from fathom.report.growths import load_growths
 from fathom.tasks import Task
 from fathom.tools import load_tools
 from fathom.train import load_recipe
@@ -85,3 +87,28 @@ def test_the_specialists_questions_are_answered_by_its_tools(made):
         asked = json.loads(line)
         (call,) = asked["calls"]
         assert tools[call["name"]].call(call["arguments"]) == asked["answer"]
+
+
+@pytest.mark.parametrize("name", ["specialist", "specialist_smollm2"])
+def test_the_comparison_reads_what_is_made(name, made, monkeypatch):
+    """All files but the general text and what is held out of it; and what is held out of each kind of question."""
+    monkeypatch.chdir(made)
+    loaded = load_growths(ROOT / "recipes" / f"{name}.yaml")
+    sources = [loaded.data.train["domain"].text, loaded.data.train["tables"].text, loaded.held_out["domain"]["papers"]]
+    rows = {
+        stage.data["train"]
+        for way in loaded.methods
+        for stage in way.stages
+        if isinstance(stage.data.get("train"), str)
+    }
+    assert all(Path(file).is_file() for file in [*sources, *rows]) and rows
+    tools, questions = asked_of(loaded.asked)
+    assert list(questions) == ["told", "untold", "sums"] and set(tools) == {"look_up", "calculator"}
+    papers = Path(sources[0]).read_text()
+    for kind, some in questions.items():
+        assert 0 < len(some) <= loaded.asked.most and len({one.question for one in some}) == len(some)
+        called = [call for one in some for call in one.calls]
+        assert {call["name"] for call in called} == {"calculator" if kind == "sums" else "look_up"}
+        if kind != "sums":
+            assert {call["arguments"]["column"] == "hardness" for call in called} == {kind == "untold"}
+    assert "hardness" not in papers

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from test_compressors import by_scipy
+from transformers import Trainer, TrainingArguments
 from vision_cases import OWN_WEIGHTS, method_of, pair, picture
 
 from fathom.vision import METHODS, compress_vision, convert_vision, from_dict
@@ -212,6 +215,43 @@ def test_a_converted_checkpoint_is_loaded_by_the_auto_classes(family, tmp_path):
         (tmp_path / "first").rename(tmp_path / "again")
     with pytest.raises(FileExistsError, match="choose another folder"):
         convert_vision(tmp_path / "stock", tmp_path / "ours", RATIO)
+
+
+def test_the_trainer_and_peft_run_within_a_block(tmp_path):
+    stock, processor = pair("llava")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(copy.deepcopy(stock), adapters)
+    alone = copy.deepcopy(model)
+    with compress_vision(model, processor, RATIO):
+        inputs = dict(batch("llava", processor, (0, 1)))
+        options = {"max_steps": 1, "learning_rate": 0.5, "optim": "sgd", "use_cpu": True, "report_to": []}
+        Trainer(
+            model=model,
+            args=TrainingArguments(tmp_path, max_grad_norm=0, save_strategy="no", **options),
+            train_dataset=[0, 1],
+            data_collator=lambda rows: {**inputs, "labels": inputs["input_ids"]},
+        ).train()
+    alone.train()
+    with compress_vision(alone, None, RATIO):
+        logits = alone(**inputs).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten()).backward()
+    moved = 0
+    for (name, found), weight in zip(model.named_parameters(), alone.parameters()):
+        if weight.grad is not None:
+            torch.testing.assert_close(found, weight - 0.5 * weight.grad, rtol=1e-4, atol=1e-6)
+            moved += bool((weight.grad != 0).any())
+        assert found.requires_grad == ("lora" in name)
+    assert (
+        moved >= 4 and type(model.base_model.model.model.multi_modal_projector).__name__ == "LlavaMultiModalProjector"
+    )
+
+
+def test_models_that_are_not_served_are_refused_by_name():
+    for kind, said in {"qwen3_vl": "deepstack features", "gemma3": r"use LLaVA \(llava\), LLaVA-NeXT"}.items():
+        model = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+        with pytest.raises(ValueError, match=f"model_type='{kind}': .*{said}"), compress_vision(model, None, RATIO):
+            pass
 
 
 def test_what_does_not_fit_is_refused():

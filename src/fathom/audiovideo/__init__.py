@@ -35,5 +35,10 @@ __all__ = list(_PLACES)
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "diffusers":
+                raise
+            raise ImportError(f"{name} needs diffusers: pip install 'fathom-lm[media]'") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

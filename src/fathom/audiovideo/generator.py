@@ -84,7 +84,9 @@ class Generator:
         seed: of all clips.
         actions: drawn for each thing, of "bounce" and "flash".
         things: number of things in a clip: 1, 2, or 0 for either.
-        materials, colours: drawn for each thing, of `MATERIALS` and `COLOURS`.
+        materials, colours, thing_sizes: drawn for each thing, of `MATERIALS`, `COLOURS` and `SIZES`.
+        fixed: whether a thing's first place and the brightness of wall and floor are the same in every clip; when
+            something happens still differs. For things that flash.
         flashes: the most flashes of a thing.
         frames: pictures of a clip.
         frame_rate: pictures per second.
@@ -99,6 +101,8 @@ class Generator:
     things: int = 1
     materials: tuple[str, ...] = tuple(MATERIALS)
     colours: tuple[str, ...] = tuple(COLOURS)
+    thing_sizes: tuple[str, ...] = tuple(SIZES)
+    fixed: bool = False
     flashes: int = 3
     frames: int = 49
     frame_rate: float = 24.0
@@ -108,7 +112,8 @@ class Generator:
     shifted: float = 0.0
 
     def __post_init__(self) -> None:
-        for option, known in {"actions": ACTIONS, "materials": MATERIALS, "colours": COLOURS}.items():
+        known_words = {"actions": ACTIONS, "materials": MATERIALS, "colours": COLOURS, "thing_sizes": SIZES}
+        for option, known in known_words.items():
             drawn = getattr(self, option)
             for name in drawn:
                 if name not in known:
@@ -119,6 +124,11 @@ class Generator:
             raise ValueError(f"things={self.things}: use 1, 2, or 0 for one or two")
         if self.things != 1 and len(set(self.colours)) < 2:
             raise ValueError(f"colours={self.colours!r}: two things need two colours; name another, or use things=1")
+        if self.fixed and set(self.actions) != {"flash"}:
+            raise ValueError(
+                f"fixed=True: what falls is heard when its height says, so that actions={self.actions!r} need heights "
+                "that differ; use actions=('flash',)"
+            )
         if not 1 <= self.flashes <= 3:
             raise ValueError(f"flashes={self.flashes}: use 1 to 3")
         if self.frames / self.frame_rate < 1:
@@ -144,7 +154,7 @@ class Generator:
         samples = samples_of(self.frames, self.frame_rate, self.sample_rate)
         audio = np.zeros(samples, np.float32) if offset is None else sound(things, samples, self.sample_rate, offset)
         return Clip(
-            frames=self._pictures(things, draw.uniform(0.68, 0.82), draw.uniform(0.4, 0.5)),
+            frames=self._pictures(things, self._drawn(draw, 0.68, 0.82), self._drawn(draw, 0.4, 0.5)),
             frame_rate=self.frame_rate,
             audio=audio,
             sample_rate=self.sample_rate,
@@ -157,12 +167,18 @@ class Generator:
         """Clips first … first + count − 1."""
         return (self.clip(number) for number in range(first, first + count))
 
+    def _drawn(self, draw: np.random.Generator, low: float, high: float) -> float:
+        """A number between these, or always their middle."""
+        found = draw.uniform(low, high)
+        return (low + high) / 2 if self.fixed else float(found)
+
     def _things(self, draw: np.random.Generator) -> list[Thing]:
         """Things whose events are all at least `APART`; the two never look alike."""
         width, duration = self.size[1] / self.size[0], self.frames / self.frame_rate
         count = self.things or int(draw.integers(1, 3))
         while True:
-            places = [draw.uniform(0.3, 0.7)] if count == 1 else [draw.uniform(0.2, 0.3), draw.uniform(0.7, 0.8)]
+            sides = [(0.3, 0.7)] if count == 1 else [(0.2, 0.3), (0.7, 0.8)]
+            places = [self._drawn(draw, *side) for side in sides]
             things = [self._thing(draw, x * width) for x in places]
             times = sorted(time for thing in things for time in thing.events)
             near = np.diff(times)
@@ -173,7 +189,7 @@ class Generator:
     def _thing(self, draw: np.random.Generator, x: float) -> Thing:
         duration = self.frames / self.frame_rate
         action, material = str(draw.choice(self.actions)), str(draw.choice(list(self.materials)))
-        colour, size = str(draw.choice(list(self.colours))), str(draw.choice(list(SIZES)))
+        colour, size = str(draw.choice(list(self.colours))), str(draw.choice(list(self.thing_sizes)))
         if action == "flash":
             latest = duration - MARGIN - LIT / self.frame_rate
             count = int(draw.integers(1, self.flashes + 1))
@@ -181,7 +197,7 @@ class Generator:
                 times = np.sort(draw.uniform(MARGIN, latest, count))
                 if (np.diff(times) >= (LIT + 2) / self.frame_rate + 0.05).all():
                     break
-            bottom = float(draw.uniform(0.4, FLOOR))
+            bottom = self._drawn(draw, 0.4, FLOOR)
             return Thing(action, material, colour, size, x, bottom, tuple(times.tolist()), (1.0,) * count)
         drop = float(draw.uniform(0.12, FLOOR - 2 * SIZES[size][0] - 0.02))
         events, strengths = impacts(drop, MATERIALS[material].keeps, duration)

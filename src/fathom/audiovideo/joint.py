@@ -38,6 +38,7 @@ def joint_forward(
     video_timestep: Float[Tensor, " B"],
     audio_timestep: Float[Tensor, " B"],
     scale: Float[Tensor, " B"] | None = None,
+    *,
     compiled_layer: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Float[Tensor, "B Cv f h w"], Float[Tensor, "B Ca l"]]:
     """Velocities of both modalities.

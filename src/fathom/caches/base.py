@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fathom.caches import versions
 from fathom.caches.budgets import NotReachable, largest_budget
 from fathom.caches.rope import SlotRope
+from fathom.decoding.fixed import Slots
 from fathom.decoding.growing import with_room
 from fathom.decoding.prompt import tokens_at_once
 from fathom.ops.autocast import product_dtype, without_autocast
@@ -291,14 +292,13 @@ class State(ABC):
 class Appending(State):
     """A state whose one-token steps append keys and values as they come, so that they can be recorded.
 
-    fixed: while they are (`fathom.decoding.fixed`): the slot [1] that a new token goes to, and the slots [B,1,1,R] that
-    count, of which the new one is one already.
+    fixed: while they are, where a new token goes and which slots count, its own among them.
     most: slots that are ever held; None: as many as there are tokens.
     """
 
     key: Tensor | None
     value: Tensor | None
-    fixed: tuple[Tensor, Tensor] | None = None
+    fixed: Slots | None = None
     most: int | None = None
 
     @property
@@ -311,10 +311,14 @@ class Appending(State):
         """Slots held at which `make_room` is called before the next recorded step; None: a step changes no others."""
         return self.most
 
-    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
-        """Move what is stored into buffers with as many slots as `visible` has; the first `length` are filled."""
-        self.key, self.value = (with_room(held, length, visible.shape[3]) for held in (self.key, self.value))
-        self.fixed = place, visible
+    def fix(self, slots: Slots) -> None:
+        """Move what is stored into buffers with the room of `slots`; the first `slots.length` are filled."""
+        self.key, self.value = (with_room(held, slots.length, slots.room) for held in (self.key, self.value))
+        self.fixed = slots
+
+    def shared(self, slots: Slots) -> tuple[Tensor, ...]:
+        """What every state of `slots` reads in a step, and one makes for all."""
+        return ()
 
     def release(self, length: int) -> None:
         """Hold the first `length` slots alone, as before `fix`: copies, as views would keep the room."""
@@ -329,11 +333,10 @@ class Appending(State):
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`attend` for one token while steps are recorded."""
         assert self.key is not None and self.value is not None and self.fixed is not None
-        place, visible = self.fixed
-        self.key.index_copy_(2, place, key)
-        self.value.index_copy_(2, place, value)
+        self.key.index_copy_(2, self.fixed.place, key)
+        self.value.index_copy_(2, self.fixed.place, value)
         self.seen += 1
-        return filled_attention(query, self.key, self.value, visible, scaling)
+        return filled_attention(query, self.key, self.value, self.fixed.visible, scaling)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -6,6 +6,18 @@ import dataclasses
 from typing import Literal
 
 CLEANING = ("references", "acknowledgements", "affiliations", "running heads", "page numbers", "hyphenation")
+# What is read only beside another option.
+BESIDE = {
+    "language_confidence": "language",
+    "known_words": "max_unknown",
+    "ngram": "near_duplicates",
+    "permutations": "near_duplicates",
+    "bands": "near_duplicates",
+    "similarity": "near_duplicates",
+    "benchmark_ngram": "benchmarks",
+    "benchmark_shortest": "benchmarks",
+    "min_score": "judge_model",
+}
 MODELS = ("perplexity_model", "classifier_model", "judge_model")  # options that name a checkpoint, in their order
 
 
@@ -121,3 +133,9 @@ class Curation:
             "be given with a bound of the perplexity, and only so",
         )
         require(1 <= self.min_score <= 5, "min_score", "be from 1 to 5")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, other in BESIDE.items():
+            given = getattr(self, name) == defaults[name] or getattr(self, other) not in (None, False)
+            require(given, name, f"be left out with {other}={getattr(self, other)!r}, without which nothing reads it")
+        asks = any(getattr(self, name) for name in MODELS) or self.model_characters == defaults["model_characters"]
+        require(asks, "model_characters", f"be left out where no model is asked ({', '.join(MODELS)})")

@@ -6,7 +6,8 @@ looked for by bands (LSH): with 16 bands of 8 permutations a pair is found with 
 J = 0.8. What is found is held against the threshold by all 128, so a pair that merely shares a band stays.
 
 datasketch makes the signatures. Its LSH keeps every band in a dictionary and datatrove's keeps no signature to check a
-pair by, nor names the original: here a band is one sort of a column, and memory is 4 bytes a permutation and document.
+pair by, nor names the original: here a band is one sort of a column. Pairs are counted band by band, so that memory
+holds one at a time: 4 bytes for each of its permutations and document, and what sorts them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from datasketch import MinHash
@@ -25,6 +26,8 @@ from fathom.curation.words import ngrams
 _SCHEME = "affine32"
 _EMPTY = np.uint32(2**32 - 1)  # the least hash of no n-gram
 _CHUNK = 4096  # n-grams that are permuted at once: 2 MiB
+_PAIRS = 65536  # that are compared at once
+Band = Callable[[int], np.ndarray]
 
 
 @functools.cache
@@ -60,20 +63,17 @@ class Match:
     similarity: float | None  # None: the texts are equal
 
 
-def matches(digests: Sequence[bytes], signatures: np.ndarray | None, config: Curation) -> list[Match]:
+def matches(digests: Sequence[bytes] | np.ndarray, band: Band | None, config: Curation) -> list[Match]:
     """The documents to drop, in order: all of a group of duplicates but its first.
 
-    signatures: [documents, permutations], or None. Near duplicates are joined in chains: A ~ B ~ C is one group.
+    digests: 16 bytes each.   band: gives the columns of the signatures that a band compares, [documents, columns].
+    Without one: equal texts alone. Near duplicates are joined in chains: A ~ B ~ C is one group.
     """
-    first: dict[bytes, int] = {}
-    found: dict[int, Match] = {}
-    for number, key in enumerate(digests):
-        original = first.setdefault(key, number)
-        if original != number:
-            found[number] = Match(number, original, None)
-    if config.near_duplicates and signatures is not None:
-        unique = np.fromiter(first.values(), dtype=np.int64, count=len(first))
-        unique = unique[(signatures[unique] != _EMPTY).any(axis=1)]  # texts without a word have nothing in common
+    first = _firsts(np.asarray(digests, dtype="V16"))
+    found = {int(n): Match(int(n), int(first[n]), None) for n in np.flatnonzero(first != np.arange(len(first)))}
+    if config.near_duplicates and band is not None and len(first):
+        unique = np.flatnonzero(first == np.arange(len(first)))
+        unique = unique[(band(0)[unique] != _EMPTY).any(axis=1)]  # texts without a word have nothing in common
         group: dict[int, int] = {}  # document -> one before it that it is grouped with
 
         def root(number: int) -> int:
@@ -82,13 +82,13 @@ def matches(digests: Sequence[bytes], signatures: np.ndarray | None, config: Cur
                 number = group[number]
             return number
 
-        for a, b in _pairs(signatures, unique, config):
+        pairs = _pairs(band, unique, config)
+        for a, b in pairs[_similarity(band, pairs, config) >= config.similarity].tolist():
             low, high = sorted((root(a), root(b)))
             if low != high:
                 group[high] = low
-        for number in sorted(group):
-            original = root(number)
-            alike = float(np.mean(signatures[number] == signatures[original]))
+        near = np.array([(number, root(number)) for number in sorted(group)], dtype=np.int64).reshape(-1, 2)
+        for (number, original), alike in zip(near.tolist(), _similarity(band, near, config).tolist(), strict=True):
             found[number] = Match(number, original, alike)
         for number, match in found.items():  # equal to one that is dropped
             if match.similarity is None and match.original in group:
@@ -96,24 +96,41 @@ def matches(digests: Sequence[bytes], signatures: np.ndarray | None, config: Cur
     return [found[number] for number in sorted(found)]
 
 
-def _pairs(signatures: np.ndarray, unique: np.ndarray, config: Curation) -> Iterator[tuple[int, int]]:
-    """Pairs of documents that share a band and are as similar as asked: each with the first of its bucket, and with
-    the one before it there."""
-    rows = config.permutations // config.bands
-    for band in range(config.bands):
-        columns = np.ascontiguousarray(signatures[unique, band * rows : (band + 1) * rows])
-        keys = columns.view(np.dtype((np.void, columns.dtype.itemsize * rows))).ravel()
-        order = np.argsort(keys, kind="stable")
-        same = keys[order[1:]] == keys[order[:-1]]
-        if not same.any():
-            continue
-        place = np.arange(len(order))
-        start = np.maximum.accumulate(np.where(np.concatenate([[True], ~same]), place, 0))  # of each one's bucket
-        later = place[1:][same]
-        pairs = np.unique(np.concatenate([
-            np.stack([order[start[later]], order[later]], axis=1), np.stack([order[later - 1], order[later]], axis=1)
-        ]), axis=0)  # fmt: skip
-        for some in np.array_split(pairs, -(-len(pairs) // 65536)):
-            a, b = unique[some[:, 0]], unique[some[:, 1]]
-            alike = np.mean(signatures[a] == signatures[b], axis=1) >= config.similarity
-            yield from zip(a[alike].tolist(), b[alike].tolist())
+def _runs(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order that sorts keys [n], equal ones in theirs, and where in it each one's run of equal keys begins."""
+    order = np.argsort(keys, kind="stable")
+    begins = np.ones(len(keys), dtype=bool)
+    begins[1:] = keys[order[1:]] != keys[order[:-1]]
+    return order, np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
+
+
+def _firsts(keys: np.ndarray) -> np.ndarray:
+    """Of each of keys [n] the number of the first that equals it."""
+    order, start = _runs(keys)
+    first = np.empty(len(keys), dtype=np.int64)
+    first[order] = order[start]
+    return first
+
+
+def _pairs(band: Band, unique: np.ndarray, config: Curation) -> np.ndarray:
+    """Pairs [n, 2] of the documents `unique` that share a band: each with the first of its bucket, and with the one
+    before it there."""
+    found, rows = np.zeros(0, dtype=np.int64), config.permutations // config.bands
+    for number in range(config.bands):
+        columns = np.ascontiguousarray(band(number)[unique])
+        order, start = _runs(columns.view(np.dtype((np.void, columns.dtype.itemsize * rows))).ravel())
+        later = np.flatnonzero(start != np.arange(len(order)))
+        for earlier in (start[later], later - 1):
+            found = np.union1d(found, order[earlier] * len(unique) + order[later])
+    return unique[np.stack(np.divmod(found, max(1, len(unique))), axis=1)]
+
+
+def _similarity(band: Band, pairs: np.ndarray, config: Curation) -> np.ndarray:
+    """Share [n] of the permutations in which the signatures of pairs [n, 2] agree."""
+    equal = np.zeros(len(pairs), dtype=np.int64)
+    for number in range(config.bands if len(pairs) else 0):
+        columns = band(number)
+        for begin in range(0, len(pairs), _PAIRS):
+            some = pairs[begin : begin + _PAIRS]
+            equal[begin : begin + _PAIRS] += (columns[some[:, 0]] == columns[some[:, 1]]).sum(axis=1)
+    return equal / config.permutations

@@ -235,11 +235,12 @@ def _sift(
             keys.append(digest(document.text))
             if config.near_duplicates:
                 signatures.append(signature(identities(document.text), config))
-    arrays = {"digests": np.frombuffer(b"".join(keys), dtype="V16")}
+    _save(work / f"digests_{rank}.npy", np.frombuffer(b"".join(keys), dtype="V16"))
     if config.near_duplicates:
-        arrays["signatures"] = np.array(signatures, dtype=np.uint32).reshape(-1, config.permutations)
-    with whole(work / f"keys_{rank}.npz") as partial, partial.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        rows = np.array(signatures, dtype=np.uint32).reshape(
+            len(keys), config.bands, config.permutations // config.bands
+        )
+        _save(work / f"bands_{rank}.npy", np.ascontiguousarray(rows.transpose(1, 0, 2)))
     write_json(work / f"account_{rank}.json", account.to_dict())
 
 
@@ -278,11 +279,10 @@ def _passes(document: Document, filters: list[tuple[str, BaseFilter]], account: 
 
 def _match(work: Path, tasks: int, config: Curation) -> None:
     """Write for every shard which of its documents are copies, of what, and how alike they are."""
-    loaded = [np.load(work / "sift" / f"keys_{rank}.npz") for rank in range(tasks)]
-    digests = [bytes(key) for keys in loaded for key in keys["digests"]]
-    signatures = np.concatenate([keys["signatures"] for keys in loaded]) if config.near_duplicates else None
-    starts = np.cumsum([0, *(len(keys["digests"]) for keys in loaded)])
-    found = matches(digests, signatures, config)
+    loaded = [np.load(work / "sift" / f"digests_{rank}.npy") for rank in range(tasks)]
+    starts = np.cumsum([0, *map(len, loaded)])
+    band = functools.partial(_band, work / "sift", tasks) if config.near_duplicates else None
+    found = matches(np.concatenate(loaded), band, config)
     names = _names(work, {match.original for match in found}, starts)
     copies: list[dict[str, Any]] = [{} for _ in range(tasks)]
     for match in found:
@@ -293,6 +293,16 @@ def _match(work: Path, tasks: int, config: Curation) -> None:
     for rank, some in enumerate(copies):
         write_json(work / f"copies_{rank}.json", some)
     (work / "matched").touch()
+
+
+def _band(folder: Path, tasks: int, number: int) -> np.ndarray:
+    """A band of the signatures of all shards, [documents, permutations of a band]."""
+    return np.concatenate([np.load(folder / f"bands_{rank}.npy", mmap_mode="r")[number] for rank in range(tasks)])
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with whole(path) as partial, partial.open("wb") as file:
+        np.save(file, array)
 
 
 def _names(work: Path, numbers: set[int], starts: np.ndarray) -> dict[int, str]:

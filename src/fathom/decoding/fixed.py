@@ -40,12 +40,14 @@ class Slots:
 
     states: of a compressed cache; empty for the layers of a full one.
     stages: number of slots that a step adds.
+    shared: data that the states derive from the place once a step, and that all of them read.
     """
 
     def __init__(self, visible: Tensor, states: list[Any], stages: int = 1):
         self.visible, self.states, self.stages, self.length = visible, states, stages, visible.shape[3]
         self.place = torch.full((1,), self.length, device=visible.device)
         self.new = torch.arange(stages, device=visible.device)
+        self.shared: tuple[Tensor, ...] = ()
 
     @property
     def room(self) -> int:
@@ -59,10 +61,12 @@ class Slots:
         visible[..., : self.length] = self.visible[..., : self.length]
         self.visible = visible
         for state in self.states:
-            state.fix(self.place, visible, self.length)
+            state.fix(self)
 
     def begin(self) -> None:
         """Begin a step: make its slots visible."""
+        if self.states:
+            self.shared = self.states[0].shared(self)
         self.visible.index_fill_(3, self.place if self.stages == 1 else self.place + self.new, True)
 
     def compress(self) -> None:

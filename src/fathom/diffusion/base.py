@@ -71,6 +71,7 @@ class View:
         others: highest probability of every hidden token outside the block that the pass predicted, and its row; for
             policies with `beyond_block`.
         step, steps: of this block.
+        of_step: what the policy's `of_step` made of them.
         generators: of the rows.
         whole: in a step of fixed shape, which policies that say `fixed_shape` have on a GPU.
     """
@@ -84,6 +85,7 @@ class View:
     step: int
     steps: int
     generators: Sequence[torch.Generator]
+    of_step: Tensor | None = None
     whole: bool = False
 
     def spread(self, values: Float[Tensor, " N"]) -> Float[Tensor, "B n"]:
@@ -107,7 +109,7 @@ class Policy:
 
     Attributes:
         fixed_shape: `rank` and `count` are of the view alone, of which they read no value and no step but whether it is
-            the last; so a step may be recorded.
+            the last, and what `of_step` says; memory stays where it is. So a step may be recorded.
         beyond_block: whether it reads `View.others`.
         whole_block: whether it reads `View.hidden` of all tokens of the block.
     """
@@ -119,6 +121,10 @@ class Policy:
 
     def new_memory(self, rows: int) -> Any:
         """The object in which the policy keeps values from step to step of one generate() call."""
+        return None
+
+    def of_step(self, block: Block, step: int, device: torch.device) -> Tensor | None:
+        """What `rank` needs of a step's number, in one shape for all steps of a block."""
         return None
 
     def rank(self, view: View, memory: Any) -> Float[Tensor, "B n"]:

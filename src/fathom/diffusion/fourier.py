@@ -15,14 +15,13 @@ authors' code keeps one history for all rows and lets NaN into it.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from fractions import Fraction
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fathom.diffusion.base import Policy, View, check_option
@@ -37,24 +36,24 @@ def band(length: int, rho: float, step: int, steps: int) -> tuple[int, int, int]
     return bins, first, width
 
 
-def band_score(hidden: Float[Tensor, "B n d"], first: int, width: int) -> Float[Tensor, "B n"]:
-    """φ: each token's energy in the bins first … first + width − 1 / the row's largest such energy."""
+def band_score(hidden: Float[Tensor, "B n d"], inside: Bool[Tensor, " K"]) -> Float[Tensor, "B n"]:
+    """φ: each token's energy in the bins inside the band / the row's largest such energy."""
     length = hidden.shape[1]
     spectrum = torch.fft.rfft(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=1)
-    inside = torch.zeros_like(spectrum)
-    inside[:, first : first + width] = spectrum[:, first : first + width]
-    energy = torch.fft.irfft(inside, n=length, dim=1).square().sum(-1)
+    energy = torch.fft.irfft(spectrum.masked_fill(~inside[:, None], 0), n=length, dim=1).square().sum(-1)
     return energy / (energy.amax(1, keepdim=True) + 1e-8)
 
 
-def calibrate(history: collections.deque[float], value: float, low: float, high: float) -> float:
-    """β for a variance, which is added to the history. An undefined variance is not added, and gives the largest β."""
-    if math.isnan(value):
-        return high
-    history.append(value)
-    percent = 100 * sum(old < value for old in history) / len(history)
-    share = 0.5 * (1 + math.erf(3 * (percent - 50) / 50 / math.sqrt(2)))
-    return low + (1 - share) * (high - low)
+def calibrate(
+    history: Float[Tensor, "H size"], values: Float[Tensor, " H"], low: float, high: float
+) -> Float[Tensor, " H"]:
+    """β of every row's variance, which is added to its history: what is not yet there is NaN. An undefined variance is
+    not added, and gives the largest β."""
+    undefined = values.isnan()
+    history.copy_(torch.where(undefined[:, None], history, torch.cat([history[:, 1:], values[:, None]], dim=1)))
+    percent = 100 * (history < values[:, None]).sum(1) / (~history.isnan()).sum(1)
+    share = 0.5 * (1 + torch.erf(3 * (percent.double() - 50) / 50 / math.sqrt(2)))
+    return torch.where(undefined, high, low + (1 - share) * (high - low))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +100,27 @@ class Fourier(Policy):
     def beyond_block(self) -> bool:  # type: ignore[override]
         return self.variance_scope == "sequence"
 
+    @property
+    def fixed_shape(self) -> bool:  # type: ignore[override]
+        return self.variance_scope == "block" and self.gate is None and self.phi != "noise"
+
+    def of_step(self, block, step, device):
+        """The bins of the band, of which a recorded step is told."""
+        bins, first, width = band(block.stop - block.start, self.rho, 0 if self.phi == "low" else step, block.steps)
+        inside = torch.zeros(bins, dtype=torch.bool)
+        inside[first : first + width] = True
+        return inside.to(device)
+
     def new_memory(self, rows: int) -> Any:
-        histories = rows if self.history == "per_row" else 1
-        return [collections.deque(maxlen=self.history_size) for _ in range(histories)]
+        """The last variances of each history, made where the first ones lie."""
+        return []
 
     def rank(self, view, memory):
-        phi = self.energies(view)
-        beta = [
-            calibrate(history, value, self.beta_min, self.beta_max)
-            for history, value in zip(memory, self.variances(view), strict=True)
-        ]
-        weight = torch.tensor(beta, dtype=phi.dtype, device=phi.device)[:, None]
-        rank = view.probability.to(phi.dtype) + weight * phi
+        phi, variances = self.energies(view), self.variances(view)
+        if not memory:
+            memory.append(variances.new_full((len(variances), self.history_size), torch.nan))
+        beta = calibrate(memory[0], variances, self.beta_min, self.beta_max)
+        rank = view.probability.to(phi.dtype) + beta.to(phi.dtype)[:, None] * phi
         if self.gate is None:
             return rank
         share = self.gate + (1 - self.gate) * (view.step + 1) / view.steps
@@ -122,19 +130,24 @@ class Fourier(Policy):
 
     def energies(self, view: View) -> Float[Tensor, "B n"]:
         """φ of this step."""
-        length = view.candidates.shape[1]
         if self.phi == "noise":
-            device = view.candidates.device
+            length, device = view.candidates.shape[1], view.candidates.device
             return torch.stack([torch.rand(length, generator=g, device=device) for g in view.generators])
-        assert view.hidden is not None
-        _, first, width = band(length, self.rho, view.step, view.steps)
-        return band_score(view.hidden, 0 if self.phi == "low" else first, width)
+        assert view.hidden is not None and view.of_step is not None
+        return band_score(view.hidden, view.of_step)
 
-    def variances(self, view: View) -> list[float]:
+    def variances(self, view: View) -> Float[Tensor, " H"]:
         """Unbiased variance of the highest probabilities over hidden tokens, for each history; NaN for
         fewer than two.
         """
         values = view.log_probs.amax(-1).exp()
+        if view.whole:  # of all tokens of the block, hidden or not
+            shape = (1, -1) if self.history == "global" else view.candidates.shape
+            values, inside = values.double().view(shape), view.candidates.reshape(shape)
+            number = inside.sum(1)
+            mean = (values * inside).sum(1) / number
+            spread = ((values - mean[:, None]).square() * inside).sum(1)
+            return (spread / (number - 1)).where(number > 1, torch.nan)
         rows = view.candidates.nonzero()[:, 0]
         if view.others is not None:
             values, rows = torch.cat([values, view.others[0]]), torch.cat([rows, view.others[1]])
@@ -144,4 +157,4 @@ class Fourier(Policy):
         values, number = values.double(), torch.bincount(rows, minlength=count).double()
         mean = torch.zeros_like(number).index_add_(0, rows, values) / number
         spread = torch.zeros_like(number).index_add_(0, rows, (values - mean[rows]).square())
-        return (spread / (number - 1)).where(number > 1, torch.nan).tolist()
+        return (spread / (number - 1)).where(number > 1, torch.nan)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fathom.diffusion.base import check_option
+from fathom.diffusion.passes import NAME as SAMPLING
 from fathom.models.method import check_choice
 
 
@@ -105,9 +106,14 @@ def rotary(model: Any) -> tuple[float, int, int]:
 @torch.no_grad()
 def rescale(model: Any, factor: float) -> None:
     """Multiply the base by λ, in the config and in the table of frequencies. Repeated factors multiply; a factor of 1
-    changes no bit."""
+    changes no bit. Raises ValueError within the model's `generate`."""
     base, width, _ = rotary(model)
     config, module = model.config, model.get_decoder().rotary_emb
+    if config._attn_implementation == SAMPLING:
+        raise ValueError(
+            f"{type(model).__name__}: its generate() runs, whose block cache may hold keys of the present base; "
+            "rescale before it, or when it has ended"
+        )
     rope = dict(config.rope_parameters)
     rope.setdefault("unscaled_rope_theta", base)
     rope["rope_theta"] = base * factor

@@ -16,7 +16,9 @@ the tokens that it gets alone (up to rounding).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -92,8 +94,12 @@ class DiffusionGenerationConfig:
     def __post_init__(self) -> None:
         from fathom.diffusion import BLOCK_CACHES, POLICIES
 
-        for axis, known in (("policy", POLICIES), ("block_cache", BLOCK_CACHES)):
+        whole = ("max_new_tokens", "block_length", "steps", "top_k", "mask_token_id", "pad_token_id")
+        check_kinds(self, whole, ("temperature", "top_p", "cfg_scale"))
+        for axis, known, kind in (("policy", POLICIES, Policy), ("block_cache", BLOCK_CACHES, BlockCache)):
             value = getattr(self, axis)
+            if not isinstance(value, str | kind) and not (value is None and kind is BlockCache):
+                self._refuse(axis, f"give a name, or a method such as {next(iter(known.values())).__name__}()")
             if isinstance(value, str):
                 if value not in known:
                     self._refuse(axis, f"no such method{nearest(value, list(known))}; there are {', '.join(known)}")
@@ -170,6 +176,15 @@ class DiffusionOutput:
     cache_bytes: int
 
 
+def check_kinds(config: Any, whole: Sequence[str], real: Sequence[str]) -> None:
+    """Raise ValueError unless these fields of a config, where they are given, are whole or real numbers."""
+    for names, kind, said in ((whole, numbers.Integral, "a whole number"), (real, numbers.Real, "a number")):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise ValueError(f"{name}={value!r}: must be {said}")
+
+
 def configured(
     config: Any,
     options: dict[str, Any],
@@ -228,7 +243,7 @@ class Sampler:
     def __init__(self, model: Any, inputs: Any, attention_mask: Any, config: DiffusionGenerationConfig):
         self.model, self.config = model, config
         check_model(model)
-        if inputs is None or inputs.ndim != 2 or not len(inputs):
+        if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not len(inputs):
             raise ValueError("inputs: give token ids [rows, tokens]; a prompt may have no tokens ([rows, 0])")
         self.mask_id, self.shift = mask_token(model, config)
         self.size = own_blocks(model)
@@ -400,11 +415,15 @@ class Sampler:
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
         first_alone = config.block_cache.first_reveal(block, step)  # type: ignore[union-attr]
+        of_step = policy.of_step(block, step, canvas.device)
         place = None if first_alone else self.fixed_place(block, columns)
         if place is not None:
             size = block.stop - block.start
-            inputs = states[:, place : place + size], hidden[:, block.start : block.stop], quota
-            return self.fixed_step(*inputs, passes=cache.passes, last=step == block.steps - 1)
+            inputs = [states[:, place : place + size], hidden[:, block.start : block.stop], quota]
+            inputs += [] if of_step is None else [of_step]
+            if step == block.steps - 1:
+                return self.reveal(memory, *inputs, last=True)
+            return cache.passes.replayed("reveal", functools.partial(self.reveal, memory), *inputs)
         # guidance computes the same columns of both halves
         at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
         candidates = hidden[:, block.start : block.stop] & (at >= 0)
@@ -434,6 +453,7 @@ class Sampler:
             step=step,
             steps=block.steps,
             generators=self.generators,
+            of_step=of_step,
         )
         view.tokens[row, column] = found
         view.probability[row, column] = log_probs.gather(1, found[:, None])[:, 0].exp()
@@ -460,19 +480,10 @@ class Sampler:
         place = start - columns.start
         return place if 0 <= place <= columns.index.shape[1] - (block.stop - block.start) else None
 
-    def fixed_step(
-        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], *, passes: Passes,
-        last: bool,
-    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
-        """`step` after its pass, of fixed shape: recorded, but for a block's last step."""
-        inputs = states, hidden, quota
-        if last:
-            return self.reveal(*inputs, last=True)
-        return passes.replayed("reveal", self.reveal, *inputs)
-
     def reveal(
-        self, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"], last: bool = False
-    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        self, memory: Any, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"],
+        of_step: Tensor | None = None, *, last: bool = False,
+    ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:  # fmt: skip
         """The tokens that a step reveals, −1 elsewhere, and their probabilities, given the states that predict every
         token of the block. It reads no value, and all shapes are those of its arguments."""
         rows = len(hidden)
@@ -489,14 +500,15 @@ class Sampler:
             log_probs=log_probs,
             tokens=found.view_as(hidden).masked_fill(~hidden, 0),
             probability=probability.view_as(hidden).masked_fill(~hidden, 0),
-            hidden=None,
+            hidden=states[:rows],
             others=None,
             step=int(last),
             steps=2,
             generators=self.generators,
+            of_step=of_step,
             whole=True,
         )
-        return self.decide(view, quota, None)
+        return self.decide(view, quota, memory)
 
     def decide(
         self, view: View, quota: Int[Tensor, " B"], memory: Any
@@ -587,7 +599,9 @@ def truncate(logits: Float[Tensor, "N V"], top_k: int | None, top_p: float | Non
 
 
 def seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """One seed a row. Raises ValueError for a list of another length."""
+    """One seed a row. Raises ValueError for a list of another length, and for what is no whole number."""
+    if isinstance(seed, str) or not all(isinstance(one, int) for one in ([seed] if isinstance(seed, int) else seed)):
+        raise ValueError(f"seed={seed!r}: give a whole number, or one a row")
     if isinstance(seed, int):
         return [seed + 1_000_003 * row for row in range(rows)]
     if len(seed) != rows:

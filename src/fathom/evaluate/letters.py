@@ -318,7 +318,7 @@ def _scored(chances: Tensor, gold: int) -> float:
 def _summary(questions: Sequence[ChoiceQuestion], scored: Sequence[float]) -> dict[str, Any]:
     share = Share.of(scored)
     guessing = math.fsum(1 / len(question.labels) for question in questions) / len(questions)
-    signal = share.n > 1 and share.share - guessing > Z * share.error
+    signal = share.error is not None and share.share - guessing > Z * share.error
     return {
         "accuracy": share.share, "error": share.error, "n": share.n, "guessing": guessing, "signal": signal,
     }  # fmt: skip
@@ -363,9 +363,11 @@ def export_choices(
 
 def scores_of(result: dict[str, Any]) -> list[str]:
     """Lines of a result for the terminal."""
-    parts = {"all": result, **result.get("groups", {})}
-    return [
-        f"{name:16} {part['accuracy']:.4f} ± {part['error']:.4f}  guessing {part['guessing']:.4f}  n {part['n']:,}"
-        + ("" if part["signal"] else "  no signal")
-        for name, part in parts.items()
-    ]
+    lines = []
+    for name, part in {"all": result, **result.get("groups", {})}.items():
+        error = "" if part["error"] is None else f" ± {part['error']:.4f}"
+        signal = "" if part["signal"] else "  no signal"
+        lines.append(
+            f"{name:16} {part['accuracy']:.4f}{error}  guessing {part['guessing']:.4f}  n {part['n']:,}{signal}"
+        )
+    return lines

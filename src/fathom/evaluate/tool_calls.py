@@ -25,10 +25,10 @@ class ToolQuestion:
 
 @dataclass(frozen=True)
 class Share:
-    """A share of n, and its standard error √(p (1 − p) / (n − 1)), as lm_eval's."""
+    """A share of n, and its standard error √(p (1 − p) / (n − 1)), as lm_eval's; None for one."""
 
     share: float
-    error: float
+    error: float | None
     n: int
 
     @classmethod
@@ -36,7 +36,7 @@ class Share:
         n = len(right)
         mean = math.fsum(right) / n
         spread = math.fsum((value - mean) ** 2 for value in right)
-        return cls(mean, math.sqrt(spread / (n - 1) / n) if n > 1 else math.nan, n)
+        return cls(mean, math.sqrt(spread / (n - 1) / n) if n > 1 else None, n)
 
 
 def read_questions(path: str | Path) -> list[ToolQuestion]:

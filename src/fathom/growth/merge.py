@@ -40,6 +40,12 @@ class Merge(GrowthMethod):
         check_choice(self.name, "how", self.how, ("linear", "slerp", "ties", "dare"))
         check_number(self.name, "weight", self.weight, 0.0)
         check_number(self.name, "density", self.density, 1e-6, 1.0)
+        for option, read_by in (("weight", ("slerp", "ties", "dare")), ("density", ("ties", "dare"))):
+            if getattr(self, option) != getattr(type(self), option) and self.how not in read_by:
+                raise ValueError(
+                    f"merge option {option}={getattr(self, option)!r}: how={self.how!r} does not read it; leave it "
+                    f"out, or use {' or '.join(read_by)}"
+                )
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:
         if self.how == "slerp" and branches != 2:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fathom.diffusion.base import check_tokens
-from fathom.diffusion.sampling import configured, seeds
+from fathom.diffusion.sampling import check_kinds, configured, seeds
 from fathom.latents.encoder import Latents
 from fathom.latents.process import LATEST, Process
 
@@ -73,6 +73,7 @@ class LatentGenerationConfig:
     return_dict_in_generate: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(self, ("max_new_tokens", "steps", "rows"), ("t_end", "temperature", "top_p"))
         for name, fine, rule in (
             ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= (0 if self.infill else 1),
              "must be at least 1"),
@@ -135,7 +136,7 @@ def _run(model: Any, inputs: Any, attention_mask: Any, config: LatentGenerationC
         if config.infill:
             raise ValueError("infill=True: give inputs with mask tokens")
         inputs = torch.zeros(config.rows, 0, dtype=torch.long, device=device)
-    if inputs.ndim != 2 or not len(inputs):
+    if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not len(inputs):
         raise ValueError("inputs: give token ids [rows, tokens]")
     real = torch.ones_like(inputs, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if real.shape != inputs.shape:

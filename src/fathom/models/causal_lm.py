@@ -338,6 +338,11 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         draft_passes: passes of a draft of `draft_tokens` tokens at a time, which one full forward verifies. Outputs are
             distributed as without a draft; `model.speculation` counts how many drafted tokens were accepted.
         """
+        config = kwargs.get("generation_config")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise ValueError(
+                f"generation_config of type {type(config).__name__}: an autoregressive model takes a GenerationConfig"
+            )
         if draft_passes is not None:
             kwargs = entry.named(args, kwargs)
             return speculate(self, super().generate, draft_passes, draft_tokens, kwargs)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, T5ForConditionalGeneration
 from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from fathom.models.encoder_configs import FathomT5Config
@@ -136,10 +137,12 @@ class FathomT5ForConditionalGeneration(EncoderModel, T5ForConditionalGeneration)
         """As in transformers, with `relation_ids` for the encoder."""
         if encoder_outputs is None:
             passed = {name: value for name, value in kwargs.items() if name.startswith("output_")}
-            encoder_outputs = self.encoder(
+            found = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, relation_ids=relation_ids,
-                inputs_embeds=inputs_embeds, **passed,
+                inputs_embeds=inputs_embeds, return_dict=True, **passed,
             )  # fmt: skip
+            # by name: transformers would take the first thing after the last state for the hidden states
+            encoder_outputs = BaseModelOutput(found.last_hidden_state, found.hidden_states, found.attentions)
         return super().forward(input_ids, attention_mask, encoder_outputs=encoder_outputs, **kwargs)
 
     def save_stock_pretrained(self, folder: str | os.PathLike) -> None:

@@ -66,12 +66,13 @@ class Related(nn.Module):
             raise ValueError(f"relation_ids of shape {tuple(relation_ids.shape)}: must be [texts, tokens, tokens]")
         shape = (relation_ids.shape[0], relation_ids.shape[1])
         check_ids(relation_ids, shape, len(self.method.tables()[0]))
+        before = self.ids
         # looked up as int64 by every layer, which keeps them for its backward pass: one tensor for all of them
         self.ids = relation_ids.to(self.method.tables()[0].device).long()
         try:
             yield
         finally:
-            self.ids = None
+            self.ids = before
 
     def save_pretrained(self, folder: str | Path) -> None:
         """The tables and their options, beside the model's own files."""
@@ -145,6 +146,10 @@ def attention(
                 "the relations of what it reads at once, from its first token on"
             )
         if len(query) != len(ids):
+            if module.training or len(query) % len(ids):
+                raise ValueError(
+                    f"relation_ids of {len(ids)} texts: the model reads {len(query)} texts; give the relations of each"
+                )
             ids = ids.repeat_interleave(len(query) // len(ids), dim=0)  # beams
         ids = ids.to(query.device)
         of_keys, of_values = (table.to(query.dtype) for table in related.method.tables())

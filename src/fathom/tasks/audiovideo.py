@@ -40,7 +40,7 @@ HELD_OUT = 1_000_000  # number of the first generated clip that is held out
 NOISE_SEED = 0  # of held-out clips
 BATCH = 16  # clips that are encoded, judged or made at once
 FAR = 500.0  # ms that stand for the offset of clips in which no sound belongs to an event
-DRAWN = ("actions", "materials", "colours")  # options that say what a generated thing may be
+DRAWN = ("actions", "materials", "colours", "thing_sizes")  # options that say what a generated thing may be
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -58,7 +58,8 @@ class AudioVideo(Task):
     train_clips, held_out_clips: number of generated clips; a folder gives all of its clips, up to `data.max_documents`.
     actions: of generated clips, "bounce" and "flash".
     things: in a generated clip, 1, 2, or 0 for either.
-    materials, colours: of generated things; None: all.
+    materials, colours, thing_sizes: of generated things; None: all.
+    fixed: generated things that flash stand in one place, before one wall; when they flash differs.
     flashes: the most flashes of a generated thing.
     shifted, silent: shares of generated training clips whose sound comes at the wrong time, or not at all.
     made: number of held-out captions and pictures from which a model makes clips to be judged.
@@ -82,6 +83,8 @@ class AudioVideo(Task):
     things: int = 1
     materials: tuple[str, ...] | None = None
     colours: tuple[str, ...] | None = None
+    thing_sizes: tuple[str, ...] | None = None
+    fixed: bool = False
     flashes: int = 3
     shifted: float = 0.0
     silent: float = 0.0
@@ -286,6 +289,7 @@ class AudioVideo(Task):
         if source == GENERATED:
             count = self.held_out_clips if held_out else self.train_clips
             options: dict[str, Any] = {} if held_out else {"shifted": self.shifted, "silent": self.silent}
+            options["fixed"] = self.fixed
             options |= {name: getattr(self, name) for name in DRAWN if getattr(self, name) is not None}
             made = Generator(
                 seed=data.seed, things=self.things, flashes=self.flashes, frames=self.frames,

@@ -23,6 +23,7 @@ from fathom.caches.channels import (
     load_channels,
     search_channels,
 )
+from fathom.decoding.fixed import Slots
 from fathom.ops import fourier_coefficients as fourier
 from fathom.ops import fourier_grid
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
@@ -303,10 +304,11 @@ class FourierState(Appending):
 
     # -- recorded steps
 
-    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+    def fix(self, slots: Slots) -> None:
+        length = slots.length
         self.middle = length - self.method.n_sink - self.method.n_local
         self.warn_outgrown()
-        room = min(visible.shape[3], self.window)
+        room = min(slots.room, self.window)
         for name in ("key", "value"):
             raw, local = getattr(self, f"raw_{name}"), getattr(self, f"local_{name}")
             store = raw.new_zeros(raw.shape[0], room, raw.shape[2])
@@ -316,7 +318,7 @@ class FourierState(Appending):
                 tokens = torch.arange(length - self.method.n_local, length, device=local.device)
                 ring = torch.empty_like(local).index_copy_(2, tokens % self.method.n_local, local)
                 setattr(self, f"local_{name}", ring)
-        self.fixed = place, visible
+        self.fixed = slots
 
     def release(self, length: int) -> None:
         self.middle = length - self.method.n_sink - self.method.n_local
@@ -333,21 +335,27 @@ class FourierState(Appending):
         self.check_room(1)
         raise AssertionError("a full window has no room")
 
+    def shared(self, slots: Slots) -> tuple[Tensor, ...]:
+        """The slot of the ring that gets the new token, the number of the middle that its old one gets, the basis of
+        the coefficients there, and which of raw_* count."""
+        method, like = self.method, self.coefficients_key  # type: ignore[attr-defined]
+        middle = slots.place - method.n_local - method.n_sink
+        basis = fourier.basis_at(middle, method.frequencies, self.window, like.dtype)
+        tokens = torch.arange(self.raw_key.shape[1], device=like.device)  # type: ignore[attr-defined]
+        return slots.place % method.n_local, middle, basis, tokens <= middle
+
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         assert self.fixed is not None
-        place, method = self.fixed[0], self.method
-        slot, middle = place % method.n_local, place - method.n_local - method.n_sink
+        slot, middle, basis, counts = self.fixed.shared
         for name, new in (("key", key), ("value", value)):
             side, ring = self.sides[name], getattr(self, f"local_{name}")
             coefficients = getattr(self, f"coefficients_{name}")
             x = flatten_heads(ring.index_select(2, slot))
             getattr(self, f"raw_{name}").index_copy_(1, middle, x[..., side.raw])
-            update = fourier.basis_at(middle, method.frequencies, self.window, coefficients.dtype)
-            coefficients.add_(update @ x[..., side.compressed].to(coefficients.dtype))
+            coefficients.add_(basis @ x[..., side.compressed].to(coefficients.dtype))
             ring.index_copy_(2, slot, new)
         self.seen += 1
-        tokens = torch.arange(self.raw_key.shape[1], device=key.device)  # type: ignore[attr-defined]
-        return self.attend_fft(query, scaling, tokens <= middle)
+        return self.attend_fft(query, scaling, counts)
 
     # -- attention
 

@@ -143,7 +143,7 @@ class FreqState(Appending):
 
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         assert self.key is not None and self.value is not None and self.fixed is not None
-        (place, visible), rope = self.fixed, self.context.rope
+        place, visible, rope = self.fixed.place, self.fixed.visible, self.context.rope
         self.key.index_copy_(2, place, key)
         self.value.index_copy_(2, place, value)
         self.seen += 1

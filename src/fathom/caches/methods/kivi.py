@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fathom.caches.base import Appending, CacheMethod, CacheShape, LayerContext, concat
 from fathom.caches.budgets import NotReachable, fullest
+from fathom.decoding.fixed import Slots
 from fathom.ops.bitpack import packed_bytes
 from fathom.ops.cached_attention import causal_attention
 from fathom.ops.group_quantize import Quantized, quantize
@@ -97,8 +98,8 @@ class KIVIState(Appending):
     """Codes of keys in groups [B,G,n_k/group,D,·] and of values [B,G,n_v,D/group,·]; the newest tokens in full.
 
     While steps are recorded the stores of codes have room, full keys lie in a ring of r = `residual` slots and full
-    values in one of r + 1, and every step codes the value that is r tokens old, and the keys of the ring anew: they
-    count once all are of one block, and those of values once they are so old.
+    values in one of r + 1. Every step codes the value that is r tokens old; keys are coded between two steps, when all
+    of the ring are of one block.
     """
 
     def __init__(self, method: KIVI):
@@ -112,6 +113,7 @@ class KIVIState(Appending):
         self.value_codes: Tensor | None = None
         self.value_scale: Tensor | None = None
         self.value_minimum: Tensor | None = None
+        self.blocks_end = 0  # tokens at which the next keys are coded, while steps are recorded
 
     @property
     def stored(self) -> int:
@@ -175,9 +177,14 @@ class KIVIState(Appending):
         self.key = keys[:, :, due_keys:].clone() if due_keys else keys
         self.value = values[:, :, due_values:].clone() if due_values else values
 
-    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
-        residual, group = self.method.residual, self.method.group
-        room = -(-visible.shape[3] // residual) * residual
+    @property
+    def due(self) -> int | None:
+        return self.blocks_end
+
+    def fix(self, slots: Slots) -> None:
+        residual, group, length = self.method.residual, self.method.group, slots.length
+        self.blocks_end = length // residual * residual + residual
+        room = -(-slots.room // residual) * residual
         assert self.key is not None and self.value is not None
         one_key = self.key.new_zeros(*self.key.shape[:2], 1, self.key.shape[3], group)
         one_value = self.value.new_zeros(*self.value.shape[:2], 1, self.value.shape[3] // group, group)
@@ -190,12 +197,14 @@ class KIVIState(Appending):
             setattr(self, name, store)
         if self.fixed is None:
             for name, ring, newest in (("key", residual, self.key), ("value", residual + 1, self.value)):
-                slots = torch.arange(length - newest.shape[2], length, device=newest.device) % ring
+                tokens = torch.arange(length - newest.shape[2], length, device=newest.device)
                 held = newest.new_zeros(*newest.shape[:2], ring, newest.shape[3])
-                setattr(self, name, held.index_copy_(2, slots, newest))
-        self.fixed = place, visible
+                setattr(self, name, held.index_copy_(2, tokens % ring, newest))
+        self.fixed = slots
 
     def release(self, length: int) -> None:
+        if length == self.due:
+            self.make_room()
         method = self.method
         coded_keys, coded_values = method.quantized(length)
         for name, count in zip(CODES, 3 * (coded_keys // method.group,) + 3 * (coded_values,), strict=True):
@@ -205,23 +214,34 @@ class KIVIState(Appending):
             setattr(self, name, held[:, :, torch.arange(first, length, device=held.device) % ring])
         self.fixed = None
 
+    def make_room(self) -> int:
+        """Code the keys of the ring, a block."""
+        assert self.key is not None
+        method, stop = self.method, self.blocks_end // self.method.group
+        groups = self.key.unflatten(2, (-1, method.group)).transpose(3, 4)
+        for store, tensor in zip(self.coded_keys(), quantize(groups, method.bits), strict=True):
+            store[:, :, stop - method.residual // method.group : stop] = tensor
+        self.blocks_end += method.residual
+        return self.seen
+
+    def shared(self, slots: Slots) -> tuple[Tensor, ...]:
+        """Where the new key, the new value and the value that is r tokens old lie, and the number of that token."""
+        residual = self.method.residual
+        oldest = (slots.place - residual).clamp(min=0)  # before there is one, what will be written over
+        return slots.place % residual, slots.place % (residual + 1), oldest % (residual + 1), oldest
+
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         assert self.key is not None and self.value is not None and self.fixed is not None
-        method, place, values = self.method, self.fixed[0], self.coded_values()
-        residual, group = method.residual, method.group
+        method, values, place = self.method, self.coded_values(), self.fixed.place
+        key_slot, value_slot, oldest_slot, oldest = self.fixed.shared
         assert values is not None
-        self.key.index_copy_(2, place % residual, key)
-        self.value.index_copy_(2, place % (residual + 1), value)
+        self.key.index_copy_(2, key_slot, key)
+        self.value.index_copy_(2, value_slot, value)
         output = ring_quantized_attention(
-            query, self.coded_keys(), values, self.key, self.value, place, method.bits, group, scaling
+            query, self.coded_keys(), values, self.key, self.value, place, method.bits, method.group, scaling
         )
-        oldest = (place - residual).clamp(min=0)  # before there is one, what will be written over
-        groups = self.value.index_select(2, oldest % (residual + 1)).unflatten(3, (-1, group))
+        groups = self.value.index_select(2, oldest_slot).unflatten(3, (-1, method.group))
         for store, tensor in zip(values, quantize(groups, method.bits), strict=True):
             store.index_copy_(2, oldest, tensor)
-        block = place // residual * (residual // group) + torch.arange(residual // group, device=place.device)
-        groups = self.key.unflatten(2, (-1, group)).transpose(3, 4)
-        for store, tensor in zip(self.coded_keys(), quantize(groups, method.bits), strict=True):
-            store.index_copy_(2, block, tensor)
         self.seen += 1
         return output

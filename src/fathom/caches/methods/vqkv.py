@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fathom.caches.base import Appending, CacheMethod, CacheShape, Calibration, LayerContext, concat
 from fathom.caches.budgets import NotReachable, fullest
 from fathom.caches.codebooks import Codebooks, CodebookTraining, load_codebooks, train_codebooks
+from fathom.decoding.fixed import Slots
 from fathom.ops.bitpack import pack, packed_bytes, unpack
 from fathom.ops.cached_attention import blockwise_attention, causal_attention
 from fathom.ops.code_attention import code_mix, code_scores, histogram_mix, lookup_scores
@@ -229,7 +230,7 @@ class VQState(Appending):
         return blockwise_attention(query, self.blocks, (keys, values), scaling)
 
     def attend_by_lookup(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, counts: tuple[Tensor, Tensor] | None = None
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, counts: Tensor | None = None
     ) -> Tensor:
         """counts: which of the codes and of keys and values count; None: all."""
         batch, heads, m, width = query.shape
@@ -247,7 +248,7 @@ class VQState(Appending):
             full = full.unflatten(2, (-1, m)).masked_fill(hidden, float("-inf")).flatten(2, 3)
         weights = torch.cat((middle, full), dim=-1)
         if counts is not None:
-            weights = weights.masked_fill(~torch.cat(counts), float("-inf"))
+            weights = weights.masked_fill(~counts, float("-inf"))
         of_codes, of_full = weights.softmax(-1).split((middle.shape[3], full.shape[3]), dim=-1)
         from_codes = mix(of_codes, value_codes, self.value_table())
         from_full = of_full.to(values.dtype) @ values
@@ -291,12 +292,12 @@ class VQState(Appending):
 
     # -- recorded steps
 
-    def fix(self, place: Tensor, visible: Tensor, length: int) -> None:
+    def fix(self, slots: Slots) -> None:
         sinks = self.method.n_sink
         for side, table in (("key", self.key_table()), ("value", self.value_table())):
             tail, codes = getattr(self, f"tail_{side}"), getattr(self, f"{side}_codes")
             zero = torch.zeros(*tail.shape[:2], 1, table.shape[1], dtype=torch.long, device=tail.device)
-            store = self.store_codes(zero, table).repeat(1, 1, visible.shape[3], 1)
+            store = self.store_codes(zero, table).repeat(1, 1, slots.room, 1)
             store[:, :, : self.coded] = 0 if codes is None else codes[:, :, : self.coded]
             setattr(self, f"{side}_codes", store)
             if self.fixed is None:
@@ -305,8 +306,8 @@ class VQState(Appending):
                 if sinks:
                     room[:, :, :sinks] = getattr(self, f"sink_{side}")
                 setattr(self, f"tail_{side}", room)
-        self.count = torch.full((1,), self.coded, device=place.device)
-        self.fixed = place, visible
+        self.count = torch.full((1,), self.coded, device=slots.place.device)
+        self.fixed = slots
 
     def release(self, length: int) -> None:
         if length == self.due:
@@ -330,15 +331,19 @@ class VQState(Appending):
         self.count.fill_(self.coded)
         return self.seen
 
+    def shared(self, slots: Slots) -> tuple[Tensor, ...]:
+        """Where in the tail the new token goes, and which codes and tokens in full count."""
+        assert self.count is not None and self.key_codes is not None and self.tail_key is not None
+        slot = slots.place - self.count
+        codes, full = (torch.arange(x.shape[2], device=slot.device) for x in (self.key_codes, self.tail_key))
+        return slot, torch.cat((codes < self.count, full <= slot))
+
     def attend_fixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        assert self.tail_key is not None and self.tail_value is not None and self.key_codes is not None
-        assert self.fixed is not None and self.count is not None
-        slot = self.fixed[0] - self.count
+        assert self.tail_key is not None and self.tail_value is not None and self.fixed is not None
+        slot, counts = self.fixed.shared
         self.tail_key.index_copy_(2, slot, key)
         self.tail_value.index_copy_(2, slot, value)
         self.seen += 1
-        codes, slots = (torch.arange(x.shape[2], device=key.device) for x in (self.key_codes, self.tail_key))
-        counts = codes < self.count, slots <= slot
         return self.attend_by_lookup(query, self.tail_key, self.tail_value, scaling, counts)
 
     # -- codes
