@@ -170,7 +170,7 @@ def test_every_cache_method_is_replayed_below_or_above() -> None:
 
 @pytest.fixture(scope="module")
 def codebooks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the model that the test below reads with."""
+    """Codebooks of the model that the test below uses."""
     path = str(tmp_path_factory.mktemp("vqkv") / "codebooks.safetensors")
     model = tiny_model(max_position_embeddings=128)
     VQKV.calibrate(model, tokens(4, 100), **VQKV.calibration.variant).save(path)  # type: ignore[union-attr]

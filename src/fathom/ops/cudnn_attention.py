@@ -25,7 +25,7 @@ def is_faulty() -> bool:
 
 @contextlib.contextmanager
 def sound_attention() -> Iterator[None]:
-    """Within it, scaled_dot_product_attention takes no kernel that has the fault: flash and the memory-efficient one
+    """A context in which scaled_dot_product_attention uses no kernel with the fault: flash and the memory-efficient one
     instead, also where a graph is compiled. Where cuDNN is sound nothing changes."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and not is_faulty())

@@ -2,8 +2,8 @@
 
     s_ij = c·q_i·(k_j + E_K[R_ij]) + mask,   a = softmax_j s,   o_i = Σ_j a_ij (v_j + E_V[R_ij])
 
-The paper has T5's encoder alone. A decoder reads its prompt with them and goes on without: what it writes has no
-relation to anything (id 0, a zero vector), so that a cached step is attention as it was.
+The paper has only T5's encoder. A decoder reads its prompt with relations, and writes without: its own tokens have no
+relation to others (id 0, a zero vector), so a cached step is ordinary attention.
 
     related = relate(model, {"name": "rasat", "init": "zero"})     # a model of transformers, BertModel or a Llama
     with related.reads(relation_ids):                              # [B, T, T] of the prompts
@@ -57,9 +57,11 @@ class Related(nn.Module):
 
     @contextlib.contextmanager
     def reads(self, relation_ids: Tensor) -> Iterator[None]:
-        """Within it the model reads these ids [B, T, T] wherever it reads T tokens at once: of the prompts for
-        `generate`, of whole texts for a forward in training, and for its backward pass where activations are
-        recomputed. 0 is no relation: an answer's tokens, and padding."""
+        """A context in which the model uses these ids [B, T, T] whenever it reads T tokens at once.
+
+        They are of the prompts for `generate`, of whole texts for a forward in training and for its backward pass where
+        activations are recomputed. Id 0 is no relation, for tokens of an answer and padding.
+        """
         if relation_ids.ndim != 3:
             raise ValueError(f"relation_ids of shape {tuple(relation_ids.shape)}: must be [texts, tokens, tokens]")
         shape = (relation_ids.shape[0], relation_ids.shape[1])
@@ -89,7 +91,7 @@ class Related(nn.Module):
 
 
 class _Width:
-    """What a method asks of a config."""
+    """The fields of a config that a method reads."""
 
     host = "t5"
 
@@ -130,7 +132,7 @@ def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As transformers' `AttentionInterface` wants it: (output [B, T, h, d], weights)."""
+    """Attention with relations as a function of transformers' `AttentionInterface`: (output [B, T, h, d], weights)."""
     scaling = module.scaling if scaling is None else scaling
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

@@ -240,7 +240,7 @@ class Task:
             if getattr(data, name) != getattr(DataConfig, name):
                 limit = "" if "max_documents" in self.unused else " (max_documents limits rows)"
                 raise ValueError(
-                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
+                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and does not use it; "
                     f"leave it out{limit}"
                 )
 
