@@ -3,7 +3,8 @@
     s_ij = c·q_i·(k_j + E_K[R_ij]) + mask,   a = softmax_j s,   o_i = Σ_j a_ij (v_j + E_V[R_ij])
 
 The paper has T5's encoder alone. A decoder reads its prompt with them and goes on without: what it writes has no
-relation to anything (id 0, a zero vector), so that a cached step is attention as it was.
+relation to anything (id 0, a zero vector), so that a cached step is attention as it was. Where positions are rotary, q
+is rotated before it meets E_K, so that s depends on the place of i itself: padding has none, as in `generate`.
 
     related = relate(model, {"name": "rasat", "init": "zero"})     # a model of transformers, BertModel or a Llama
     with related.reads(relation_ids):                              # [B, T, T] of the prompts
@@ -13,6 +14,7 @@ relation to anything (id 0, a zero vector), so that a cached step is attention a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,12 +120,24 @@ def relate(model: PreTrainedModel, relations: Any) -> Related:
     model.add_module("relations", related)
     layers = 0
     for module in model.modules():
+        if hasattr(module, "rotary_emb"):  # the stack of a decoder
+            module.register_forward_pre_hook(functools.partial(_count_without_padding, related), with_kwargs=True)
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):  # self-attention as transformers writes it
             object.__setattr__(module, "_related", related)  # no submodule: its tables are the model's, once
             layers += 1
     if not layers:
         raise ValueError(f"{type(model).__name__}: has no self-attention of the form that transformers' models share")
     return related
+
+
+def _count_without_padding(related: Related, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Position ids that begin at a row's first token, where a text is read without any."""
+    mask, read = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    read = kwargs.get("inputs_embeds") if read is None else read
+    given = kwargs.get("position_ids") is not None or mask is None or mask.ndim != 2 or read is None
+    if related.ids is not None and not given:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -read.shape[1] :]
+    return args, kwargs
 
 
 def attention(
