@@ -134,8 +134,8 @@ def _count_without_padding(related: Related, module: Any, args: Any, kwargs: dic
     """Position ids that begin at a row's first token, where a text is read without any."""
     mask, read = kwargs.get("attention_mask"), kwargs.get("input_ids")
     read = kwargs.get("inputs_embeds") if read is None else read
-    given = kwargs.get("position_ids") is not None or mask is None or mask.ndim != 2 or read is None
-    if related.ids is not None and not given:
+    counted = related.ids is None or kwargs.get("position_ids") is not None
+    if not counted and read is not None and mask is not None and mask.ndim == 2:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -read.shape[1] :]
     return args, kwargs
 
