@@ -4,6 +4,8 @@
 
 The paper has only T5's encoder. A decoder reads its prompt with relations, and writes without: its own tokens have no
 relation to others (id 0, a zero vector), so a cached step is ordinary attention.
+Where positions are rotary, q is rotated before it meets E_K, so s depends on the place of token i itself; padding has
+no place, as in `generate`.
 
     related = relate(model, {"name": "rasat", "init": "zero"})     # a model of transformers, BertModel or a Llama
     with related.reads(relation_ids):                              # [B, T, T] of the prompts
@@ -13,6 +15,7 @@ relation to others (id 0, a zero vector), so a cached step is ordinary attention
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,12 +123,24 @@ def relate(model: PreTrainedModel, relations: Any) -> Related:
     model.add_module("relations", related)
     layers = 0
     for module in model.modules():
+        if hasattr(module, "rotary_emb"):  # the stack of a decoder
+            module.register_forward_pre_hook(functools.partial(_count_without_padding, related), with_kwargs=True)
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):  # self-attention as transformers writes it
             object.__setattr__(module, "_related", related)  # no submodule: its tables are the model's, once
             layers += 1
     if not layers:
         raise ValueError(f"{type(model).__name__}: has no self-attention of the form that transformers' models share")
     return related
+
+
+def _count_without_padding(related: Related, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Position ids that begin at a row's first token, where a text is read without any."""
+    mask, read = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    read = kwargs.get("inputs_embeds") if read is None else read
+    counted = related.ids is None or kwargs.get("position_ids") is not None
+    if not counted and read is not None and mask is not None and mask.ndim == 2:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -read.shape[1] :]
+    return args, kwargs
 
 
 def attention(
