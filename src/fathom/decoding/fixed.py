@@ -151,7 +151,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {ALL}:
             return "some layers do not see the whole text"
-        if attention != "sdpa":
+        if attention not in ("sdpa", FILLED):  # another thread may run a step just now
             return f"attn_implementation={attention!r}: only sdpa reads a mask of one key a slot"
     elif not hasattr(cache, "addresses"):
         return f"a {type(cache).__name__} may move"
