@@ -16,6 +16,7 @@ What it cannot show: whether a library's kernels may be captured, and what they 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -96,8 +97,9 @@ class PretendedGraph:
                         to.copy_(new)
 
     def __del__(self) -> None:
-        if Capture.under_way is not None:
-            Capture.under_way.spoiled = True
+        capture = Capture.under_way
+        if capture is not None and capture.thread == threading.get_ident():
+            capture.spoiled = True
 
 
 class Capture(TorchDispatchMode):
@@ -118,6 +120,7 @@ class Capture(TorchDispatchMode):
 
     def __enter__(self) -> Capture:
         Capture.under_way, Capture.generator_captured = self, True
+        self.thread = threading.get_ident()
         self.numbers = torch.get_rng_state()
         self.host.__enter__()
         return super().__enter__()
@@ -177,6 +180,7 @@ class Pretended(CudaGraphs):
     """`CudaGraphs` on a CPU, with pretended graphs. recordings: made so far."""
 
     pools = 0
+    patched = threading.Lock()  # torch.cuda is all threads'
 
     def __init__(self) -> None:
         with self.cuda():
@@ -189,7 +193,7 @@ class Pretended(CudaGraphs):
         return PretendedGraph.replayed - self.before
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        with self.cuda():
+        with self.patched, self.cuda():
             replay = super().record(function)
         self.recordings += 1
         return replay

@@ -30,7 +30,7 @@ def injected(monkeypatch, tmp_path):
 
 
 def test_the_positions_method_of_the_guide(monkeypatch, tmp_path):
-    """It is transformers' linear RoPE scaling, which is the same thing."""
+    """The guide's positions method equals transformers' linear RoPE scaling."""
     registered("positions", "interpolated", monkeypatch, tmp_path)
     model = tiny_model(positions={"name": "interpolated", "factor": 4.0})
     linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}

@@ -3,7 +3,7 @@
 What is cheap is run as written, but for names of models and the sizes in a recipe (`RUN`). What needs several GPUs, a
 download or minutes is parsed: its verb, options and arguments exist (`PARSED`). What sets an environment up is held
 against pyproject.toml, the Makefile and the files it names (`SETUP`). A command that no list knows fails.
-docs/caches.md is run by tests/caches/test_guide.py.
+docs/caches.md is run by tests/caches/test_guide.py. tests/test_pages.py parses the commands of all other pages.
 """
 
 from __future__ import annotations
@@ -166,17 +166,6 @@ def test_what_is_dear_parses(command):
         assert parse(words[words.index("fathom") + 1 :]).command.callback
 
 
-OTHERS = ("tables", "tools", "clips", "vision", "growth", "decoding", "planning", "several_gpus")
-
-
-@pytest.mark.parametrize("page", OTHERS)
-def test_what_other_guides_say_parses(page):
-    for command in commands(f"docs/{page}.md"):
-        if not SETUP.match(command):
-            words = shlex.split(command)
-            assert parse(words[words.index("fathom") + 1 :]).command.callback, command
-
-
 def test_the_readme_lists_every_extra_with_its_packages():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| (`[a-z`, ]+) \|.*\| ([^|]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -215,7 +204,7 @@ def test_the_recipes_are_valid_as_written(tmp_path):
 
 
 def test_python_of_the_readme(here, capsys):
-    caches, _vision, methods = fences("README.md", "python")  # _vision: tests/vision/test_vision_verbs.py
+    methods, caches, _vision = fences("README.md", "python")  # _vision: tests/vision/test_vision_verbs.py
     tokenizer = AutoTokenizer.from_pretrained("my-llama")
     model = AutoModelForCausalLM.from_pretrained("my-llama")
     names = {"model": model, "inputs": tokenizer("The sea", return_tensors="pt")}

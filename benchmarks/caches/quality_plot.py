@@ -136,7 +136,7 @@ def main() -> None:
         return {"color": colors[names.index(name)], "linestyle": "-" if name in OURS else "--", "linewidth": 1.5}
 
     def logarithmic(axis: Any, lowest: float) -> None:
-        """Of losses above a reference's, which span from 0.001 to 0.4: linear below 0.003."""
+        """Use a logarithmic axis, linear below 0.003, as losses above the reference's span from 0.001 to 0.4."""
         axis.set_yscale("symlog", linthresh=0.003, linscale=0.5)
         axis.set_ylim(lowest, 0.5)
         ticks = [tick for tick in (-0.003, 0, 0.003, 0.01, 0.03, 0.1, 0.3) if tick >= lowest]

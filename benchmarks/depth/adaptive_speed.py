@@ -88,7 +88,7 @@ class Watched:
         return self.computed / self.passes[-1].sum().item()
 
     def flops(self, length: int, training: bool) -> float:
-        """Of a token, by what the last forward ran."""
+        """FLOPs of a token, by the steps of the last forward."""
         config, passes = self.model.config, self.passes[-1]
         ran = [(passes > step).double().mean().item() for step in range(STEPS + 1)]
         if training:
@@ -133,7 +133,7 @@ class Watched:
         self.passes.clear()
 
     def shares(self) -> list[float]:
-        """Of every row of the last batch, the share of its tokens that run a second step."""
+        """For every row of the last batch, the share of its tokens that run a second step."""
         return (self.passes[-1] > 1).double().mean(1).tolist()
 
     def repeated(self) -> int:

@@ -94,7 +94,9 @@ def measure(model: Any, ids: torch.Tensor, sweeps: int) -> dict[str, Any]:
 
 
 def settled(model: Any, ids: torch.Tensor, exact: torch.Tensor, repeats: int = 5) -> dict[str, Any]:
-    """Of sweeping until thoughts have settled; times are the best of some, taken in turns with three sweeps'."""
+    """Errors and times of sweeping until thoughts have settled; times are the best of several, in turns with three
+    sweeps.
+    """
     seconds: dict[int | None, float] = {}
     for sweeps in (None, 3) * repeats:
         if ids.is_cuda:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fathom.data import DataConfig, prepare
 from fathom.latents.heads import Contextual
 from fathom.latents.model import load
-from fathom.latents.recovery import RecoveryConfig, asked, trained_head
+from fathom.latents.recovery import RecoveryConfig, scored, trained_head
 from fathom.report.provenance import provenance
 from fathom.writing import write_json
 from fathom_cli.latents import rows
@@ -40,7 +40,7 @@ def estimates(
     for t in TIMES:
         for name, head in {"codar": own.to(model.device).eval(), **heads}.items():
             for estimated in (True, False) if t in NOISED else (True,):
-                said = asked(model, head, held_out, t, seed, estimated)
+                said = scored(model, head, held_out, t, seed, estimated)
                 found.append({"head": name, "estimated": estimated, **said})
         keep(found)
         print(t, {(row["head"], row["estimated"]): round(row["nll"], 3) for row in found if row["t"] == t}, flush=True)

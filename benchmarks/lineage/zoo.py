@@ -382,7 +382,7 @@ def rounded(x: Tensor) -> list:
 
 
 def correlations(a: list[Term], b: list[Term]) -> list:
-    """Of every term of one model with every term of the other, [6, 6]."""
+    """Correlations of every term of one model with every term of the other, [6, 6]."""
     energies = [[m.covariance(m) for m in side] for side in (a, b)]
     return [
         [round(m.covariance(n) / math.sqrt(max(e * f, 1e-300)), 5) for n, f in zip(b, energies[1])]

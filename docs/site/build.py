@@ -56,8 +56,9 @@ def main() -> None:
     claims = (pages / "claims.md").read_text(encoding="utf-8")  # its table takes the room of the list of headings
     sortable = f'---\nhide: [toc]\n---\n\n{claims}\n<script src="claims.js"></script>\n'
     (pages / "claims.md").write_text(sortable, encoding="utf-8")
-    for page in pages.rglob("*.md"):  # a folder is no page of the site
-        page.write_text(re.sub(r"methods/\)", "methods/index.md)", page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in pages.rglob("*.md"):  # on the site a folder is no page, and the root's pages lie beside docs/'s
+        text = re.sub(r"methods/\)", "methods/index.md)", page.read_text(encoding="utf-8"))
+        page.write_text(re.sub(r"\]\(\.\./CONTRIBUTING\.md", "](contributing.md", text), encoding="utf-8")
     for entry in entries():
         with (pages / "methods" / f"{entry.name}.md").open("a", encoding="utf-8") as card:
             card.write(from_the_sources(entry))

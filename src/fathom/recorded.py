@@ -12,7 +12,7 @@ import torch
 
 
 def recorded(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What runs `step` again, without Python. The optimiser's weights and state are then as before.
+    """A function that replays `step` without Python. Afterwards weights and optimiser state are as before.
 
     `step` computes gradients from None, which it sets itself. Raises RuntimeError where it waits for the GPU.
     """

@@ -30,7 +30,7 @@ def command(
     try:
         results = compare(recipe, output, jobs, say=typer.echo)
     except KeyboardInterrupt:
-        typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        typer.echo("Interrupted. Rerun the command to resume.", err=True)
         raise typer.Exit(130) from None
     found = tables(results)
     for table in found:

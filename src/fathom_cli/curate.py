@@ -41,7 +41,7 @@ def command(
     try:
         made = curate(raw, output, options, workers)
     except KeyboardInterrupt:
-        typer.echo("Interrupted. The same command goes on with the shards that are left.", err=True)
+        typer.echo("Interrupted. Rerun the command to resume with the remaining shards.", err=True)
         raise typer.Exit(130) from None
     if json_output:
         typer.echo(json.dumps(made, indent=2, ensure_ascii=False))

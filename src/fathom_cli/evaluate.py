@@ -257,8 +257,8 @@ def _choices(
             "\n".join([f"{name}, {style}, {result['shots']} shown", *(f"  {line}" for line in scores_of(result))])
         )
     if len(found) > 1:
-        told = "none can be told from guessing" if mean is None else f"{mean:.4f}"
-        typer.echo(f"mean, without files at the level of guessing: {told}")
+        average = "none differs from guessing" if mean is None else f"{mean:.4f}"
+        typer.echo(f"mean, without files at the level of guessing: {average}")
 
 
 def _tool_calls(

@@ -114,7 +114,7 @@ def _recipe(path: Path, output: Path, jobs: int, minutes: float | None, json_out
         with contextlib.redirect_stdout(sys.stderr if json_output else sys.stdout):
             results = run_growths(load_growths(path), output, jobs, minutes=minutes)
     except KeyboardInterrupt:
-        typer.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        typer.echo("Interrupted. Rerun the command to resume.", err=True)
         raise typer.Exit(130) from None
     folder = output / results["name"]
     picture = show(results, folder / "growths.png")

@@ -58,7 +58,7 @@ def command(
         sweep = sweep_lr(loaded, chosen, seed=loaded.seeds[0], folder=trials, data=data)
         result = train_run(loaded, chosen, seed=seed, folder=folder, data=data, lr=sweep.best)
     except KeyboardInterrupt:
-        typer.echo("Interrupted. The same command goes on from the last complete checkpoint.", err=True)
+        typer.echo("Interrupted. Rerun the command to resume from the last complete checkpoint.", err=True)
         raise typer.Exit(130) from None
     if not first:
         return

@@ -85,13 +85,13 @@ def make(
     )
     clip = Clip(found.frames[0], found.frame_rate, found.audio[0].astype("float32"), found.sample_rate, prompt)
     write_clip(clip, output)
-    said = measure(clip)
+    with_unit = measure(clip)
     if json_output:
-        typer.echo(json.dumps({"clip": str(output), "prompt": prompt, "seed": seed, **said}, indent=2))
+        typer.echo(json.dumps({"clip": str(output), "prompt": prompt, "seed": seed, **with_unit}, indent=2))
         return
     offset = "no sound belongs to an event"
-    if said["offset_ms"] is not None:
-        offset = f"sounds are {said['offset_ms']:.0f} ms from what is seen"
+    if with_unit["offset_ms"] is not None:
+        offset = f"sounds are {with_unit['offset_ms']:.0f} ms from what is seen"
     typer.echo(f"{output}: {len(clip.frames)} pictures, {clip.duration:.2f} s; {offset}")
 
 
@@ -126,18 +126,20 @@ def score(
         named = [{"file": str(file), **row} for file, row in zip(files, rows)]
         typer.echo(json.dumps({"clips": named, "summary": means}, indent=2))
     else:
-        from fathom.report.clip_page import said
+        from fathom.report.clip_page import with_unit
 
         wide = max(len(str(file)) for file in [*files, "95 % interval"])
         typer.echo(" ".join([" " * wide, *(f"{column.name:>12}" for column in COLUMNS)]))
         for file, row in zip(files, rows):
-            cells = [said(row[column.name], column.unit) for column in COLUMNS]
+            cells = [with_unit(row[column.name], column.unit) for column in COLUMNS]
             typer.echo(" ".join([f"{file!s:{wide}}", *(f"{cell:>12}" for cell in cells)]))
         if len(files) > 1:
             found = [means[column.name] for column in COLUMNS]
-            cells = [said(one["mean"], column.unit) for one, column in zip(found, COLUMNS)]
+            cells = [with_unit(one["mean"], column.unit) for one, column in zip(found, COLUMNS)]
             typer.echo(" ".join([f"{'mean':{wide}}", *(f"{cell:>12}" for cell in cells)]))
-            spans = ["–".join(said(end, "") for end in one["interval"]) if one["interval"] else "" for one in found]
+            spans = [
+                "–".join(with_unit(end, "") for end in one["interval"]) if one["interval"] else "" for one in found
+            ]
             typer.echo(" ".join([f"{'95 % interval':{wide}}", *(f"{span:>12}" for span in spans)]))
         if any(row["scene"] != "plain" for row in rows):
             others = [str(file) for file, row in zip(files, rows) if row["scene"] != "plain"]

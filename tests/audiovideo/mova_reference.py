@@ -53,7 +53,7 @@ def frequencies(dim):
 
 
 def grid_angles(sizes, dim):
-    """Of a video's tokens (frame, row, column), or of an audio's (index,)."""
+    """Angles for a video's tokens (frame, row, column), or for an audio's (index,)."""
     if len(sizes) == 1:
         return torch.arange(sizes[0]).double()[:, None] * frequencies(dim)
     side = 2 * (dim // 6)

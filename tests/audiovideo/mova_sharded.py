@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def differences(compiled: bool) -> tuple[float, float]:
-    """Of losses, relatively, and of weights after three steps."""
+    """Relative differences of losses, and differences of weights after three steps."""
     rank = dist.get_rank()
     model = tiny.model(bridge_dropout=0.5)
     alone = copy.deepcopy(model)

@@ -40,7 +40,7 @@ def copied(source, target, earlier=0.0, **options):
 
 
 def test_a_file_that_was_trimmed_without_coding_it_anew_is_whole(path, tmp_path):
-    """It keeps the pictures before the cut, which others need, and its header says not to show them."""
+    """Such a file keeps the pictures before the cut, which others need, and its header says not to show them."""
     copied(path, tmp_path / "trimmed.mp4", earlier=0.25, avoid_negative_ts="disabled")
     whole, trimmed = read_recording(path), read_recording(tmp_path / "trimmed.mp4")
     assert len(trimmed.frames) == 43 and np.array_equal(trimmed.frames, whole.frames[6:])

@@ -76,7 +76,7 @@ def test_euler_steps_on_the_exact_velocity_end_at_the_clean_latents():
 
 
 def velocities(asked):
-    """Of a model whose branches are known: text adds 2, the bridge 5, both together 1 more."""
+    """Velocities of a model with known branches: text adds 2, the bridge 5, both together 1 more."""
     found = [1.0 + 2 * b.text + 5 * b.bridge + (b.text and b.bridge) for b in asked]
     return [(torch.tensor([x]), torch.tensor([-3 * x])) for x in found]
 

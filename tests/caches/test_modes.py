@@ -178,7 +178,7 @@ copies_are_stock = pytest.mark.skipif(not TRACED, reason="PyTorch before 2.13 ca
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_made_in_the_context_leaves_compression_behind(copied, ids, llama):
-    """It is the stock model, may go under `compress` itself, and its keys are what the stock cache holds."""
+    """A copy is the stock model, may itself go under `compress`, and its keys are what the stock cache holds."""
     mask, method = torch.ones_like(ids), make("treekv", SMALL)
     mask[0, :5] = 0
     with compress(llama, method):

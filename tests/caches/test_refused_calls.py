@@ -90,7 +90,7 @@ def test_calls_that_are_refused(method_name, depth, one_layer, ids, llama):
 
 @torch.no_grad()
 def test_calls_that_are_refused_on_an_empty_cache(method_name, ids, llama):
-    """It takes any rows afterwards; an empty DynamicCache of the caller's is one still."""
+    """The cache takes any rows afterwards; an empty DynamicCache of the caller's is still one."""
     hole = torch.ones_like(ids)
     hole[1, 30:] = 0
     method = make(method_name, SMALL)

@@ -22,7 +22,7 @@ from fathom.caches import (
     rope_bands,
     train_codebooks,
 )
-from fathom.caches.codebooks import learn, learn_groups, residual_energy, simvq_loss
+from fathom.caches.codebooks import learn, learn_groups, simvq_loss
 from fathom.caches.record import fingerprint, record
 from fathom.caches.versions import CACHE_NAME
 from fathom.ops.bitpack import pack, packed_bytes, unpack
@@ -178,6 +178,15 @@ def test_tail_bookkeeping():
             tail = state.tail_key.shape[2]
             assert 2 + state.coded + tail == t + 1 == state.seen
             assert state.coded == method.coded(5, t - 4) and tail < 12 and (tail >= 6 or state.coded == 0)
+
+
+def residual_energy(x, books):
+    """‖r_i‖² / ‖x‖² after each stage: the energy of the residual as a share of the vectors'."""
+    codes, residual, energy = encode(x, books), x, []
+    for stage in range(books.shape[0]):
+        residual = residual - books[stage, codes[..., stage]]
+        energy.append((residual.square().sum() / x.square().sum()).item())
+    return energy
 
 
 def test_training_lowers_the_loss_and_the_error():

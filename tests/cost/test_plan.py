@@ -188,7 +188,7 @@ def test_the_nearest_measurement_is_taken_and_named() -> None:
     said = plan(made, 64, Layout(16, "ddp", 1, 1, checkpointing=False)).stands_on
     assert any("no step of mhc was measured" in line for line in said) and any("assumed" in line for line in said)
     moe = FathomConfig(**{**config(768).to_diff_dict(), "feed_forward": "moe"})
-    with pytest.raises(ValueError, match="plans for several GPUs are of dense networks"):
+    with pytest.raises(ValueError, match="plans for several GPUs cover dense networks only"):
         plan(moe, 64, Layout(2, "ddp", 1, 1, checkpointing=False))
 
 

@@ -158,7 +158,7 @@ def test_a_worker_that_is_killed_ends_the_run(raw, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("fathom.curation.run._passes", die)
         with pytest.raises(
-            ChildProcessError, match="a worker was killed, perhaps for want of memory; the same command goes on"
+            ChildProcessError, match="a worker was killed, perhaps for want of memory; rerun with fewer --workers"
         ):
             curate(raw, tmp_path / "out", config(raw), workers=2)
     assert curate(raw, tmp_path / "out", config(raw), workers=2)["documents"] == 46

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def test_every_cache_method_is_replayed_below_or_above() -> None:
 
 @pytest.fixture(scope="module")
 def codebooks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the model that the test below reads with."""
+    """Codebooks of the model that the test below uses."""
     path = str(tmp_path_factory.mktemp("vqkv") / "codebooks.safetensors")
     model = tiny_model(max_position_embeddings=128)
     VQKV.calibrate(model, tokens(4, 100), **VQKV.calibration.variant).save(path)  # type: ignore[union-attr]
@@ -257,6 +258,24 @@ def test_recordings_are_free_when_the_call_ends(method: Any, double: Pretended) 
             assert double.recordings == 1 and not PretendedGraph.alive and out[CACHE_NAME].get_seq_length() == 33
         finally:
             gc.enable()
+
+
+def test_two_threads_in_one_model_get_their_own_texts(double: Pretended) -> None:
+    model, found = tiny_model(), {}
+    batches = [{"input_ids": tokens(1, 6)}, padded(2, 9)]
+    alone = [generated(model, batch, False) for batch in batches]
+
+    def decode(number: int) -> None:
+        options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found[number] = model.generate(**batches[number], **options)
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert double.recordings == 2
+    assert all(torch.equal(found[number], alone[number].sequences) for number in (0, 1))
 
 
 def test_what_cannot_be_recorded_runs_kernel_by_kernel(

@@ -489,7 +489,7 @@ def test_a_batch_of_padding_alone_has_every_gradient(halting):
 
 @pytest.mark.parametrize("halting", ["act", "fixed", "exit_gate"])
 def test_exploring_is_for_routers(halting):
-    with pytest.raises(ValueError, match=rf'explore=0.5: has a meaning with halting="router" only, not {halting!r}'):
+    with pytest.raises(ValueError, match=rf'explore=0.5: applies only with halting="router", not {halting!r}'):
         FathomConfig(depth={"name": "adaptive_latent_cot", "explore": 0.5, "halting": halting})
 
 

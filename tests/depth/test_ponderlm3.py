@@ -527,7 +527,7 @@ def test_the_router_starts_undecided():
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
 def test_the_router_scores_in_fp32_whatever_runs_around_it(router, autocast):
-    """Of bf16 states, its scores are those of the same numbers in float64."""
+    """For bf16 states, scores are those of the same numbers in float64."""
     model = make(double=False, router=router)
     if not autocast:
         model.bfloat16()

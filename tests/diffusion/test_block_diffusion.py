@@ -46,7 +46,7 @@ class PlainBlocks:
         self.layers = tested.config.num_hidden_layers
 
     def block(self, clean, noisy, number):
-        """Of the tokens of one block, of which some are hidden in `noisy`: {column: log p over the vocabulary}."""
+        """{column: log p over the vocabulary} for the tokens of one block, some of which are hidden in `noisy`."""
         store = [{} for _ in range(self.layers)]
         spans = [range(a, min(a + self.size, len(noisy))) for a in range(0, len(noisy), self.size)]
         for span in spans[:number]:

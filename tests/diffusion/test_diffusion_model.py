@@ -296,7 +296,7 @@ def test_cart_weights_by_hand():
 
 @pytest.mark.parametrize("denominator", ["token", "sequence", "batch"])
 def test_denominators(denominator):
-    """Of two rows of 7 and 4 tokens that may be hidden, from the definition."""
+    """Denominators for two rows of 7 and 4 tokens that may be hidden, from the definition."""
     task, tested = MaskedDiffusion(random_length=0.0, denominator=denominator), model().double()
     batch = task.collate([
         {"input_ids": ids(1, 8)[0], "labels": torch.tensor([-100] * first + [5] * (8 - first)),

@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, LongT5ForConditionalGeneration, 
 
 from fathom import FathomLongT5Config, FathomLongT5ForConditionalGeneration
 from fathom.ops.fovea_attention import fovea_attention, grow, levels_of, mean_nodes, reads
-from fathom.ops.fovea_attention.nodes import chosen, lie
+from fathom.ops.fovea_attention.nodes import addresses, chosen
 from tiny import assert_close
 
 KINDS = ["transient-global", "local"]
@@ -36,8 +36,8 @@ def test_kept_lists_serve_training_after_inference():
         made = reads(
             None, 44, torch.device("cpu"), block_len=4, wing_size=3, stop_level=7, boundary="fill", steps="two"
         )
-        lain = lie(made, 11, 4, levels_of(11, 7))
-    assert lie(made, 11, 4, levels_of(11, 7)) is lain
+        lain = addresses(made, 11, 4, levels_of(11, 7))
+    assert addresses(made, 11, 4, levels_of(11, 7)) is lain
     assert not any(x.is_inference() for x in (made.level, made.start, made.own, *lain))
 
 

@@ -71,7 +71,7 @@ def test_few_documents_give_blocks_and_many_are_put_together(data, model, monkey
 
 
 def test_the_interval_is_that_of_the_mean() -> None:
-    """Of many equal weights: the mean ± 1.96 standard errors."""
+    """With many equal weights the interval is the mean ± 1.96 standard errors."""
     differences = np.random.default_rng(1).normal(0.3, 2.0, 400)
     low, high = bootstrap(differences.tolist(), [1.0] * 400)
     error = differences.std() / math.sqrt(400)

@@ -120,7 +120,7 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
     said: list[str] = []
     cut = run_growths(loaded, tmp_path / "runs", say=said.append, minutes=0)
     assert [run["method"] for run in cut["runs"]] == ["base", "continued", "merge"]
-    assert said[-1] == "2 stages did not begin: 0 minutes were over. The same command goes on."
+    assert said[-1] == "2 stages did not begin: 0 minutes were over. Rerun the command to resume."
 
 
 def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):

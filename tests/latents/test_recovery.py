@@ -21,7 +21,7 @@ from fathom.latents.configuration import FathomLatentConfig
 from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.heads import HEADS, new_head
 from fathom.latents.model import FathomForLatentDiffusion
-from fathom.latents.recovery import RecoveryConfig, agreement_language, asked, noised, study, terms
+from fathom.latents.recovery import RecoveryConfig, noised, scored, study, terms
 from fathom.latents.writers import WRITERS, WritersConfig, at_entropy, entropy, nats_of_texts, table
 from fathom.train.stages import load_stages
 from tiny import tiny_model
@@ -43,6 +43,15 @@ def of_embeddings(vocabulary: int, length: int, sizes: dict, **codar) -> FathomF
         **{**TOKENS, "vocab_size": vocabulary, "mask_token_id": 3, "special_token_ids": [0, 1, 2, 3]},
     )  # fmt: skip
     return FathomForLatentDiffusion.from_encoder(frozen, config).eval()
+
+
+def agreement_language(rows: int, half: int, words: int, first: int, seed: int = 0) -> torch.Tensor:
+    """A language of long-range agreement: `half` words at random, then for each of them, in order, the one word that
+    agrees with it. Words are the tokens first … first + words − 1."""
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.randperm(words, generator=torch.Generator().manual_seed(words))
+    said = torch.randint(words, (rows, half), generator=generator)
+    return torch.cat([said, partner[said]], dim=1) + first
 
 
 def test_the_order_of_heads_on_a_language_of_long_range_agreement():
@@ -174,7 +183,7 @@ def test_heads_are_asked_for_the_denoisers_estimates():
     z, noise = noised(tested, text, torch.full((4,), 0.4), torch.Generator().manual_seed(1))
     z = tested.denoise(z, torch.full((4,), 0.4), tested.denoise(z, torch.full((4,), 0.4)))
     expected = F.cross_entropy(head.logits(z, text, noise).flatten(0, 1), text.flatten())
-    assert asked(tested, head, text, 0.4, 0, estimated=True)["nll"] == pytest.approx(expected.item(), rel=1e-5)
+    assert scored(tested, head, text, 0.4, 0, estimated=True)["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_stages_run_from_one_file_and_the_verbs_serve_their_model(tmp_path, monkeypatch, capsys):

@@ -339,7 +339,7 @@ def test_prefills_of_other_sizes_compile_nothing_new(depth, whole, ranged, monke
 @pytest.mark.parametrize("form", ["by row", "flat", "ranged"])
 @both
 def test_gradients_reach_cached_slots(depth, form, monkeypatch):
-    """Of a prompt's and two more calls' tokens, the cache tidied in between: as of all tokens in one call."""
+    """For the tokens of a prompt and two more calls, with the cache tidied in between, they are those of one call."""
     lay_flat(monkeypatch, form != "by row", form == "ranged")
     monkeypatch.setattr(steps, "PACK_EVERY", 1)
     model, ids, weights = make(depth), tokens(3, 40, seed=3), []

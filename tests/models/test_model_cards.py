@@ -111,7 +111,7 @@ def test_numbers_of_other_weights_are_not_passed_off_as_these(described, tmp_pat
 def test_a_folder_on_this_machine_is_no_model_of_the_hub(described, base, linked) -> None:
     config = FathomForCausalLM.from_pretrained(described).config
     card = card_text(config, 1, FACTS | {"base_model": base, "license": None})
-    assert ("base_model" in front(card)) == linked and f"Weights of `{base}` went into it" in card
+    assert ("base_model" in front(card)) == linked and f"It contains weights of `{base}`" in card
 
 
 def test_rows_in_another_order_are_other_weights(described, tmp_path) -> None:

@@ -103,7 +103,7 @@ def test_the_old_spelling_of_rope_scaling_is_read(tmp_path):
 
 
 def exact_frequencies(name: str, length: int) -> list[float]:
-    """Of a head of 8 channels, from each method's equation, in Python's double precision."""
+    """Frequencies for a head of 8 channels, from each method's equation, in Python's double precision."""
     options, width, positions = ROPE[name], 8, ORIGINAL if name in ("dynamic", "default") else 4 * ORIGINAL
     theta = options.get("rope_theta", 1e4)
     if name == "dynamic" and length > positions:

@@ -145,7 +145,7 @@ def test_caches_of_another_number_of_slots_are_refused():
 @pytest.mark.parametrize("one", [{"name": "vanilla"}, {"name": "ponderlm2", "thoughts": 0}], ids=str)
 @torch.no_grad()
 def test_a_method_with_one_slot_a_token_refuses_the_slots_of_others(depth, one):
-    """It would take the cache's tokens for its slots; an emptied cache it may have."""
+    """The method would take the cache's tokens for its slots; an emptied cache is accepted."""
     ids, cache, model = tokens(1, 3), DynamicCache(), tiny_model(depth=one)
     tiny_model(depth=depth)(ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"several slots a token, but depth=.* keeps 1 .* pass an empty DynamicCache"):
@@ -404,7 +404,7 @@ def flash(monkeypatch):
         return torch.stack([attend(*row, scale) for row in zip(query, key, value)])
 
     class Arguments:
-        """Of the plain and the paged kernels, where transformers (5.24) asks for both; 5.17 for one."""
+        """Stand-in for kernel arguments: transformers 5.24 asks for plain and paged kernels, 5.17 for one kind."""
 
         def __call__(self, softmax_scale=None, **rest):
             return {"scale": softmax_scale}

@@ -99,7 +99,7 @@ def test_flex_attention_equals_a_dense_mask(case):
     ],
 )
 def test_ranges_and_blocks_of_some_tokens(compiled):
-    """Of rows of which some, one or none of the tokens run, and of entries behind them: compiled, one graph for all
+    """For rows of which some, one or none of the tokens run, with entries behind them: compiled, one graph for all
     numbers."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -96,7 +96,7 @@ def test_a_name_is_refused_at_its_first_impossible_character(database):
 
 
 def test_sqlite_knows_the_same_columns(database):
-    """Of queries with another column in one place, those are refused in which SQLite finds no such column."""
+    """Queries with another column in one place are refused exactly if SQLite finds no such column."""
     acceptor, verdicts = Acceptor({"county": database.schema}), set()
     names = [column.name for column in database.schema.columns[1:]]
     for query in QUERIES:
@@ -278,7 +278,7 @@ def test_doubled_quotes_are_read_and_names_that_need_quotes_are_said(tmp_path):
 
 
 def test_tokens_that_write_nothing_and_bytes_of_no_character_are_dropped(tmp_path):
-    """Of a likely padding token, a byte that goes on forever, and the first letter of the answer, the letter stays."""
+    """A likely padding token and a byte without end are dropped; the first letter of the answer stays."""
     tokenizer = small_databases.tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     with Database(small_databases.make(tmp_path)) as database:

@@ -89,6 +89,18 @@ def test_a_prompt_is_read_with_relations_and_its_continuation_without():
         assert not torch.allclose(read(model, said, torch.ones_like(said)), logits)
 
 
+def test_padding_on_the_left_changes_nothing():
+    """Though a rotated query meets the tables, whose scores its place decides."""
+    ids, mask, relations = inputs()
+    model = llama()
+    related = relate(model, {"name": "rasat"})
+    with related.reads(relations):
+        expected = read(model, ids, mask)
+    padded = [torch.nn.functional.pad(x, (3, 0)) for x in (ids, mask)]
+    with related.reads(torch.nn.functional.pad(relations, (3, 0, 3, 0))):
+        torch.testing.assert_close(read(model, *padded)[:, 3:], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_tables_train_with_the_model_and_are_saved(tmp_path):
     ids, mask, relations = inputs()
     model = llama().train()

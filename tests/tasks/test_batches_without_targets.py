@@ -41,11 +41,12 @@ def test_training_goes_without_an_attention_whose_gradients_are_nan(tmp_path, mo
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return model(**batch)
 
-    loaded, data = load("causal_lm", tmp_path, training={"examples": 4})
-    monkeypatch.setattr(type(loaded.task), "forward", forward)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    for faulty in (True, False):
+    for name, faulty in (("sft", True), ("sft", False), ("causal_lm", True)):  # packed blocks have no padding
+        loaded, data = load(name, tmp_path, training={"examples": 8})
+        monkeypatch.setattr(type(loaded.task), "forward", forward)
         monkeypatch.setattr(cudnn_attention, "is_faulty", lambda faulty=faulty: faulty)
-        trainer.train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / str(faulty), data=data)
-        assert seen and set(seen) == {before and not faulty} and torch.backends.cuda.cudnn_sdp_enabled() == before
+        trainer.train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / f"{name}-{faulty}", data=data)
+        assert seen and set(seen) == {before and (name == "causal_lm" or not faulty)}
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
         seen.clear()

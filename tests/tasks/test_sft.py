@@ -212,7 +212,7 @@ def test_rows_that_cannot_be_read_are_named(row, template, message, tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"streaming": True}, "data.streaming=True: task 'sft' reads whole rows and has no use for it"),
+        ({"streaming": True}, "data.streaming=True: task 'sft' reads whole rows and does not use it"),
         ({"max_tokens": 1000}, "data.max_tokens=1000: .* leave it out"),
         ({"train": "embedded"}, "data.train='embedded' is running text; task 'sft' needs rows"),
         ({"validation": "embedded"}, "data.validation='embedded' .*, or give null"),

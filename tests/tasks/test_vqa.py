@@ -162,7 +162,7 @@ def test_flops_are_those_of_a_forward_and_bytes_those_of_its_cache(tmp_path):
         ({"task": {"questions": 71}}, "questions=71: must be an integer of at least 72"),
         ({"task": {"trains": "tower"}}, "option trains='tower': use"),
         ({"data": {"train": "words.txt"}}, "task 'vqa' makes its scenes itself"),
-        ({"data": {"max_documents": 3}}, "has no use for it"),
+        ({"data": {"max_documents": 3}}, "does not use it"),
         ({"data": {"block_size": 12}}, "data.block_size=12: a row of task 'vqa' has"),
         ({"model": {"tower": "no/such"}}, "model.tower='no/such': no config.json"),
         ({"model": {"tower": {"width": 3}}}, "model.tower.width=3: Dinov2Config has no such field"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused(sections, message, tmp_path):
 def test_a_model_of_another_kind_is_no_checkpoint_to_go_on_from(parts, tmp_path):
     loaded, _ = load(tmp_path)
     other = dataclasses.replace(loaded, model={"checkpoint": str(parts / "language")})
-    with pytest.raises(ValueError, match="task 'vqa' goes on with models that it has made"):
+    with pytest.raises(ValueError, match="task 'vqa' continues with models that it has made"):
         model_config(other, MethodConfig("vanilla"))
 
 

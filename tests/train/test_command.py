@@ -72,7 +72,7 @@ def test_interrupt(monkeypatch, capsys, tmp_path, recipe_file) -> None:
 
     monkeypatch.setattr("fathom.train.sweep_lr", interrupted)
     assert run(monkeypatch, recipe_file, "--method", "vanilla", "--output", tmp_path / "runs") == 130
-    assert "goes on from the last complete checkpoint" in capsys.readouterr().err
+    assert "resume from the last complete checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_losses_after_an_interrupt(recipe, data, folder, whole, step, capsys) ->
     saved = [checkpoints.step_of(path) for path in checkpoints.checkpoints(folder)]
     capsys.readouterr()
     resumed = train_run(recipe(), VANILLA, **arguments)
-    said = [line.split("goes on ")[1] for line in capsys.readouterr().out.splitlines() if "goes on" in line]
+    said = [line.split("resumes ")[1] for line in capsys.readouterr().out.splitlines() if "resumes" in line]
     assert said == [f"after step {step}/10" for step in saved] and bool(said) == (step > 2)
     assert same_losses(resumed, whole) and len(losses(whole)) == 10
     assert resumed.interruptions == len(saved) and whole.interruptions == 0

@@ -210,7 +210,7 @@ def test_wsd(recipe, data, folder) -> None:
 
 
 def learning_rates(result) -> list[float]:
-    """Of each step. The Trainer reports the rate that the step used."""
+    """The learning rate of each step. The Trainer reports the rate that the step used."""
     return [line["learning_rate"] for line in result.history if "loss" in line]
 
 
@@ -298,7 +298,7 @@ def test_bf16_trains_fp32_weights(recipe, data, folder) -> None:
 
 
 def test_adafactors_first_step_is_its_papers(recipe, data, folder) -> None:
-    """Of arXiv 1804.04235, algorithm 4: of a matrix g / sqrt(R Cᵀ / mean R), of a vector g / |g|, then clipped."""
+    """Algorithm 4 of arXiv 1804.04235: g / sqrt(R Cᵀ / mean R) for a matrix, g / |g| for a vector, then clipped."""
     lr = 1e-2
     made = recipe(
         optimizer="adafactor", lr=lr, schedule="constant", warmup_ratio=0, weight_decay=0, grad_clip=0, tokens=64

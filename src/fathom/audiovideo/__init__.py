@@ -1,4 +1,4 @@
-"""The `audiovideo` wing: pictures together with their sound. MOVA (arXiv 2602.08794), whole and small enough to train.
+"""The `audiovideo` wing: video with sound. MOVA (arXiv 2602.08794), complete and small enough to train.
 
     two video experts ─┐
                        ├─ bridge: cross-attention both ways, on one clock (bridge.py, rotary.py)

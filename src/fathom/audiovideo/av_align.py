@@ -6,8 +6,8 @@ V peaks are strict local maxima of at least 0.1 of the mean length of optical fl
 repeats the first pair) at time i/fps; A peaks the onsets of the sound at 44.1 kHz. Each sound peak takes the first free
 peak of motion nearer than 1/fps.
 
-Flow is Farnebäck's polynomial expansion (2003) with OpenCV's choices, onsets are librosa's default detector; both are
-written out here, as neither package is needed for anything else.
+Flow is Farnebäck's polynomial expansion (2003) with OpenCV's parameters; onsets are librosa's default detector. Both
+are implemented here, as neither package is needed for anything else.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _mel_bands() -> np.ndarray:
 
 
 def _picked(strength: np.ndarray) -> np.ndarray:
-    """Frames that are the largest of 30 ms up to them, exceed the mean of 100 ms on either side by 0.07, and come more
-    than 30 ms after the last."""
+    """Onset frames: each is the largest of the 30 ms before it, exceeds the mean of 100 ms on either side by 0.07, and
+    comes more than 30 ms after the last."""
     short, long = int(0.03 * RATE // HOP), int(0.10 * RATE // HOP)
     picked: list[int] = []
     for n, value in enumerate(strength):

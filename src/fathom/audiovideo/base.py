@@ -1,4 +1,4 @@
-"""The seam to codecs: between pixels and samples, and the latents that the towers see. Counts of both.
+"""The seam to codecs, which turn pixels and samples into the latents that the towers see; and counts of latents.
 
 F pictures → 1 + (F − 1)/4 latent frames (the first is one picture alone);   n samples → ⌈n / hop⌉ latents
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """Makes latents of pictures, of sound, or of both.
+    """A codec: it turns pictures, sound or both into latents.
 
     Attributes:
-        frame_rate, sample_rate: of what it was made for.
+        frame_rate, sample_rate: of the clips that it was made for.
         video_strides: pictures of a latent frame, pixels of a latent row and column.
         audio_stride: samples of an audio latent.
         video_channels, audio_channels: of the latents.
@@ -37,7 +37,9 @@ class Codec(Protocol):
 
 
 def latent_frames(frames: int, stride: int) -> int:
-    """Latent frames of a clip. Raises ValueError, with the nearest length, where frames − 1 does not divide."""
+    """The number of latent frames of a clip. Raises ValueError, with the nearest length, if `stride` does not divide
+    frames − 1.
+    """
     if frames < 1 or (frames - 1) % stride:
         near = max(0, round((frames - 1) / stride)) * stride + 1
         raise ValueError(f"frames={frames}: must be 1 more than a multiple of {stride}; the nearest is {near}")
@@ -45,6 +47,6 @@ def latent_frames(frames: int, stride: int) -> int:
 
 
 def audio_latents(frames: int, frame_rate: float, audio_rate: float) -> int:
-    """Audio latents of as long as `frames` pictures last."""
+    """The number of audio latents that last as long as `frames` pictures."""
     seconds = Fraction(frames) / Fraction(frame_rate).limit_denominator(100_000)
     return math.ceil(seconds * Fraction(audio_rate).limit_denominator(100_000))

@@ -51,8 +51,8 @@ class CrossAttention(nn.Module):
 
 
 class FramePooling(nn.Module):
-    """AdaLN of the audio states by the video: a learned query pools each frame, linear interpolation in time makes of
-    the frames as many as there are audio tokens."""
+    """AdaLN of the audio states by the video: a learned query pools each frame, and pooled frames are interpolated in
+    time to the audio tokens."""
 
     def __init__(self, width: int, other: int, head_dim: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class FramePooling(nn.Module):
 
 
 class BridgeBlock(nn.Module):
-    """One direction at one layer: what x receives of y, to be added."""
+    """One direction at one layer: what is added to x from y."""
 
     def __init__(self, width: int, other: int, head_dim: int, pooled: bool) -> None:
         super().__init__()
@@ -150,8 +150,9 @@ class Bridge(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
-        """PyTorch's own rule, which the layers were made with; the probe of a pooling N(0, 1)/√K, and with "zero_out"
-        the output matrices 0."""
+        """Initialise the probe of a pooling as N(0, 1)/√K, and with "zero_out" the output matrices as 0; all other
+        layers keep PyTorch's own rule.
+        """
         for block in self.modules():
             if isinstance(block, FramePooling):
                 nn.init.normal_(block.probe, std=1 / math.sqrt(block.probe.shape[-1]))

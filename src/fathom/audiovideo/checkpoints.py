@@ -1,4 +1,4 @@
-"""The release's checkpoints ↔ ours: names of weights, one for one, and the fields of the parts' configs.
+"""The release's checkpoints, read and written: names of weights, one for one, and the fields of the parts' configs.
 
 A release is a diffusers folder with parts `video_dit`, `video_dit_2`, `audio_dit`, `dual_tower_bridge`, … whose class
 names are the release's own. They are read by the folder's name: the names of classes in its JSON are never imported.
@@ -64,7 +64,7 @@ def _renamed(key: str, in_blocks: dict[str, str], above: dict[str, str]) -> str:
 
 
 def to_diffusers(key: str) -> str:
-    """diffusers' name of a tower's weight, from the release's. Raises ValueError for one that a tower has not."""
+    """diffusers' name of a tower's weight, from the release's. Raises ValueError for a name that no tower has."""
     return _renamed(key, _IN_BLOCKS, _ABOVE)
 
 
@@ -107,8 +107,8 @@ def tower_config(part: str, released: dict[str, Any]) -> dict[str, Any]:
 
 
 def bridge_config(released: dict[str, Any]) -> dict[str, Any]:
-    """Our fields of the bridge's config. What a config does not say is not taken from the release's constructor, whose
-    defaults are other than its checkpoint's."""
+    """Our fields of the bridge's config. A missing field does not get the default of the release's constructor, as its
+    defaults differ from its checkpoint's."""
     fields = {name: _field(BRIDGE, released, names) for name, names in _BRIDGE_FIELDS.items()}
     rotary = "none"
     if _field(BRIDGE, released, ("apply_cross_rope",)):
@@ -150,7 +150,7 @@ def _weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_part(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """A tower or the bridge of a release, from its sub-folder; which it is, the folder's name says."""
+    """A tower or the bridge of a release, from the sub-folder of its name."""
     part, released = folder.name, json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = read_weights(folder)
     if part == BRIDGE:
@@ -195,8 +195,9 @@ def read_codec(folder: str | Path, frame_rate: float = 24.0) -> NeuralCodec:
 
 
 def write_release(parts: dict[str, Any], folder: str | Path, shard: int = 2**33) -> None:
-    """Towers and bridge in the release's layout, in shards of at most `shard` bytes. Raises ValueError for a bridge
-    that a release cannot say (one direction, unaligned)."""
+    """Write towers and bridge in the release's layout, in shards of at most `shard` bytes. Raises ValueError for a
+    bridge that the layout cannot express (one direction, unaligned).
+    """
     with new_folder(Path(folder)) as work:
         for name, module in parts.items():
             (work / name).mkdir()

@@ -1,4 +1,4 @@
-"""A clip: pictures and their sound on one clock; written to and read from .mp4 files, and folders of them.
+"""Clips: pictures and sound on one clock, written to and read from .mp4 files and folders of them.
 
 Time 0 is the first picture. Picture i is shown from i / frame_rate on; sample j sounds at j / sample_rate.
 PyAV does the coding (`pip install 'fathom-lm[media]'`) and is imported only when a file is read or written.
@@ -35,7 +35,7 @@ class Clip:
         sample_rate: samples per second.
         caption: what is seen and heard.
         events: seconds at which something happens that should be heard, where they are known.
-        offset: seconds by which the sound follows the picture, where that is known: 0 in a true pair, None: no sound.
+        offset: seconds by which the sound is later than the picture, if known: 0 in a true pair; None: no sound.
     """
 
     frames: UInt8[np.ndarray, "F H W 3"]
@@ -62,7 +62,7 @@ class Clip:
 
 
 def samples_of(frames: int, frame_rate: float, sample_rate: int) -> int:
-    """Samples that sound while the pictures last: ⌊sample_rate · frames / frame_rate⌋, in exact arithmetic."""
+    """The number of samples that last as long as the pictures: ⌊sample_rate · frames / frame_rate⌋, exact."""
     return math.floor(Fraction(sample_rate) * frames / Fraction(frame_rate).limit_denominator(100_000))
 
 
@@ -143,8 +143,9 @@ def fitted(audio: np.ndarray, samples: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A file as it is: `times` says when each picture is shown, `start` when the first sample sounds, both in seconds
-    after the first picture."""
+    """A decoded file at its own rates. times: when each picture is shown.   start: when the first sample sounds, both
+    in seconds after the first picture.
+    """
 
     frames: UInt8[np.ndarray, "F H W 3"]
     times: np.ndarray
@@ -180,7 +181,7 @@ class Recording:
         return dataclasses.replace(self, audio=audio, sample_rate=sample_rate)
 
     def count(self, frame_rate: float) -> int:
-        """Pictures at that rate that the file has time for."""
+        """The number of pictures at this rate that fit into the file's duration."""
         return math.floor(self.duration * frame_rate + 0.5)
 
 
@@ -247,7 +248,7 @@ def _said(error: Exception) -> str:
 
 
 def _turns(frame: Any) -> int:
-    """Quarters by which a picture is to be turned to the left before it is shown: phones store pictures lying down."""
+    """Quarter turns to the left before a picture is shown, as phones store pictures rotated."""
     return round(frame.rotation / 90) % 4
 
 
@@ -282,12 +283,14 @@ def _mono(frame: Any) -> np.ndarray:
 
 
 def _joined(blocks: list[tuple[float, np.ndarray]], rate: int) -> tuple[float, np.ndarray]:
-    """(time of the first sample, samples). A block whose time says that it follows the last one, does; Matroska's times
-    are whole milliseconds, and blocks placed by them would click. Gaps are silent."""
+    """(Time of the first sample, samples). Blocks closer than `SEAM` seconds are joined without a gap:
+    Matroska's times are whole milliseconds, and blocks placed by them would click. Longer gaps are filled
+    with silence.
+    """
     start, places, end = blocks[0][0], [], 0
     for time, block in blocks:
-        told = round((time - start) * rate)
-        places.append(end if abs(told - end) < SEAM * rate else told)
+        start_at = round((time - start) * rate)
+        places.append(end if abs(start_at - end) < SEAM * rate else start_at)
         end = places[-1] + len(block)
     audio = np.zeros(max(at + len(block) for at, (_, block) in zip(places, blocks)), np.float32)
     for at, (_, block) in zip(places, blocks):
@@ -305,8 +308,8 @@ def read_clip(
 ) -> Clip:
     """The clip in a file, resampled by timestamps to these rates (default: the file's own), from its first picture on.
 
-    `size` and `shorter_side` are those of `read_recording`. Raises ValueError where the file has no time for that many
-    `frames`, and as `read_recording`.
+    `size` and `shorter_side` are those of `read_recording`. Raises ValueError if the file is shorter than `frames`
+    pictures, and as `read_recording`.
     """
     recording = read_recording(path, size, shorter_side)
     there = recording.count(frame_rate or recording.frame_rate)
@@ -330,9 +333,9 @@ def loudness(clip: Clip) -> float | None:
 
 
 def normalized(clip: Clip, target: float) -> Clip:
-    """The clip at an integrated loudness of `target` LUFS, or less loud where it would clip.
+    """The clip at an integrated loudness of `target` LUFS, or less if samples would clip.
 
-    What has no loudness, such as silence, stays as it is.
+    A clip without a loudness, such as silence, stays as it is.
     """
     measured = loudness(clip)
     if measured is None:
@@ -363,8 +366,8 @@ class ClipFolder:
     """The clips of a folder with `clips.jsonl`: one JSON object a line, with `file` (a path in the folder) and, where
     they are known, `caption`, `events` (seconds) and `offset`.
 
-    A file as long as several clips gives one after the other; what is left at its end, and files that are too short,
-    are dropped, and `dropped` names those files. `kept` holds (line of the index, begin in seconds).
+    A long file gives several clips, one after the other. The rest at its end, and files that are too short, are
+    dropped; `dropped` names the short files. `kept` holds (line of the index, begin in seconds).
 
     Attributes:
         folder: where the index is.
@@ -373,7 +376,7 @@ class ClipFolder:
         sample_rate: samples per second, likewise.
         size: height and width.
         loudness: LUFS to which sound is brought; None: as it is.
-        windows: whether a long file gives several clips; without it its first.
+        windows: whether a long file gives several clips, instead of only its first.
     """
 
     folder: Path
@@ -420,7 +423,7 @@ class ClipFolder:
         return clip if self.loudness is None else normalized(clip, self.loudness)
 
     def caption(self, index: int) -> str:
-        """What is said of a clip, without decoding it."""
+        """The caption of a clip, read without decoding the clip."""
         return self.rows[self.kept[index][0]].get("caption", "")
 
     def __iter__(self) -> Iterator[Clip]:

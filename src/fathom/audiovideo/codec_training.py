@@ -39,17 +39,17 @@ PLACES = 4  # of a crop, of which the most eventful is taken
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How long and how fast.
+    """Options of a codec's training.
 
     steps: of the optimiser.
-    batch: crops a step and process.
+    batch: crops of a step in each process.
     lr: highest learning rate, after a warm-up of a twentieth of the steps; it falls along a cosine.
     kl: β.
-    minutes: where a step takes too long for `steps` in this time, there are fewer; None: no limit.
+    minutes: time limit; if steps are too slow, there are fewer than `steps`. None: no limit.
     precision: accelerate's mixed_precision: "no" or "bf16".
     seed: of weights and latents' noise.
     workers: processes that make clips.
-    graph: the step is recorded as a CUDA graph, which spares a codec's many small kernels their launches; one process,
+    graph: record the step as a CUDA graph, which saves the launches of a codec's many small kernels; needs one process
         on a GPU.
     """
 
@@ -71,7 +71,7 @@ class Training:
 class Crops(Dataset):
     """Crop n is cut from clip n of a generator: `frames` pictures of `side` × `side`, or as many samples.
 
-    Of a few places the one that changes the most is taken, as walls and silence teach little.
+    Of a few random places the one that changes the most is taken, as walls and silence teach little.
     """
 
     def __init__(self, generator: Generator, cut: Callable[[Clip, np.random.Generator], Tensor], count: int) -> None:
@@ -150,10 +150,11 @@ class SoundLoss(nn.Module):
 
 @torch.no_grad()
 def start(codec: Any) -> None:
-    """Weights to train a `Dac` of any width from: each convolution keeps the size of its signal, second ones in
-    residual units a fifth of it, and latents start almost without noise.
+    """Initialise a `Dac` of any width for training: each convolution keeps the size of its signal, the second one of a
+    residual unit a fifth of it, and latents start almost without noise.
 
-    The release's rule, deviations of 0.02, is one for its widths: a narrow codec would start silent, and stay so.
+    The release's rule, standard deviations of 0.02, suits its widths: with it a narrow codec would start and stay
+    silent.
     """
     for name, module in codec.named_modules():
         if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
@@ -188,9 +189,9 @@ def train(
 ) -> list[float]:
     """Train the codec of `loss` in place; returns the loss of every step. Crops are taken in order, once each.
 
-    With `state`, a folder, the run is saved there twenty times, and goes on from there when it is called again. Raises
-    ValueError where there are fewer crops than the steps need, for `state` beside `minutes`, and for `graph` on a CPU
-    or several processes.
+    With `state`, a folder, the run is saved there twenty times, and another call resumes it. Raises ValueError for
+    fewer crops than the steps need, for `state` together with `minutes`, and for `graph` on a CPU or with several
+    processes.
     """
     accelerator = Accelerator(mixed_precision=training.precision)
     each = training.batch * accelerator.num_processes
@@ -198,7 +199,7 @@ def train(
         raise ValueError(f"crops: {len(crops)}, and {training.steps} steps need {training.steps * each}")
     if state is not None and training.minutes is not None:
         raise ValueError(
-            f"minutes={training.minutes}: a run that goes on later has a fixed number of steps; leave it out"
+            f"minutes={training.minutes}: a run that can be resumed has a fixed number of steps; leave it out"
         )
     graph = training.graph
     if graph and (accelerator.device.type != "cuda" or accelerator.num_processes > 1):
@@ -211,7 +212,7 @@ def train(
     if state is not None and (state / LOSSES).is_file():
         accelerator.load_state(str(state))
         losses = json.loads((state / LOSSES).read_text(encoding="utf-8"))
-        say(f"goes on after step {len(losses)}")
+        say(f"resumes after step {len(losses)}")
     left = Subset(crops, range(len(losses) * each, len(crops)))
     loader = accelerator.prepare(DataLoader(left, training.batch, num_workers=training.workers))
     model.train()

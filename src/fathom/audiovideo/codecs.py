@@ -1,4 +1,4 @@
-"""Codecs: pictures and sound to latents and back.
+"""Codecs, which turn pictures and sound into latents and back.
 
     frames [B, F, H, W, 3] ⇄ [B, C, 1 + (F − 1)/t, H/h, W/w]     the first latent is one picture, each other one is t
     waveform [B, n] ⇄ [B, C, ⌈n/hop⌉]                            filled with silence at its end
@@ -87,7 +87,7 @@ class ClipCodec(ABC):
 
     @torch.no_grad()
     def through(self, clip: Clip) -> Clip:
-        """The clip encoded and decoded: what of it the latents hold."""
+        """The clip encoded and decoded, which shows what the latents preserve."""
         video, audio = self.encode(clip)
         frames = self.decode_video(video[None])[0].cpu().numpy()
         samples = self.decode_audio(audio[None])[0].float().cpu().numpy()

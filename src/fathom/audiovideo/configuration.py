@@ -47,7 +47,7 @@ class MovaConfig(PreTrainedConfig):
         text_dim, text_length: width of the text encoder's states, and how many a caption has.
         text_layers: of the text encoder that a model from scratch has, UMT5 with random weights that stay as they are.
         vocab_size, pad_token_id, eos_token_id: of the text encoder.
-        freq_dim: numbers that say a noise level.
+        freq_dim: width of the embedding of a noise level.
         frame_rate: pictures per second.
         frames, height, width: of a clip, in pictures and pixels.
         video_strides: pictures of a latent frame, and pixels of a latent row and column. The first latent frame is one
@@ -113,7 +113,7 @@ class MovaConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """The depth that reports name a model by."""
+        """The number of layers that reports show for a model."""
         return self.video_layers
 
     @property
@@ -163,5 +163,5 @@ def nearest(size: int, step: int) -> int:
 
 @functools.cache
 def fields() -> tuple[str, ...]:
-    """What a recipe may set of a model."""
+    """The fields of a model that a recipe may set."""
     return tuple(MovaConfig.types())

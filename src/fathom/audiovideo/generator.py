@@ -1,7 +1,7 @@
-"""Clips made by rule, in which it is known to the microsecond when something is seen and heard.
+"""Clips made by rule, with events in picture and sound known to the microsecond.
 
-    bounce   a thing falls from rest and bounces: its height in the first picture tells when it will be heard
-    flash    a thing lights up at times that nothing foretells: only an exchange of picture and sound can align them
+    bounce   a thing falls from rest and bounces: its height in the first picture determines when it will be heard
+    flash    a thing lights up at unpredictable times: only an exchange between picture and sound can align them
 
 Material, colour and size of a thing are seen and heard:
 
@@ -24,8 +24,11 @@ from fathom.audiovideo.clips import Clip, samples_of
 
 
 class Material(NamedTuple):
-    """partials: frequencies over the lowest; decay: of the amplitude, per second; keeps: share of speed after a
-    bounce."""
+    """The sound and bounce of a material.
+
+    partials: frequencies / the lowest frequency.   decay: of the amplitude, per second.
+    keeps: speed after a bounce / speed before it.
+    """
 
     noun: str
     partials: tuple[float, ...]
@@ -56,7 +59,7 @@ ACTIONS = ("bounce", "flash")
 
 
 class Thing(NamedTuple):
-    """What a clip shows. x and top in picture heights; events in seconds, strengths in 0 … 1."""
+    """A thing in a clip. x and top in picture heights; events in seconds, strengths in 0 … 1."""
 
     action: str
     material: str
@@ -80,11 +83,11 @@ class Generator:
     Options:
         seed: of all clips.
         actions: drawn for each thing, of "bounce" and "flash".
-        things: how many there are in a clip: 1, 2, or 0 for either.
+        things: number of things in a clip: 1, 2, or 0 for either.
         materials, colours, thing_sizes: drawn for each thing, of `MATERIALS`, `COLOURS` and `SIZES`.
-        fixed: where a thing is at first and how bright wall and floor are does not differ from clip to clip; when
-            something happens does. For things that flash.
-        flashes: most of a thing that flashes.
+        fixed: whether a thing's first place and the brightness of wall and floor are the same in every clip; when
+            something happens still differs. For things that flash.
+        flashes: the most flashes of a thing.
         frames: pictures of a clip.
         frame_rate: pictures per second.
         size: height and width.
@@ -227,7 +230,7 @@ class Generator:
 
 
 def impacts(drop: float, keeps: float, duration: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(times, speeds over that of a fall from 0.7) of the impacts of a thing that falls `drop` picture heights.
+    """(Times, speeds / the speed of a fall from 0.7) of the impacts of a thing that falls `drop` picture heights.
 
     t_0 = √(2 drop / g);  v_k = keeps^k · √(2 g drop);  t_{k+1} = t_k + 2 v_{k+1} / g
     """
@@ -239,7 +242,7 @@ def impacts(drop: float, keeps: float, duration: float) -> tuple[tuple[float, ..
 
 
 def heights(thing: Thing, times: Float[np.ndarray, " F"]) -> Float[np.ndarray, " F"]:
-    """How far above its lowest place a thing is at these times, in picture heights."""
+    """Heights of a thing above its lowest place at these times, in picture heights."""
     if thing.action != "bounce":
         return np.zeros(len(times))
     events = np.array(thing.events)
@@ -252,8 +255,9 @@ def heights(thing: Thing, times: Float[np.ndarray, " F"]) -> Float[np.ndarray, "
 
 
 def lit(events: tuple[float, ...], frames: int, frame_rate: float) -> Float[np.ndarray, " F"]:
-    """Share of each picture's exposure, from half a picture before its time to half a picture after, in which the light
-    is on. It is on for LIT pictures from an event on."""
+    """Time with the light on / exposure of each picture, which lasts from half a picture before its time to half a
+    picture after. The light is on for LIT pictures from an event on.
+    """
     start = (np.arange(frames)[:, None] - 0.5) / frame_rate
     on, off = np.array(events)[None, :], np.array(events)[None, :] + LIT / frame_rate
     overlap = np.minimum(start + 1 / frame_rate, off) - np.maximum(start, on)

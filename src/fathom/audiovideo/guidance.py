@@ -1,4 +1,4 @@
-"""Guidance by text T and by the bridge B, which strengthens how far the streams follow each other.
+"""Guidance by text T and by the bridge B, which makes the two streams follow each other more closely.
 
     ṽ = v(∅,∅) + s_B [v(∅,B) − v(∅,∅)] + s_T [v(T,B) − v(∅,B)]
       = (1 − s_B) v(∅,∅) + (s_B − s_T) v(∅,B) + s_T v(T,B)
@@ -39,8 +39,10 @@ def branches(text_scale: float, bridge_scale: float) -> tuple[Branch, ...]:
 def guided(
     evaluate: Callable[[tuple[Branch, ...]], list[Pair]], text_scale: float, bridge_scale: float, batched: bool
 ) -> Pair:
-    """ṽ of both modalities. `evaluate` gives the velocities of some branches; it is asked for all at once where
-    `batched`, which takes the memory of so many clips, or else for one after the other."""
+    """ṽ of both modalities. `evaluate` returns the velocities of some branches.
+
+    batched: evaluate all branches at once, with the memory of as many clips; else one after the other.
+    """
     asked = branches(text_scale, bridge_scale)
     found = evaluate(asked) if batched else [pair for branch in asked for pair in evaluate((branch,))]
     video, audio = (

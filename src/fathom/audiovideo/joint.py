@@ -44,7 +44,7 @@ def joint_forward(
     """Velocities of both modalities.
 
     Args:
-        bridge: None: the towers run side by side and know nothing of each other.
+        bridge: None: the towers run without any exchange.
         video_latents: noisy latents with the condition on the first picture (`condition`).
         text: states of the caption, zero after its end.
         video_timestep, audio_timestep: τ = 1000 σ of each clip.
@@ -100,8 +100,8 @@ def layer_forward(
 
 
 def condition(first: Float[Tensor, "B C f h w"], stride: int) -> Float[Tensor, "B M f h w"]:
-    """What the video towers are told of the first picture: `stride` mask channels, 1 at latent frame 0, and the latents
-    of the picture followed by nothing."""
+    """The condition on the first picture for the video towers: `stride` mask channels, 1 at latent frame 0, and the
+    latents of the picture followed by zeros."""
     mask = torch.zeros_like(first[:, :1]).repeat(1, stride, 1, 1, 1)
     mask[:, :, 0] = 1
     return torch.cat([mask, first], dim=1)
@@ -162,7 +162,7 @@ def make_parts(config: MovaConfig) -> dict[str, Any]:
 
 
 def make_text_encoder(config: MovaConfig) -> UMT5EncoderModel:
-    """UMT5 with random weights that are the same in every run: what a model from scratch reads captions with."""
+    """The text encoder of a model from scratch: UMT5 with random weights that are the same in every run."""
     sizes = UMT5Config(  # type: ignore[call-arg]
         vocab_size=config.vocab_size,
         d_model=config.text_dim,
@@ -216,7 +216,7 @@ class MovaModel(nn.Module):
         self.register_load_state_dict_pre_hook(_name_twice)
 
     def on_step(self, step: int, of_steps: int) -> None:
-        """What the training says before every optimiser step (train.Phases)."""
+        """Note the optimiser step; train.Phases calls this before each."""
         self.step, self.progress = step, step / of_steps
 
     @classmethod
@@ -242,7 +242,7 @@ class MovaModel(nn.Module):
 
     @property
     def experts(self) -> tuple[VideoTower, ...]:
-        """For high noise, and for low; one alone is both."""
+        """The experts for high and for low noise; a single expert is both."""
         return tuple(getattr(self, name) for name in ("video_dit", "video_dit_2") if hasattr(self, name))
 
     @property
@@ -258,20 +258,20 @@ class MovaModel(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
 
     def compile_blocks(self, **options: Any) -> None:
-        """Has torch.compile make one graph of a layer of both towers with its exchange, which all layers share and both
-        experts; and one of a block, for video layers that stand alone."""
+        """Compile a layer of both towers with its exchange into one graph, shared by all layers and both experts; and a
+        block into another, for video layers without an audio layer."""
         for tower in (*self.experts, self.audio_dit):
             tower.compile_repeated_blocks(**options)
         self.compiled_layer = torch.compile(layer_forward, **options)
 
     def expert(self, sigma: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """Which expert each noise level asks: 0 at and above the boundary, 1 below."""
+        """The expert of each noise level: 0 at and above the boundary, 1 below."""
         if len(self.experts) == 1:
             return torch.zeros_like(sigma, dtype=torch.long)
         return (sigma < self.config.method.boundary).long()
 
     def training_expert(self, step: int) -> int:
-        """Whose turn it is in this optimiser step."""
+        """The expert that trains in this optimiser step."""
         first = 0 if self.config.method.even_expert == "high" else 1
         return (first + step) % 2 if len(self.experts) == 2 else 0
 

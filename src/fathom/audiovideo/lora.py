@@ -1,4 +1,4 @@
-"""LoRA on MOVA: adapters of the matrices that are named here, and of no others.
+"""LoRA on MOVA: adapters on exactly the matrices that are named here.
 
 Names are matched from a tower's block on, never by a fragment: "q" alone would also mean "norm_q".
 """

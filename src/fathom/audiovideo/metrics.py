@@ -1,13 +1,13 @@
-"""Numbers about clips: is what is heard when it is seen, and how near is a clip to another?
+"""Scores of clips: whether sounds come when something is seen, and how close a clip is to a reference.
 
-Events that are seen (impacts, flashes; in scenes that are not plain, peaks of motion) are paired with onsets that are
-heard, one with one, so that the pairs' distances add up to the least; pairs farther than `REACH` are none.
+Visible events (impacts and flashes; in scenes that are not plain, peaks of motion) are paired one to one with onsets of
+sound, so that the sum of distances is least; pairs farther apart than `REACH` do not count.
 
     offset_ms        mean |heard − seen| of the pairs
     signed_ms        median of heard − seen: above 0, the sound comes late
-    within_frame     share of events that are seen whose sound is within 1/fps of them
-    together         pairs within 1/fps over all events and sounds, pairs counted once: stray sounds lower it
-    missed, extra    events that are seen without a sound, and heard without being seen
+    within_frame     visible events whose sound is within 1/fps / visible events
+    together         pairs within 1/fps / (visible events + sounds − pairs): stray sounds lower it
+    missed, extra    visible events without a sound, and sounds without a visible event
     av_align         matches / (A + V − matches) of peaks of motion and of sound (`av_align.py`)
     loudness         LUFS (ITU-R BS.1770)
 
@@ -49,7 +49,7 @@ class Metric(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What one of the numbers of `score` is."""
+    """The description of one of the numbers of `score`."""
 
     name: str
     unit: str
@@ -99,15 +99,15 @@ def score(clip: Clip, more: Iterable[Metric] = ()) -> dict[str, Any]:
     seen = picture_events(clip.frames, clip.frame_rate) if plain else peaks
     heard = sound_onsets(clip.audio, clip.sample_rate)
     matched = paired(seen, heard)
-    late = np.array([there - here for here, there in matched.pairs])
-    within = np.abs(late) <= 1 / clip.frame_rate
+    delays = np.array([there - here for here, there in matched.pairs])
+    within = np.abs(delays) <= 1 / clip.frame_rate
     union = len(seen) + len(heard) - int(within.sum())
     result: dict[str, Any] = {
         "scene": "plain" if plain else "any",
         "seen": [round(float(time), 4) for time in seen],
         "heard": [round(float(time), 4) for time in heard],
-        "offset_ms": float(np.abs(late).mean() * 1000) if len(late) else None,
-        "signed_ms": float(np.median(late) * 1000) if len(late) else None,
+        "offset_ms": float(np.abs(delays).mean() * 1000) if len(delays) else None,
+        "signed_ms": float(np.median(delays) * 1000) if len(delays) else None,
         "within_frame": float(within.sum() / len(seen)) if len(seen) else None,
         "together": float(within.sum() / union) if union else None,
         "missed": len(matched.missed),
@@ -119,7 +119,7 @@ def score(clip: Clip, more: Iterable[Metric] = ()) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], names: Iterable[str], draws: int = 2000) -> dict[str, Any]:
-    """Mean over clips that have the number, how many those are, and a 95 % interval by resampling clips."""
+    """The mean over clips that have a number, the count of these clips, and a 95 % interval by resampling clips."""
     result: dict[str, Any] = {}
     for name in names:
         values = np.array([row[name] for row in rows if row.get(name) is not None], np.float64)
@@ -173,9 +173,9 @@ def _spectrum(audio: np.ndarray, window: int) -> np.ndarray:
 def cpcer(reference: Mapping[str, str], hypothesis: Mapping[str, str]) -> float:
     """Concatenated minimum-permutation character error rate.
 
-    min over assignments of speakers of Σ edits(reference, hypothesis), over the characters of the reference. Texts are
-    all that a speaker says, joined; a speaker whom the other side lacks is compared with silence. Raises ValueError for
-    a reference without characters.
+    min over assignments of speakers of Σ edits(reference, hypothesis) / characters of the reference. A text is
+    everything that a speaker says, joined; a speaker whom the other side lacks is compared with silence. Raises
+    ValueError for a reference without characters.
     """
     characters = sum(len(text) for text in reference.values())
     if not characters:
@@ -204,8 +204,9 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def coding_loss(codec: Any, clips: Iterable[Clip]) -> dict[str, Any]:
-    """What a codec (`codecs.ClipCodec`) changes, over clips: PSNR and its worst, spectral distance, by how much onsets
-    and events move (mean and 95th percentile), and in how many clips one is lost or made up."""
+    """The loss of a codec (`codecs.ClipCodec`) over clips: mean and worst PSNR, spectral distance, the shift of onsets
+    and events (mean and 95th percentile), and the number of clips with a lost or an extra one.
+    """
     psnrs: list[float] = []
     distances: list[float] = []
     moved: dict[str, list[float]] = {"onsets": [], "events": []}

@@ -23,29 +23,27 @@ PHASE = ("share", "video_shift", "audio_shift", "text_dropout", "bridge_dropout"
 
 @dataclasses.dataclass(frozen=True)
 class Mova:
-    """What joins the towers and how they are trained.
+    """Options of the bridge between the towers, and of their training.
 
     strategy: at which layers the towers exchange: "full" all that both have; "shallow_focus" the first min(10, L // 3);
         "distributed" every third; "progressive" 0 to 7, then every third; "custom" those of `layers`.
     layers: for "custom".
-    directions: "both", "v2a" (the audio tower reads the video), "a2v", or "off": two towers that know nothing of each
-        other.
+    directions: "both", "v2a" (the audio tower reads the video), "a2v", or "off": two towers without an exchange.
     rotary: positions of the two streams in the bridge: "aligned" on one clock; "first_frame", which adds that the first
         latent frame is one picture long; "unaligned" plain indices; "none".
     pooled_adaln: audio queries are also modulated by what a learned query pools of each frame.
     bridge_init: "default" PyTorch's; "zero_out": the bridge's output matrices start at 0.
     experts: video experts, 2 or 1.
-    boundary: σ_v from which on the first expert is asked.
+    boundary: the least σ_v at which the first expert is used.
     even_expert: which expert trains in steps 0, 2, …: "high" or "low".
     audio_weight: λ_a.
     noise: "independent": u_v and u_a are; "shared": both are one (release).
     sigma: noise levels of training, "continuous", or one of the 1000 entries of the release's "table".
     video_shift, audio_shift: a of σ(u).
     text_dropout: probability that a clip is trained with the empty caption.
-    bridge_dropout: probability that a clip is trained with the bridge off; about 0.1 lets a model that starts from
-        scratch learn what dual guidance subtracts.
-    phases: stretches of the training, each a mapping with `share` and what it changes of the five options before; ()
-        is one.
+    bridge_dropout: probability that a clip is trained with the bridge off; about 0.1 lets a model from scratch learn
+        what dual guidance subtracts.
+    phases: phases of the training, each a mapping with `share` and its values of the five options above; (): one phase.
     """
 
     strategy: str = "full"

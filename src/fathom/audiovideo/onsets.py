@@ -1,4 +1,4 @@
-"""When something is heard, and when something is seen to happen.
+"""Detection of the times at which something is heard, and at which something is seen to happen.
 
 Sound: times at which the energy afterwards is far above the energy before, where it rises the most.
 
@@ -57,7 +57,7 @@ def _peaks(values: np.ndarray, least: float, apart: int) -> np.ndarray:
 
 
 def plain_scene(frames: UInt8[np.ndarray, "F H W 3"]) -> bool:
-    """Whether things stand before a wall that is alike along every row: less than half of it is covered."""
+    """Whether things stand before a plain wall: every row of it is uniform, and less than half of it is covered."""
     return bool((_difference(luma(frames)) > FOREGROUND).mean() < 0.5)
 
 

@@ -2,8 +2,8 @@
 
     z = P (x − m) / s,   x̂ = Pᵀ (z s) + m        P: the first C eigenvectors of the covariance of x, m its mean
 
-x is a patch of 8 × 8 pixels of the first picture, of 4 pictures afterwards, or 160 samples. No training beyond one pass
-over some clips: good enough to show what a bridge does. What they lose is what the left-out components hold.
+x is a patch of 8 × 8 pixels of the first picture or of the next 4, or 160 samples. Fitting takes one pass over some
+clips, and the codecs are good enough to show what a bridge does. They lose what the left-out components hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a caption and a first picture to a clip with sound: a diffusers pipeline.
+"""A diffusers pipeline that makes a clip with sound from a caption and a first picture.
 
     z_v, z_a ~ N(0, 1);   for n: ṽ = guided(…), z ← z + ṽ (σ_{n+1} − σ_n), each modality with its own σ;   decode both
 
@@ -67,14 +67,14 @@ def read_parts(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Mo
 
 
 class MovaPipeline(Published, DiffusionPipeline):
-    """Makes clips.
+    """A pipeline that makes clips with sound.
 
     Args:
         video_dit, video_dit_2: experts for high and low noise; the second may be None.
-        dual_tower_bridge: None: towers that know nothing of each other.
+        dual_tower_bridge: None: towers without an exchange.
         audio_dit, scheduler, tokenizer, text_encoder: the other parts, named as in the release.
-        settings: sizes and rates; None: those of the parts, with the release's of what they do not say.
-        codec: between latents and pictures and sound (base.py); None: latents alone can be made.
+        settings: sizes and rates; None: those of the parts, and the release's where parts have none.
+        codec: between latents and pictures and sound (base.py); None: the pipeline makes only latents.
     """
 
     model_cpu_offload_seq = "text_encoder->video_dit->video_dit_2"
@@ -152,10 +152,10 @@ class MovaPipeline(Published, DiffusionPipeline):
         order: str = "joint",
         output: str = "clip",
     ) -> MovaOutput:
-        """Clips of captions, one each.
+        """Clips from captions, one for each.
 
         Args:
-            negative_prompt: what ∅ is for text.
+            negative_prompt: the text that stands for ∅ in guidance.
             image: the first picture of every clip, of any size: it is cropped and resized. None: white. Or
                 their latents (`first_latents`).
             frames, height, width: of a clip; None: the settings'.
@@ -322,7 +322,7 @@ def fitted_picture(image: Any, height: int, width: int) -> UInt8[np.ndarray, "H 
 
 
 def settings_of(video: VideoTower, audio: AudioTower, bridge: Bridge | None, second: VideoTower | None) -> MovaConfig:
-    """Sizes as the parts say them, and of what they do not say, the release's."""
+    """Sizes from the parts' configs, and the release's where these have none."""
     v, a = video.config, audio.config
     if bridge is None:
         rates: dict[str, Any] = {"video_strides": [v.in_channels - 2 * v.out_channels, 8, 8]}

@@ -51,12 +51,12 @@ class Stream:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What every block reads beside the states."""
+        """The arguments of every block beside the states."""
         return self.text, self.modulation, self.rotary
 
 
 class Tower(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionMixin):
-    """What the towers share. A subclass makes `patch_embedding`, and says the shape of its latents and patches."""
+    """Base of the towers. A subclass makes `patch_embedding` and defines the shape of its latents and patches."""
 
     config: Any
     _no_split_modules = ("WanTransformerBlock",)

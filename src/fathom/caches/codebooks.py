@@ -299,16 +299,6 @@ def _residual_kmeans(
     return torch.stack(books)
 
 
-def residual_energy(x: Tensor, books: Tensor) -> list[float]:
-    """‖r_i‖² / ‖x‖² after each stage: the energy of the residual as a share of the vectors'."""
-    codes, wide, energy = encode(x, books), torch.promote_types(x.dtype, torch.float32), []
-    residual = x = x.to(wide)
-    for stage in range(books.shape[0]):
-        residual = residual - books[stage, codes[..., stage]].to(wide)
-        energy.append((residual.square().sum() / x.square().sum()).item())
-    return energy
-
-
 def describe(books: Codebooks) -> dict[str, Any]:
     """Sizes for reports: stages, entries, nominal bits a number, bytes of the tables."""
     key, value = books.keys[0], books.values[0]

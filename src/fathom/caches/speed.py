@@ -6,7 +6,6 @@ its state is then the same as after any longer text), so no prompt has to be rea
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -124,7 +123,7 @@ def timed(step: Callable[[], Any], repeats: int, device: torch.device, warm: int
 
 
 def bytes_per_step(model: nn.Module, method: CacheMethod, context: int, batch: int) -> int:
-    """What a decode step must read at least once: all weights but the embedding table, and the cache (closed form)."""
+    """Bytes that a decode step must read: all weights but the embedding table, and the cache (closed form)."""
     inner = versions.causal_lm(model)
     embedding = inner.get_input_embeddings().weight  # type: ignore[union-attr]
     tied = inner.get_output_embeddings() is not None and inner.get_output_embeddings().weight is embedding
@@ -229,33 +228,6 @@ def _measure(
         "seconds_per_step": median,
         "spread": [min(seconds), max(seconds)],
         "tokens_per_second": batch / median,
-    }
-
-
-def generate_speed(
-    model: nn.Module, method: CacheMethod | None, context: int, batch: int, tokens: int = 64, repeats: int = 5
-) -> dict[str, Any]:
-    """Seconds of a decode step inside `generate()`, over random prompts: a call with `tokens` new tokens minus a call
-    with one, divided by the steps between. method: None for the full cache, without `compress`.
-    """
-    device, inner = versions.execution_device(model), versions.causal_lm(model)
-    ids = torch.randint(1, versions.text_config(inner).vocab_size, (batch, context), device=device)
-
-    def run(new: int) -> Any:
-        return inner.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
-
-    with contextlib.nullcontext() if method is None else compress(model, method):
-        first, whole = timed(lambda: run(1), repeats, device), timed(lambda: run(tokens), repeats, device)
-    seconds = [(b - statistics.median(first)) / (tokens - 1) for b in whole]
-    median = statistics.median(seconds)
-    return {
-        "context": context,
-        "batch": batch,
-        "mode": "generate",
-        "seconds_per_step": median,
-        "spread": [min(seconds), max(seconds)],
-        "tokens_per_second": batch / median,
-        "bytes_per_step": bytes_per_step(model, Full() if method is None else method, context, batch),
     }
 
 

@@ -114,7 +114,9 @@ def plan(
     Raises ValueError for a mixture of experts, whose load is not planned.
     """
     if config.feed_forward["name"] != "dense":
-        raise ValueError(f"feed_forward={config.feed_forward['name']!r}: plans for several GPUs are of dense networks")
+        raise ValueError(
+            f"feed_forward={config.feed_forward['name']!r}: plans for several GPUs cover dense networks only"
+        )
     counts, measured = method_counts(config), nearest(method_name(config), config.hidden_size, layout.compile)
     depth = counts["depth"].parallel or counts["depth"]
     total, sharded = parameter_counts(config).total, layout.strategy == "fsdp2" and layout.gpus > 1

@@ -62,7 +62,10 @@ def sampling_cost(
         return block_cost(config, prompt, sampled, dtype)
     cache: Any = sampled.block_cache
     if sampled.infill or (isinstance(cache, DKVCache) and (cache.mode == "greedy" or config.diffusion["shift"])):
-        raise ValueError("infill, and dkv_cache that is greedy or of a shifted model: the cost depends on the text")
+        raise ValueError(
+            "infill=True, or dkv_cache with mode='greedy' or with a shifted model: the cost depends on the text; "
+            "choose another block_cache"
+        )
     length = prompt + sampled.max_new_tokens
     counts = method_counts(config)
     terms = flop_terms(config, counts, length, False)

@@ -1,6 +1,6 @@
 """The curation wing: papers and texts → a cleaned corpus, and the account of what was dropped.
 
-Its steps stand on packages of the extra `curate`; the config is read without them.
+Its steps need packages of the extra `curate`; the config does not.
 """
 
 from __future__ import annotations

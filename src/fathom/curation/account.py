@@ -1,4 +1,4 @@
-"""The account of a curation: what came in, what stays, and what was dropped by which step for which reason.
+"""The account of a curation: documents and lines read, kept, and dropped, by step and reason.
 
 documents in = kept + Σ dropped       lines in = kept + Σ taken out by rule + those of dropped documents
 """
@@ -35,20 +35,20 @@ class Account:
     examples: dict[str, list[dict[str, str]]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
 
     def read(self, text: str) -> None:
-        """A document came in."""
+        """Count a document that was read."""
         self.documents += 1
         self.characters += len(text)
         self.lines += line_count(text)
 
     def drop(self, step: str, reason: str, text: str, where: str, detail: str = "") -> None:
-        """A document is dropped, with the lines that it still has."""
+        """Count a dropped document, with the lines that it still has."""
         self.dropped[step][reason] += 1
         self.lines_of_dropped += line_count(text)
         self.dropped_lengths[length_bin(len(text))] += 1
         self.example(f"{step}: {reason}", text, where, detail)
 
     def keep(self, text: str) -> None:
-        """A document stays."""
+        """Count a document that is kept."""
         self.kept += 1
         self.kept_characters += len(text)
         self.kept_lines += line_count(text)

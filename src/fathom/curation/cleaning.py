@@ -1,4 +1,4 @@
-"""Step 3, cleaning: lines of a document that are no text of it. Each rule names the lines it takes.
+"""Step 3, cleaning: removes lines that are not part of a document's text. Each rule names the lines it removes.
 
     running heads      a short line that comes again page after page
     page numbers       a line of a number alone
@@ -7,7 +7,7 @@
     references         a reference list, up to the next heading; citations in the text stay
     acknowledgements   such a section or paragraph
 
-What stands between [START_…] and [END_…] markers (tables, figures, formulas) is left alone.
+Lines between [START_…] and [END_…] markers (tables, figures, formulas) are left alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Rule = Callable[[list[str], list[bool]], Iterator[int]]
 
 
 def clean(text: str, rules: tuple[str, ...]) -> tuple[str, list[tuple[int, str, str]]]:
-    """The text without what the rules take, and the lines taken: (number from 1, rule, line), in order.
+    """The cleaned text, and the removed lines in order: (number from 1, rule, line).
 
     A line that hyphenation joins to the one before is listed, too, as its end of line is gone.
     """

@@ -1,4 +1,4 @@
-"""What `fathom curate` does to a folder of papers and texts: one frozen value, written as YAML."""
+"""The options of `fathom curate`: one frozen value, written as YAML."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MODELS = ("perplexity_model", "classifier_model", "judge_model")  # options that
 class Curation:
     """Bounds that are null (None) are not asked for.
 
-    language: ISO 639-1 of what is kept, and of the dictionary of `max_unknown`; null: any.
-    language_confidence: of py3langid, at least.
+    language: ISO 639-1 code of the documents that are kept, and of the dictionary of `max_unknown`; null: any.
+    language_confidence: the least confidence of py3langid.
     text_field: the field of JSONL and Parquet rows that holds the text.
     ref_format: a citation as its title, or as Galactica writes it, with the first author.
     malformed: a file or row that cannot be read is dropped and named, or stops the run.
-    min_sections, min_words: a parsed paper needs a title, and so many sections or else so many words.
+    min_sections, min_words: a parsed paper needs a title, and at least this many sections or this many words.
     clean: rules that take lines out of a document.
     min_characters, max_characters: length of a document.
     max_symbols: share of the characters that are neither letters, digits nor spaces.
@@ -42,20 +42,20 @@ class Curation:
     known_words: a file of words beside the dictionary's, one a line.
     near_duplicates: whether near duplicates are dropped, beside equal texts.
     ngram: words in a row that near duplicates are compared by.
-    permutations, bands: MinHash; pairs are looked at that agree in one of so many bands.
+    permutations, bands: of MinHash; pairs that agree in one of the bands are compared.
     similarity: least Jaccard similarity, estimated by all permutations, of near duplicates.
     benchmarks: name -> file or folder of questions (JSONL, Parquet) that the corpus must not hold.
     benchmark_ngram: words in a row that are a copy of a question; a shorter question counts as a whole.
     benchmark_shortest: words of the shortest question that is looked for.
     filters: name of a filter class of datatrove -> its arguments, run after our own rules.
-    perplexity_model: checkpoint whose perplexity a document must have in a band; null: level two asks for none.
+    perplexity_model: checkpoint under which a document's perplexity must lie in a band; null: no such filter.
     min_perplexity, max_perplexity: the band.
-    classifier_model: checkpoint that classifies texts; null: level two asks for no class.
-    classes: what the classifier may say of a document that is kept, by the names in its config.
+    classifier_model: checkpoint that classifies texts; null: no such filter.
+    classes: names in its config of the classes that are kept.
     judge_model: checkpoint that scores documents from 1 to 5; null: there is no level three.
-    min_score: expected score, at least.
-    model_characters: a model reads so much of a document.
-    shard_bytes: how much of the input a task reads, about; results do not depend on how many run at a time.
+    min_score: the least expected score.
+    model_characters: number of characters of a document that models read.
+    shard_bytes: approximate bytes of input for each task; results do not depend on how many run at a time.
     """
 
     language: str | None = "en"

@@ -1,7 +1,7 @@
 """Step 7, decontamination: a document that holds a question of a benchmark is dropped.
 
 It holds one if 13 words in a row are the same (case, punctuation and markup do not count). A question of 8 to 12 words
-is looked for as a whole; shorter ones are counted as unchecked, as half the texts of the world would hold them.
+is searched for as a whole. Shorter ones occur in too many texts by chance; they are counted as unchecked.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _texts(value: Any, field: str = "") -> list[str]:
 
 
 class ContaminationFilter(BaseFilter):
-    """Drops what holds a question."""
+    """A filter that drops documents with a question of a benchmark."""
 
     name = "decontamination"
     type = "curation"

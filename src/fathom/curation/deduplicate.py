@@ -50,7 +50,7 @@ def _same(hashed: int) -> int:
 
 
 def digest(text: str) -> bytes:
-    """16 bytes that are equal for texts that differ in spaces alone, or not at all."""
+    """A digest of 16 bytes, equal for texts that differ at most in spaces."""
     return hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -64,7 +64,7 @@ class Match:
 
 
 def matches(digests: Sequence[bytes] | np.ndarray, band: Band | None, config: Curation) -> list[Match]:
-    """What to drop of a set of documents, in their order: all of a group of duplicates but its first.
+    """The documents to drop, in order: all of a group of duplicates but its first.
 
     digests: 16 bytes each.   band: gives the columns of the signatures that a band compares, [documents, columns].
     Without one: equal texts alone. Near duplicates are joined in chains: A ~ B ~ C is one group.

@@ -27,12 +27,12 @@ def identify(text: str) -> tuple[str, float]:
 
 
 def known_languages() -> list[str]:
-    """What `identify` can say."""
+    """The languages that `identify` can return."""
     return list(_identifier().labels)
 
 
 class LanguageFilter(BaseFilter):
-    """Drops what is in another language than `wanted`, or in it by less than `confidence`."""
+    """A filter that drops documents in another language than `wanted`, or in it with less than `confidence`."""
 
     name = "language"
     type = "curation"

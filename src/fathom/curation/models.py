@@ -1,4 +1,4 @@
-"""Levels two and three of the quality control (Innovator, arXiv 2507.18671): what models say of a document.
+"""Levels two and three of the quality control (Innovator, arXiv 2507.18671): filters by models.
 
     perplexity   exp(−1/n Σ log p(token | those before it)) lies in a band: neither boilerplate nor noise
     classes      a classifier's likeliest class is one of those that are kept
@@ -6,7 +6,7 @@
                  a score of correctness, completeness and reasoning, is at least `min_score`
 
 Models come after the rules and the duplicates, so they read the fewest documents. They read the first
-`model_characters` of one. The paper names its levels and no more: models, question and bounds are the user's and ours.
+`model_characters` of one. The paper only names its levels; models, question and bounds are the user's and ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUESTION = (
 
 
 class PerplexityFilter(BaseFilter):
-    """Drops what the model finds too easy or too hard."""
+    """A filter that drops documents whose perplexity is too low or too high."""
 
     name = "perplexity"
     type = "curation"
@@ -55,7 +55,7 @@ class PerplexityFilter(BaseFilter):
 
 
 class ClassFilter(BaseFilter):
-    """Drops what a classifier puts into another class than those named."""
+    """A filter that drops documents of all classes but those named."""
 
     name = "classes"
     type = "curation"
@@ -88,7 +88,7 @@ class ClassFilter(BaseFilter):
 
 
 class JudgeFilter(BaseFilter):
-    """Drops what the model gives too low a score."""
+    """A filter that drops documents to which the model gives a low score."""
 
     name = "judge"
     type = "curation"
@@ -108,7 +108,7 @@ class JudgeFilter(BaseFilter):
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _digits(self) -> tuple[str, list[int]]:
-        """What stands between the prompt and a score, and the token of each score after it."""
+        """The tokens between the prompt and a score, and the token of each score."""
         for between, before in (("", ""), ("", " "), (" ", "")):
             ids = self._ids(self._prompt("x") + between)
             full = [self._ids(f"{self._prompt('x')}{between}{before}{k}") for k in range(1, 6)]

@@ -26,7 +26,7 @@ _LEVELS = {"perplexity": "model", "classes": "model", "judge": "judge"}  # every
 
 
 def write_page(made: dict[str, Any], raw: str, path: Path) -> None:
-    """Write the page of what `curate` returns, whole or not at all."""
+    """Write the page for the result of `curate`, whole or not at all."""
     account = Account.from_dict({key: value for key, value in made.items() if hasattr(Account(), key)})
     write_text(path, page(account, made, raw))
 

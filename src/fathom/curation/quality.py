@@ -1,4 +1,4 @@
-"""Steps 2, 4 and 5, quality of a document by rules: what is measured, and what drops it.
+"""Steps 2, 4 and 5, quality of a document by rules: its measures, and their bounds.
 
 These are the first of Innovator's three levels (arXiv 2507.18671) and steps 2, 4 and 5 of GeoGalactica's cleaning. A
 rule is a pure function of the text, so the documents that are kept do not depend on the order of the rules; only
@@ -76,7 +76,7 @@ def _is_known(word: str, language: str) -> bool:
 
 
 class QualityFilter(BaseFilter):
-    """Drops by the rules."""
+    """A filter that drops documents by the rules."""
 
     name = "quality"
     type = "curation"
@@ -97,8 +97,9 @@ class QualityFilter(BaseFilter):
 
 
 class ParseFilter(BaseFilter):
-    """Drops papers that were parsed badly: without a title, or with too few sections and words. Texts that no parser
-    made have neither, and pass."""
+    """A filter that drops badly parsed papers: without a title, or with too few sections and words. Texts that no
+    parser made always pass.
+    """
 
     name = "parse"
     type = "curation"

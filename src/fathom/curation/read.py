@@ -1,4 +1,4 @@
-"""What lies in the raw folder: papers in TEI, rows and plain texts, cut into shards of about equal size."""
+"""Reading the raw folder: papers in TEI, rows and plain texts, cut into shards of about equal size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What should have been a document: where it stands and what is wrong with it."""
+    """A document that cannot be read: its place, and what is wrong with it."""
 
     id: str
     why: str
@@ -82,7 +82,7 @@ def _cut(file: Path, name: str, length: int, size: int) -> Iterator[tuple[Piece,
 
 
 def documents(raw: Path, piece: Piece, config: Curation) -> Iterator[Document | Unreadable]:
-    """What a piece holds, in order. Raises ValueError for rows without the field of the text."""
+    """The documents of a piece, in order. Raises ValueError for rows without the field of the text."""
     file = (raw if raw.is_dir() else raw.parent) / piece.file
     if file.name.lower().endswith(tei.SUFFIXES):
         yield _paper(file, piece.file, config)

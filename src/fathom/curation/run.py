@@ -1,4 +1,4 @@
-"""From a raw folder to a corpus, in three stages on datatrove's executor. A killed run goes on where it was.
+"""Curation of a raw folder into a corpus, in three stages on datatrove's executor. A killed run can be resumed.
 
     sift     a task a shard: read, steps 1 to 5 and 7, then digest and signature of what is left
     match    one process: which documents are copies of earlier ones
@@ -52,7 +52,7 @@ FOLDERS = ("corpus", "dropped", "lines")
 
 
 def curate(raw: str | Path, folder: str | Path, config: Curation, workers: int | None = None) -> dict[str, Any]:
-    """Curate `raw` into `folder`, or go on with a run that was stopped there; a finished run is returned as it is.
+    """Curate `raw` into `folder`, or resume a run that was stopped there. A finished run is returned as it is.
 
     Args:
         workers: processes; None: one a usable core.
@@ -116,8 +116,8 @@ def _curated(raw: Path, folder: Path, config: Curation, workers: int | None) -> 
 
 
 def _claim(folder: Path, raw: Path, config: Curation) -> None:
-    """Note in a new folder what is made there. Raises FileExistsError if it holds anything else; a run of which no task
-    was done is nothing."""
+    """Record in a new folder what is made there. Raises FileExistsError if it holds anything else than a run without a
+    finished task."""
     base = raw if raw.is_dir() else raw.parent
     named = [Path(name) for name in (*(config.benchmarks or {}).values(), config.known_words) if name]
     read = [(str(file.relative_to(base)), file.stat()) for file in files(raw)]
@@ -151,7 +151,7 @@ def _claim(folder: Path, raw: Path, config: Curation) -> None:
 
 
 class _Executor(LocalPipelineExecutor):
-    """datatrove's, but that it notices a worker that is killed, and that its log goes to its files alone."""
+    """datatrove's executor, except that it notices a killed worker and logs only to its files."""
 
     def run(self) -> None:
         left = self.get_incomplete_ranks()
@@ -167,7 +167,7 @@ class _Executor(LocalPipelineExecutor):
                     done.result()
             except BrokenProcessPool:
                 raise ChildProcessError(
-                    "a worker was killed, perhaps for want of memory; the same command goes on, with fewer --workers"
+                    "a worker was killed, perhaps for want of memory; rerun with fewer --workers to resume"
                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -189,14 +189,14 @@ _BUILT: dict[str, tuple[str, list[tuple[str, BaseFilter]]]] = {}  # of this proc
 
 
 def _filters(config: Curation) -> list[tuple[str, BaseFilter]]:
-    """Those that go by rules, built once."""
+    """The filters by rules, built once."""
     if _BUILT.get("rules", ("",))[0] != repr(config):
         _BUILT["rules"] = repr(config), steps.filters(config)
     return _BUILT["rules"][1]
 
 
 def _models(config: Curation) -> list[tuple[str, BaseFilter]]:
-    """Those that ask a model, loaded once."""
+    """The filters by models, loaded once."""
     if not any(getattr(config, name) for name in MODELS):
         return []
     if _BUILT.get("models", ("",))[0] != repr(config):

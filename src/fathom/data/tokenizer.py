@@ -123,7 +123,8 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, " voca
     if not byte_level and not model.get("byte_fallback"):
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} is neither byte-level nor has it byte fallback "
-            f"(model {model['type']}): some text becomes the unknown token, so bytes per token are not known"
+            f"(model {model['type']}): some text becomes the unknown token, so bytes per token are not known; "
+            "use a byte-level tokenizer"
         )
     added = tokenizer.added_tokens_decoder
     vocabulary = tokenizer.get_vocab()

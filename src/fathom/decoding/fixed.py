@@ -35,12 +35,12 @@ FILLED = "sdpa_filled"  # the attention of a step over buffers with room, as tra
 
 
 class Slots:
-    """What layers share that hold `length` slots of the same rows: where the next one goes, `place` [1], and which
-    count, `visible` [B,1,1,room].
+    """Data shared by layers that hold `length` slots of the same rows: the index of the next slot, `place` [1], and the
+    mask of slots that count, `visible` [B,1,1,room].
 
-    states: of a compressed cache; none: all layers of a full one.
-    stages: slots that a step adds.
-    shared: what the states make of the place once a step, and all read.
+    states: of a compressed cache; empty for the layers of a full one.
+    stages: number of slots that a step adds.
+    shared: data that the states derive from the place once a step, and that all of them read.
     """
 
     def __init__(self, visible: Tensor, states: list[Any], stages: int = 1):
@@ -64,13 +64,13 @@ class Slots:
             state.fix(self)
 
     def begin(self) -> None:
-        """Of a step: its slots count."""
+        """Begin a step: make its slots visible."""
         if self.states:
             self.shared = self.states[0].shared(self)
         self.visible.index_fill_(3, self.place if self.stages == 1 else self.place + self.new, True)
 
     def compress(self) -> None:
-        """What is due between two steps, in the same buffers: the recording stays as it is."""
+        """Compress, if due, between two steps and in the same buffers; the recording stays valid."""
         if not self.states or self.length != self.states[0].due:
             return
         for state in self.states:
@@ -151,7 +151,7 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {ALL}:
             return "some layers do not see the whole text"
-        if attention != "sdpa":
+        if attention not in ("sdpa", FILLED):  # another thread may run a step just now
             return f"attn_implementation={attention!r}: only sdpa reads a mask of one key a slot"
     elif not hasattr(cache, "addresses"):
         return f"a {type(cache).__name__} may move"

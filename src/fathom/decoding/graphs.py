@@ -8,12 +8,15 @@ Python runs.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from fathom.decoding import switch
+
+ONE_AT_A_TIME = threading.Lock()  # Python's collector, which a recording holds off, is all threads'
 
 
 class Recorder(Protocol):
@@ -29,6 +32,11 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        with ONE_AT_A_TIME:
+            return self.captured(function).replay
+
+    def captured(self, function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """A graph of what `function` launches."""
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # another graph that is collected meanwhile cannot be freed, and spoils this one
@@ -45,7 +53,7 @@ class CudaGraphs:
         finally:
             if collects:
                 gc.enable()
-        return graph.replay
+        return graph
 
 
 def records(device: torch.device) -> bool:

@@ -111,7 +111,7 @@ class AdaptiveLatentCoT(DepthMethod):
             check_mean_passes(name, self.halting, self.mean_passes, self.steps + 1)
             if self.explore and self.halting != "router":
                 raise ValueError(
-                    f'{name} option explore={self.explore!r}: has a meaning with halting="router" only, not '
+                    f'{name} option explore={self.explore!r}: applies only with halting="router", not '
                     f"{self.halting!r}; set explore=0"
                 )
 

@@ -22,9 +22,7 @@ def check_mean_passes(method: str, halting: str, mean: float | None, most: int) 
     """Raise ValueError unless `mean_passes` is given exactly where a schedule needs it, and is possible."""
     needed = halting in ("random", "uniform")
     if needed != (mean is not None):
-        rule = (
-            f'is needed with halting="{halting}"' if needed else 'has a meaning with halting="random" or "uniform" only'
-        )
+        rule = f'is needed with halting="{halting}"' if needed else 'applies only with halting="random" or "uniform"'
         raise ValueError(f"{method} option mean_passes={mean!r}: {rule}")
     if mean is not None and not 1 <= mean <= most:
         raise ValueError(

@@ -471,7 +471,7 @@ class Sampler:
         return self.decide(view, quota, memory)
 
     def fixed_place(self, block: Block, columns: Any) -> int | None:
-        """Where among the columns of a pass the states lie that predict the block, one after the other; None where they
+        """Indices among the columns of a pass of the states that predict the block, in order; None where they
         do not, and where a step has no fixed shape."""
         config, start = self.config, block.start - int(block.shift)
         fixed = config.policy.fixed_shape and config.temperature == 0  # type: ignore[union-attr]
@@ -513,7 +513,7 @@ class Sampler:
     def decide(
         self, view: View, quota: Int[Tensor, " B"], memory: Any
     ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n"]]:
-        """Of what a view predicts, the tokens to reveal, −1 elsewhere, and the probabilities of all."""
+        """The predicted tokens to reveal (−1 elsewhere), and the probabilities of all."""
         config, policy, candidates = self.config, self.config.policy, view.candidates
         assert isinstance(policy, Policy)
         probability = view.probability

@@ -16,7 +16,7 @@ from fathom.models.registry import register
 class Strided(Shortening):
     """Tokens at equal distances; K and everything else as in `fourier`."""
 
-    summary = "Between two layers every n-th token goes on: K = ⌈ρT⌉ tokens."
+    summary = "Between two layers every n-th token is kept: K = ⌈ρT⌉ tokens."
     equation = "Y_n = X_⌊nT/K⌋"
     variants = ({"ratio": 0.5}, {"ratio": 0.3})
     identity = {"ratio": 1.0, "global_residual": False, "residual": "filtered"}  # noqa: RUF012

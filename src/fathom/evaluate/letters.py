@@ -305,8 +305,8 @@ def evaluate_choices(
 
 def mean_with_signal(scores: dict[str, dict[str, Any]]) -> float | None:
     """The mean accuracy over tasks that differ from guessing; None if none does."""
-    told = [score["accuracy"] for score in scores.values() if score["signal"]]
-    return math.fsum(told) / len(told) if told else None
+    with_signal = [score["accuracy"] for score in scores.values() if score["signal"]]
+    return math.fsum(with_signal) / len(with_signal) if with_signal else None
 
 
 def _scored(chances: Tensor, gold: int) -> float:

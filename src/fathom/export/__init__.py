@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to what other programs read: a stock one of transformers, LLaDA's layout, or GGUF."""
+"""Exports of a checkpoint for other programs: as a stock transformers checkpoint, in LLaDA's layout, or as GGUF."""
 
 from fathom.export.forms import FORMS, export, forms_of
 

@@ -47,7 +47,7 @@ FORMS = tuple(USE)
 
 
 def forms_of(config: Any) -> dict[str, str | ValueError]:
-    """What every form would be of a model with that config: its class or format, or the error that says why not."""
+    """Every form for a model with this config: its class or format, or the error that says why it is impossible."""
     found: dict[str, str | ValueError] = {}
     kinds: dict[str, Callable[[Any], str]] = {"stock": _stock, "llada": _llada, "gguf": _gguf}
     for name, ask in kinds.items():
@@ -59,7 +59,8 @@ def forms_of(config: Any) -> dict[str, str | ValueError]:
 
 
 def export(checkpoint: str, folder: str | Path, form: str = "stock") -> dict[str, Any]:
-    """Write the checkpoint in `form` to a new folder, with tokenizer and card; what it is and how close its logits are.
+    """Write the checkpoint in `form` to a new folder, with tokenizer and card. Returns its class and the error of
+    logits.
 
     Raises:
         ValueError: a form that the model cannot take, or another than `FORMS`; logits that are not the same.
@@ -220,8 +221,9 @@ def _write_llada(model: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def _compare(model: Any, folder: Path, form: str, checkpoint: str) -> float:
-    """The largest difference of logits over the largest logit, of random tokens, in float32. Raises ValueError where it
-    is above `CLOSE`."""
+    """Largest difference of logits / largest logit, on random tokens in float32. Raises ValueError if it is above
+    `CLOSE`.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.get_text_config().vocab_size, (1, CHECKED), generator=generator)
     given = {"input_ids": tokens}

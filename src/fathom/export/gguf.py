@@ -73,7 +73,7 @@ def check(config: Any) -> None:
 
 
 def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
-    """What a GGUF file says of a tokenizer. Raises ValueError for one that llama.cpp would read otherwise."""
+    """The tokenizer data of a GGUF file. Raises ValueError for a tokenizer that llama.cpp would read differently."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{checkpoint}: no gguf form: it has no tokenizer.json, and a GGUF file holds the tokenizer")
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -89,12 +89,12 @@ def vocabulary(tokenizer: Any, checkpoint: str, size: int) -> Vocabulary:
             f"{checkpoint}: no gguf form: its tokenizer has {len(tokenizer)} tokens and the model {size}; give it a "
             "tokenizer that it was made for"
         )
-    plain, told = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    begins = tokenizer.bos_token_id is not None and told == [tokenizer.bos_token_id, *plain]
-    if told != plain and not begins:
+    plain, with_specials = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    begins = tokenizer.bos_token_id is not None and with_specials == [tokenizer.bos_token_id, *plain]
+    if with_specials != plain and not begins:
         raise ValueError(
-            f"{checkpoint}: no gguf form: its tokenizer reads 'a' as {tokenizer.convert_ids_to_tokens(told)}; of "
-            "tokens around a text, only a bos before it is written"
+            f"{checkpoint}: no gguf form: its tokenizer reads 'a' as "
+            f"{tokenizer.convert_ids_to_tokens(with_specials)}; of special tokens, GGUF adds only a bos before a text"
         )
     added = {entry["id"]: entry for entry in stored["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}

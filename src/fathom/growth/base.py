@@ -22,9 +22,9 @@ class GrowthMethod:
     A method sees one layer at a time, so that a model larger than memory can grow.
 
     Attributes:
-        branches: whether it takes further checkpoints, trained from the base on a text each.
-        changes: what of the branches may differ from the base.
-        fresh: no weight of the base is kept: all are drawn by the config's rule.
+        branches: whether it takes further checkpoints, each trained from the base on a text.
+        changes: which weights of the branches may differ from the base's.
+        fresh: whether no weight of the base is kept, and all are drawn by the config's rule.
     """
 
     name: ClassVar[str]
@@ -37,7 +37,7 @@ class GrowthMethod:
 
     @property
     def reads(self) -> int | None:
-        """How many texts it looks at the base with: 0 for none, None for any number from 1."""
+        """The number of texts that the method runs through the base: 0 for none, None for any number from 1."""
         return 0
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:
@@ -60,11 +60,11 @@ class GrowthMethod:
         raise NotImplementedError  # abstract
 
     def other(self, base: Tensor, branches: Sequence[Tensor]) -> Tensor:
-        """What a tensor outside the feed-forward networks becomes."""
+        """The grown model's value of a tensor outside the feed-forward networks."""
         return base
 
     def start(self, branches: int) -> str:
-        """What the grown model computes before it trains, beside the dense one: "the dense model" if it is that."""
+        """Words for the function of the grown model before it trains: "the dense model" if it equals that."""
         raise NotImplementedError  # abstract
 
 

@@ -1,4 +1,4 @@
-"""Continued pretraining of the dense model itself: what every mixture must beat at equal training FLOPs."""
+"""Continued pretraining of the dense model: the baseline that every mixture must beat at equal training FLOPs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Continued(GrowthMethod):
     """No options."""
 
     name = "continued"
-    summary = "The dense model goes on as it is: the baseline of every growth."
+    summary = "Continued training of the dense model: the baseline of every growth."
     equation = "y = F(x)"
 
     def section(self, config: Any, branches: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A dense checkpoint to a grown one, layer by layer: memory holds the embeddings or one layer in and out, never all."""
+"""Growing a dense checkpoint layer by layer: memory holds the embeddings, or one layer before and after, never all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from fathom.cost import parameter_counts
 from fathom.growth.base import GrowthMethod
-from fathom.growth.sample import Seen, look
+from fathom.growth.sample import Seen, statistics
 from fathom.growth.surgery import Network
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.checkpoints.stock import config_from_stock
@@ -112,14 +112,14 @@ def grow(
     seed: int = 0,
     texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write the grown checkpoint to a new folder; returns what was made: `start`, `parameters`, `active_parameters`.
+    """Write the grown checkpoint to a new folder. Returns `start`, `parameters` and `active_parameters`.
 
     Args:
         checkpoint: folder of the dense model, stock (Llama, Qwen2, Qwen3) or Fathom's.
         branches: folders of models trained from it, for methods that take some.
-        seed: of everything that is drawn.
-        texts: that the base is looked at with, for options that need some (`router="prompt"`: one for each discipline,
-            in order; `split="clustered"`). The whole base is then in memory.
+        seed: of all random numbers.
+        texts: those run through the base for options that need them (`router="prompt"`: one for each discipline, in
+            order; `split="clustered"`). The whole base is then in memory.
 
     Raises:
         ValueError: a checkpoint of another kind; branches or texts that the method does not take, or branches that
@@ -136,7 +136,7 @@ def grow(
             model: Any = FathomForCausalLM(config)
             model.to(base.config.dtype or torch.float32).save_pretrained(work)
         else:
-            write_layers(base, others, method, config, work, seed, look(base.folder, texts) if texts else [])
+            write_layers(base, others, method, config, work, seed, statistics(base.folder, texts) if texts else [])
             config.architectures = [FathomForCausalLM.__name__]
             config.save_pretrained(work)
         for pattern in COMPANIONS:
@@ -167,7 +167,7 @@ def write_layers(
     seed: int,
     seen: Sequence[Seen] = (),
 ) -> None:
-    """The grown weights: what stands outside the layers, then a file a layer."""
+    """Write the grown weights: those outside the layers, then one file for each layer."""
     shards = Shards(folder, config.num_hidden_layers + 1)
     mixed = method.changes == "everything"
 

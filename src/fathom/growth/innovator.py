@@ -22,12 +22,12 @@ from fathom.models.method import check_choice, check_number, check_range
 class Innovator(GrowthMethod):
     """disciplines: D, groups of experts, one a branch; copies of the base where there is no branch.
     slices: G, experts that a group is cut into; divides the network's width.
-    active: k, experts a token runs; None: one group. A multiple of G, but with router="random".
+    active: k, experts a token runs; None: one group. A multiple of G, unless router="random".
     split: neurons of a slice: "contiguous", "permuted" at random, or "clustered": those that fire together in the base
         on a sample of texts (MoEfication, arXiv 2110.01786).
-    router: rows "group_tied", one drawn for each group; "prompt", one for each group that points where the mean
-        input of the network does on a text of its discipline; or "random" ones.
-    shared_gate: a, what the dense network is multiplied by.
+    router: its rows: "group_tied", one drawn for each group; "prompt", one for each group, in the direction of the
+        network's mean input on a text of its discipline; or "random" ones.
+    shared_gate: a, the factor of the dense network.
     routed_scaling: ρ, a number, or "G", "k" or "match": (1 − a)·G, with which copies start as the dense model.
     norm_topk_prob: the gates of a token sum to 1.
     reinit_ratio: share of the neurons of every copy that is drawn anew.

@@ -20,7 +20,7 @@ from fathom.ops import merging
 
 @dataclasses.dataclass(frozen=True)
 class Merge(GrowthMethod):
-    """how: "linear" mean of the branches, "slerp" of two, or "ties" or "dare" of what they changed in the base.
+    """how: "linear" mean of the branches, "slerp" of two, or "ties" or "dare" of their changes to the base.
     weight: of the second branch in "slerp"; of every branch's change in "ties" and "dare".
     density: share of the changes that "ties" and "dare" keep, above 0.
     """

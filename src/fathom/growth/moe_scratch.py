@@ -1,4 +1,4 @@
-"""The mixture that Innovator grows, with no weight of the dense model: what a warm start is worth."""
+"""Innovator's mixture trained from scratch, without weights of the dense model: shows what a warm start is worth."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a sample of texts says about the networks of a dense model: where their inputs point, and which neurons fire
-together. Unlike surgery it needs the whole model in memory.
+"""Statistics of a dense model's feed-forward networks on sample texts: mean inputs, and which neurons fire together.
+
+Unlike surgery it needs the whole model in memory.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ FIRING = 0.1  # share of a token's neurons that count as firing: those of the la
 
 
 class Seen(NamedTuple):
-    """What one layer's network reads and does, over D texts of N tokens each."""
+    """Statistics of one layer's network, over D texts of N tokens each."""
 
     inputs: Float[Tensor, "D d"]  # the mean of its inputs, of unit length
     fired: Bool[Tensor, "DN I"]
 
 
 @torch.no_grad()
-def look(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
-    """What every layer reads and does. Texts are named as in a recipe's data; the checkpoint's tokenizer reads them.
+def statistics(checkpoint: str | Path, texts: Sequence[str]) -> list[Seen]:
+    """Statistics of every layer on texts, which are named as in a recipe's data and read by the checkpoint's tokenizer.
 
-    Raises ValueError for a text of fewer tokens than a row.
+    Raises ValueError for a text with fewer tokens than a row.
     """
     tokenizer = load_tokenizer(str(checkpoint))
     model = FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

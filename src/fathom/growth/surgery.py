@@ -1,4 +1,4 @@
-"""What surgery on a feed-forward network does: pure functions of its three matrices.
+"""Surgery on a feed-forward network: pure functions of its three matrices.
 
     F(x) = W_down (act(W_gate x) ⊙ W_up x)
 
@@ -49,7 +49,7 @@ def permutation(network: Network, generator: torch.Generator) -> Tensor:
 
 def clustered(fired: Tensor, slices: int, generator: torch.Generator, rounds: int = 20) -> Tensor:
     """An order of the neurons in which those of a slice fire on the same tokens: k-means of their columns, on the
-    sphere, with slices of equal size. Neurons choose in the order of how much they care.
+    sphere, with slices of equal size. Neurons with the clearest preference choose first.
 
     fired: [N, I] whether a neuron fired on a token.   Raises ValueError where I is no multiple of `slices`.
     """
@@ -80,8 +80,9 @@ def clustered(fired: Tensor, slices: int, generator: torch.Generator, rounds: in
 
 
 def scaled(network: Network, scale: float, mode: str) -> Network:
-    """The network times a number: "down" multiplies W_down alone, and is exact; "cuberoot" each of the three matrices
-    by the third root, which is not where the activation is not homogeneous."""
+    """The network times a number. "down" multiplies only W_down and is exact; "cuberoot" multiplies all three matrices
+    by the cube root, which is exact only for a homogeneous activation.
+    """
     if mode == "down":
         return network._replace(down=network.down * scale)
     root = scale ** (1 / 3)
@@ -89,8 +90,9 @@ def scaled(network: Network, scale: float, mode: str) -> Network:
 
 
 def reinitialised(network: Network, ratio: float, generator: torch.Generator) -> Network:
-    """A share of the neurons drawn anew, from the normal distribution of the mean and deviation of what they were, the
-    same neurons in all three matrices (Drop-Upcycling, arXiv 2502.19261)."""
+    """The network with a share of its neurons redrawn from a normal distribution with the mean and deviation of their
+    old weights; the same neurons in all three matrices (Drop-Upcycling, arXiv 2502.19261).
+    """
     count = round(ratio * network.width)
     if not count:
         return network

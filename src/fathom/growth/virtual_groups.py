@@ -3,8 +3,7 @@ are equal within a copy, so that whole copies are chosen.
 
     y = s · Σ_{e in top k} g_e F_e(x)
 
-s makes up for gates that sum to 1 over the slices: G; for scores of all experts that do not, E·G/k, their value for a
-uniform router.
+s compensates for the gates: it is G if they sum to 1 over the slices, else E·G/k, the right value for a uniform router.
 """
 
 from __future__ import annotations

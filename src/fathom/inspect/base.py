@@ -1,4 +1,4 @@
-"""What a picture is: measured by one function, kept as plain numbers, shown as a PNG, as HTML and in words."""
+"""The seam of a picture: measured by one function, kept as plain numbers, shown as a PNG, as HTML and in words."""
 
 from __future__ import annotations
 

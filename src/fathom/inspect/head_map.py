@@ -1,4 +1,4 @@
-"""How far the real and the imaginary heads of RoPE++ look, and what noise on either does to the loss.
+"""A picture of how far back real and imaginary heads of RoPE++ look, and how much noise on either adds to the loss.
 
     share(Δ) = Σ of attention weights at distance Δ,  a mean over queries, heads and layers
     c_re(Δ) = mean_n cos ω_n Δ,   c_im(Δ) = mean_n sin ω_n Δ        (arXiv 2512.07525; positions/rope_pp.py)

@@ -1,4 +1,4 @@
-"""How the routing of a mixture came about: what a run's metrics.jsonl says of its layers, line by line.
+"""A picture of a mixture's routing over training, from the statistics of layers in a run's metrics.jsonl.
 
 The run is the folder that a model lies in. Nothing is measured anew, and no text is read.
 """
@@ -59,10 +59,10 @@ class RoutingHistory(Picture):
         def span(values: list[float]) -> str:
             return f"{min(values):.2f} to {max(values):.2f}"
 
-        told = [("largest load over the mean", self.largest), ("nats of a token's source", self.information)]
+        curves = [("largest load over the mean", self.largest), ("nats of a token's source", self.information)]
         return [f"load over {len(self.steps)} lines of a run, up to step {self.steps[-1]:,}"] + [
             f"{what}, by layer: {span(values[0])} at first, {span(values[-1])} at last"
-            for what, values in told
+            for what, values in curves
             if values
         ]
 

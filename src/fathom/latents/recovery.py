@@ -85,7 +85,7 @@ def study(
     for name in config.heads:
         head = trained_head(model, name, train, config)
         parameters[name] = sum(p.numel() for p in head.parameters())
-        rows += [{"head": name, **asked(model, head, held, t, config.seed)} for t in config.levels]
+        rows += [{"head": name, **scored(model, head, held, t, config.seed)} for t in config.levels]
         best = ", ".join(f"{row['nll']:.3f}" for row in rows[-len(config.levels) :])
         say(f"{name}: {parameters[name]:,} parameters, nats per token {best}")
         if keep is not None:
@@ -139,7 +139,7 @@ def noised(
 
 
 @torch.no_grad()
-def asked(
+def scored(
     model: Any, head: Head, held_out: Int[Tensor, "M L"], t: float, seed: int, estimated: bool = False
 ) -> dict[str, float]:
     """A head's scores on held-out texts at one noise level, with the same noise for every head.
@@ -164,15 +164,6 @@ def asked(
         "t": t, "sigma": sigma, "nll": total / tokens, "accuracy": right / tokens, "exact": exact / len(held_out),
         "free_accuracy": free / tokens, "free_exact": free_exact / len(held_out),
     }  # fmt: skip
-
-
-def agreement_language(rows: int, half: int, words: int, first: int, seed: int = 0) -> Int[Tensor, "N 2h"]:
-    """A language of long-range agreement: `half` words at random, then for each of them, in order, the one word that
-    agrees with it. Words are the tokens first … first + words − 1."""
-    generator = torch.Generator().manual_seed(seed)
-    partner = torch.randperm(words, generator=torch.Generator().manual_seed(words))
-    said = torch.randint(words, (rows, half), generator=generator)
-    return torch.cat([said, partner[said]], dim=1) + first
 
 
 def draw(found: dict[str, Any], path: Path, title: str, colours: dict[str, str]) -> None:

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 
 class Fingerprint(NamedTuple):
-    """What `fathom methods` lists of a way to compare weights. `call` is the function, `options` the dataclass of its
-    options where they are not its keywords, `verb` the command line that runs it, if there is one."""
+    """The entry of `fathom methods` for a way to compare weights. `call` is the function, `options` the dataclass of
+    its options where they are not its keywords, `verb` the command line that runs it, if there is one.
+    """
 
     paper: str
     summary: str

@@ -63,7 +63,7 @@ class LayerScore:
 
 @dataclass(frozen=True)
 class AWMResult:
-    """What a comparison saw. `score` in about [−1, 1] is AWM's own, `agreement` what a verdict is about; coverage is
+    """The result of a comparison. `score` in about [−1, 1] is AWM's own; verdicts use `agreement`; coverage is
     the part of live layers that had q and k to compare."""
 
     mode: str

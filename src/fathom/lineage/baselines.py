@@ -1,4 +1,4 @@
-"""What hardened AWM and HuRef are measured against: PCS, the σ-profile, and REEF-style CKA of activations."""
+"""Baselines of hardened AWM and HuRef: PCS, the σ-profile, and REEF-style CKA of activations."""
 
 import math
 import tempfile

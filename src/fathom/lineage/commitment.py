@@ -120,7 +120,7 @@ def merkle_root(model: Checkpoint, secret: bytes) -> str:
 
 
 def statement(model: Checkpoint, mark: Fingerprint, secret: bytes, version: str) -> dict[str, Any]:
-    """What gets signed: root, vector, token list and its rows, layers, sizes, time."""
+    """The statement that gets signed: root, vector, token list and its rows, layers, sizes, time."""
     return {
         "format": "fathom-lineage-1",
         "fathom": version,

@@ -1,4 +1,4 @@
-"""What can go wrong when weights are read. Every message names the file or tensor, what was found, and the way out."""
+"""Errors of reading weights. Every message names the file or tensor, what was found, and the remedy."""
 
 
 class CheckpointError(ValueError):

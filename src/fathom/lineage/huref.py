@@ -38,7 +38,7 @@ TERMS = ("M_a", "M_b", "M_c")
 
 @dataclass(frozen=True)
 class HuRefOptions:
-    """How terms are built.
+    """Options of how terms are built.
 
     glu_term:    which matrix of a gated feed-forward is W_up: "up", or "hadamard" (gate ∘ up; breaks under sign flips).
     gqa:         "per_head": a query head meets the KV head that serves it; "tile": the KV block repeated end to end.

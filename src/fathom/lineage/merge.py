@@ -1,4 +1,4 @@
-r"""Of which parents is a model a merge, and in what proportion? Least squares in aligned, norm-folded weight space.
+r"""The parents of a merged model and their proportions, by least squares in aligned, norm-folded weight space.
 
     min_w Σ_layers Σ_matrices ‖ S − Σ_i w_i P_i ‖² / ‖S‖²
 

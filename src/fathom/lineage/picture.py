@@ -118,7 +118,7 @@ def _paint(image: np.ndarray, colour: np.ndarray, inside: np.ndarray, scale: flo
 
 
 def distance(a: Picture, b: Picture) -> float:
-    """How different two pictures look: root mean square difference, 0 … 1, after a blur to 32 × 32."""
+    """The visible difference of two pictures: root mean square difference, 0 … 1, after a blur to 32 × 32."""
     if a.shape != b.shape:
         raise ValueError(f"a, b: shapes {a.shape} and {b.shape}; pictures of one size are compared")
     block = a.shape[0] // 32

@@ -156,7 +156,7 @@ def _queries(model: Checkpoint, layer: int) -> Tensor:
 
 
 def sentence(parts: list[Part]) -> str:
-    """What is shared, layers put together: "embedding, layers 0–3 (q, k, v)"."""
+    """The shared parts in words, with layers grouped: "embedding, layers 0–3 (q, k, v)"."""
     outside = [p.b for p in parts if not p.b.startswith("layer ")]
     inside: dict[str, set[int]] = defaultdict(set)
     for part in parts:

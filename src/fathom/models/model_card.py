@@ -256,16 +256,16 @@ def _what(config: Any, kind: str, parameters: int, active: dict[str, dict[str, A
     methods = [f"- `{name}`: `{json.dumps(section, default=str)}`" for name, section in active.items()]
     if not methods:
         return f"{said}, without any method.\n"
-    told = "`fathom methods NAME` says what a method computes, what it costs and what was measured of it."
-    return f"{said}, with these methods:\n\n" + "\n".join(methods) + f"\n\n{told}\n"
+    more = "`fathom methods NAME` shows what a method computes, what it costs and what was measured."
+    return f"{said}, with these methods:\n\n" + "\n".join(methods) + f"\n\n{more}\n"
 
 
 def _training(facts: dict[str, Any]) -> str:
     recipe = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True, width=100)
     fence = "````" if "```" in recipe else "```"
-    told = f"{facts['tokens']:,} tokens in {facts['steps']:,} steps, {facts['train_flops']:.3g} FLOPs"
+    length = f"{facts['tokens']:,} tokens in {facts['steps']:,} steps, {facts['train_flops']:.3g} FLOPs"
     notes = "".join(f"- {note}\n" for note in facts.get("notes", ()))
-    said = f"## Training\n\n{told}; seed {facts['seed']}. The recipe:\n\n{fence}yaml\n{recipe}{fence}\n"
+    said = f"## Training\n\n{length}; seed {facts['seed']}. The recipe:\n\n{fence}yaml\n{recipe}{fence}\n"
     return said + (notes and f"\n{notes}")
 
 
@@ -277,8 +277,8 @@ def _measured(facts: dict[str, Any], changed: bool) -> str:
     about = f"On {facts['held_out']}, one seed, by Fathom {facts['versions']['fathom']} on {facts['device']}."
     if changed:
         about += (
-            " **These numbers are of the checkpoint that this one came from: its weights have changed since** (they "
-            "were trained on, or are in another precision), and nothing was measured of them."
+            " **These numbers are of the checkpoint that this one came from: its weights have changed since** (by "
+            "further training, or to another precision), and the new weights were not measured."
         )
     table = "\n".join(["| score | value | how it is computed |", "|---|---|---|", *rows])
     return f"## Measured\n\n{about}\n\n{table}\n"
@@ -299,21 +299,21 @@ def _use(auto: str, own: bool) -> str:
             f"{first}from transformers import {auto}, {reads}\n\n"
             f'model = {auto}.from_pretrained("PATH")\n{reads[4:].lower()} = {reads}.from_pretrained("PATH")'
         )
-    told = ""
+    without = ""
     if own and auto != "MovaPipeline":
         such = ", such as `lm_eval --model hf`," if reads == "AutoTokenizer" else ""
-        told = (
+        without = (
             f"\nPrograms that do not import fathom{such} load it with `trust_remote_code=True`: the only code\n"
             f"in this folder, `{CODE.name}`, imports fathom.\n"
         )
-    return f"```sh\npip install {extra if own else 'transformers'}\n```\n\n```python\n{code}\n```\n{told}"
+    return f"```sh\npip install {extra if own else 'transformers'}\n```\n\n```python\n{code}\n```\n{without}"
 
 
 def _licence(facts: dict[str, Any]) -> str:
     if facts.get("license"):
         return f"## Licence\n\n`{facts['license']}`, as the recipe says.\n"
     base = facts.get("base_model")
-    of_base = f" Weights of `{base}` went into it, whose licence goes on." if base else ""
+    of_base = f" It contains weights of `{base}`, whose licence still applies." if base else ""
     return (
         f"## Licence\n\nNone was stated (a recipe's `license` does).{of_base} Whoever publishes this model must say "
         "under which\nit is, by the rights in the data and in the weights it began with.\n"

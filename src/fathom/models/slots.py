@@ -194,7 +194,7 @@ class FixedSlotLayer(SlotLayer):
         self.came = 0  # slots of the token under way
 
     def places(self, number: int) -> Int[Tensor, " number"]:
-        """Where the next slots go."""
+        """The indices of the next slots."""
         return self.place + torch.arange(self.came, self.came + number, device=self.device)
 
     def mask(self, number: int) -> Bool[Tensor, "B 1 number room"]:

@@ -1,4 +1,4 @@
-"""What torch.autocast may do here: attention in its dtype; and what not: products promised in fp32 or wider."""
+"""torch.autocast in this library: attention runs in its dtype; products promised in fp32 or wider do not."""
 
 from __future__ import annotations
 

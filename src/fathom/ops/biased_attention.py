@@ -36,7 +36,7 @@ MASKED = -4000.0
 def dense_mask(
     bias: Float[Tensor, "B keys"], seen: Bool[Tensor, "#B S keys"], dtype: torch.dtype
 ) -> Float[Tensor, "B 1 S keys"]:
-    """What the dense form adds to the scores; a query that sees nothing reads all keys evenly, not NaN."""
+    """The number that the dense form adds to each score; a query that sees nothing reads all keys evenly, not NaN."""
     return torch.where(seen, bias[:, None], torch.finfo(dtype).min)[:, None].to(dtype)
 
 

@@ -72,7 +72,7 @@ def newest_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Newest, scaling: float, dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B m H Dv"], None]:  # fmt: skip
-    """`causal_attention` as transformers' `AttentionInterface` wants it."""
+    """`causal_attention` as a function of transformers' `AttentionInterface`."""
     return causal_attention(query, key, value, scaling, dropout).transpose(1, 2), None
 
 
@@ -207,7 +207,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bo
 
 
 def _fused_partial(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Partial:
-    """As `_partial` without a mask, in one kernel."""
+    """The result of `_partial` without a mask, from one kernel."""
     batch, heads, m, width = query.shape
     groups = key.shape[1]
     return _fused(query.reshape(batch, groups, heads // groups * m, width), key, value, scaling)

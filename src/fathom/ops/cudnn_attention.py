@@ -3,6 +3,7 @@
 Its backward pass on Hopper, up to cuDNN 9.25.1, makes NaN of the gradient of the queries where a mask is given, the
 number of keys leaves 64 when divided by 128, and a query's log-sum-exp lies below −ln(largest fp32) = −88.7, as that of
 padding does, which sees nothing (pytorch issue 196678; torch prefers cuDNN from 2.11 on). Losses look right until then.
+Tasks without padding keep it: their training would lose speed for nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def is_faulty() -> bool:
 
 @contextlib.contextmanager
 def sound_attention() -> Iterator[None]:
-    """Within it, scaled_dot_product_attention takes no kernel that has the fault: flash and the memory-efficient one
+    """A context in which scaled_dot_product_attention uses no kernel with the fault: flash and the memory-efficient one
     instead, also where a graph is compiled. Where cuDNN is sound nothing changes."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and not is_faulty())

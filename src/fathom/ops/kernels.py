@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and what all of them ask of their tensors.
+"""Whether Triton kernels run on a device, and what all of them require of their tensors.
 
 An op that has a kernel is a folder: `__init__.py` holds its equation and chooses, `plain.py` is the reference in
 PyTorch, `kernel.py` what Triton runs, imported when it is chosen. Callers use the op's name and do not ask. `TRITON` is
@@ -24,7 +24,7 @@ def has_kernel(device: str) -> bool:
 
 
 def missing(device: torch.device) -> str:
-    """What kernels lack on this device, in words; "" where they run."""
+    """Why kernels do not run on this device, in words; "" if they do."""
     if has_kernel(device.type):
         return ""
     installed = "installed" if TRITON else "missing"

@@ -1,4 +1,4 @@
-"""Several models of one shape as one: what becomes of a tensor that all of them have."""
+"""Merging models of one shape: functions of one tensor that all of them have."""
 
 from __future__ import annotations
 

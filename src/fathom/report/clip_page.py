@@ -71,7 +71,7 @@ def _shown(one: Scored, columns: Sequence[Column]) -> dict[str, Any]:
         "envelope": _envelope(clip),
         "seen": [(time, time / clip.duration * WIDTH) for time in one.numbers["seen"]],
         "heard": [(time, time / clip.duration * WIDTH) for time in one.numbers["heard"]],
-        "cells": [said(one.numbers[column.name], column.unit) for column in columns],
+        "cells": [with_unit(one.numbers[column.name], column.unit) for column in columns],
     }
 
 
@@ -99,7 +99,7 @@ def _envelope(clip: Clip) -> str:
     return f"M{' L'.join(upper + lower)}z"
 
 
-def said(value: float | int | None, unit: str) -> str:
+def with_unit(value: float | int | None, unit: str) -> str:
     """A number for a reader, with its unit."""
     if value is None:
         return "none"
@@ -109,5 +109,5 @@ def said(value: float | int | None, unit: str) -> str:
 
 def _mean(column: Column, found: Mapping[str, Any]) -> tuple[str, str]:
     mean, interval = found["mean"], found["interval"]
-    spread = f"{said(interval[0], '')} to {said(interval[1], '')}" if interval else ""
-    return said(None if mean is None else float(mean), column.unit), spread
+    spread = f"{with_unit(interval[0], '')} to {with_unit(interval[1], '')}" if interval else ""
+    return with_unit(None if mean is None else float(mean), column.unit), spread

@@ -130,7 +130,7 @@ def run_growths(
                 write_json(folder / RESULTS, _results(recipe, plans, units, done, failures))
             offer()
     if waiting and late():
-        say(f"{len(waiting)} stages did not begin: {minutes:g} minutes were over. The same command goes on.")
+        say(f"{len(waiting)} stages did not begin: {minutes:g} minutes were over. Rerun the command to resume.")
     if not done:
         raise ValueError(f"no stage finished; the first failure: {failures[0] if failures else 'none began'}")
     results = _results(recipe, plans, units, done, failures)

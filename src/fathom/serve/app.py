@@ -78,8 +78,8 @@ def make_app(worker: Worker, name: str, timeout: float = 120.0, api_key: str | N
         worker.submit(job)
         shape = Shape(kind, name)
         if body.get("stream"):
-            told = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(events(shape, job, pieces, told), media_type="text/event-stream")
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return StreamingResponse(events(shape, job, pieces, with_usage), media_type="text/event-stream")
         text = [piece async for piece in until_done(job, pieces, request)]
         if job.error is not None:
             raise job.error
@@ -103,7 +103,7 @@ def make_app(worker: Worker, name: str, timeout: float = 120.0, api_key: str | N
         finally:  # done, timed out, or the client has gone: its row ends with the next token
             job.gone = True
 
-    async def events(shape: Shape, job: Job, pieces: asyncio.Queue, told: bool) -> AsyncIterator[str]:
+    async def events(shape: Shape, job: Job, pieces: asyncio.Queue, with_usage: bool) -> AsyncIterator[str]:
         try:
             async with contextlib.aclosing(until_done(job, pieces)) as text:
                 async for piece in text:
@@ -114,7 +114,7 @@ def make_app(worker: Worker, name: str, timeout: float = 120.0, api_key: str | N
             yield event(described(error))
             return
         yield event(shape.part("", job.finish))
-        if told:
+        if with_usage:
             yield event(shape.part(None, usage=job.usage))
         yield "data: [DONE]\n\n"
 
@@ -138,7 +138,7 @@ async def read(request: Request) -> Any:
 
 
 def described(error: Refused) -> dict[str, Any]:
-    """As OpenAI's clients read errors."""
+    """An error in the form that OpenAI's clients read."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.message, "type": kind, "param": error.argument, "code": error.status}}
 

@@ -1,4 +1,4 @@
-"""One request: what it asks, checked before anything runs, and the text that has come of it so far."""
+"""One request: its fields, checked before anything runs, and the text generated for it so far."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Job:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of the text may be the start of the stop string."""
+    """The number of characters at the end of the text that may begin the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

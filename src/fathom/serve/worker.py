@@ -1,4 +1,4 @@
-"""The thread that runs the model: it takes what waits in a bounded queue, batches requests of one kind, and generates.
+"""The thread that runs the model: it takes requests from a bounded queue, batches those of one kind, and generates.
 
 Batches are static: a request that comes while one runs waits for its end. Rows that are done stay in it as pads.
 """

@@ -1,4 +1,4 @@
-"""Whether a text can still become an answer: a prefix acceptor of Spider's SQL, character by character.
+"""A prefix acceptor of Spider's SQL: whether a text can still become an answer, character by character.
 
     answer  database | query
     query   SELECT [DISTINCT] value, … [FROM unit [JOIN unit [ON conditions]] …] [WHERE conditions] [GROUP BY column, …]
@@ -92,8 +92,12 @@ _ALIAS_BEGINS = re.compile(r"t\d*")
 
 
 class Scope(NamedTuple):
-    """The tables of one query. named: (name or alias, table; "" for an inner query); waiting: columns that were written
-    before FROM; done: FROM has ended; inside: an inner query of its FROM is open, which does not see these tables."""
+    """The tables of one query.
+
+    named: (name or alias, table; "" for an inner query).   waiting: columns that were written before FROM.
+    done: whether FROM has ended.   inside: whether an inner query of its FROM is open, which does not see
+        these tables.
+    """
 
     named: tuple[tuple[str, str], ...] = ()
     waiting: tuple[tuple[str, str], ...] = ()
@@ -130,7 +134,7 @@ class Grammar:
     # --- characters -------------------------------------------------------------------------------------------------
 
     def step(self, state: int, character: str) -> int:
-        """The state after one character more; −1: no query begins so."""
+        """The state after one more character; −1: no query begins this way."""
         key = (state, character)
         found = self._next.get(key)
         if found is None:
@@ -138,7 +142,7 @@ class Grammar:
         return found
 
     def width(self, state: int) -> int:
-        """How many readings are open: the work of a step."""
+        """The number of open readings, which is the work of a step."""
         return len(self._readings[state])
 
     def complete(self, state: int) -> bool:
@@ -178,7 +182,7 @@ class Grammar:
     # --- words ------------------------------------------------------------------------------------------------------
 
     def _can_begin(self, place: int, word: str) -> bool:
-        """Whether one of the words that may stand here begins so."""
+        """Whether one of the words allowed here begins with `word`."""
         key = (place, word)
         found = self._begins.get(key)
         if found is None:
@@ -202,7 +206,7 @@ class Grammar:
         return False
 
     def _shift(self, place: int, word: str) -> list[int]:
-        """Where the text may be after a whole word."""
+        """The places in the grammar where the text may be after a whole word."""
         found = []
         for terminal, rest, scopes in self.moves(place):
             if terminal[0] != "<" or terminal in ("<", "<="):
@@ -238,7 +242,7 @@ class Grammar:
     # --- names ------------------------------------------------------------------------------------------------------
 
     def _column_begins(self, terminal: str, scopes: Any, word: str) -> bool:
-        """Whether a column that may stand here begins so."""
+        """Whether a column allowed here begins with `word`."""
         name, dot, column = word.partition(".")
         if dot:
             tables = self._meant(scopes, name)
@@ -341,7 +345,7 @@ class Grammar:
             yield symbol, rest, scopes
 
     def _act(self, act: str, scopes: Any) -> Any:
-        """The scopes after an act; False: it cannot be."""
+        """The scopes after an act; False if it is impossible."""
         if not self.guards:
             return scopes
         if act == "!open":
@@ -363,7 +367,7 @@ class Grammar:
         return done
 
     def _finish(self, place: int) -> bool:
-        """Whether nothing must follow."""
+        """Whether the text may end here."""
 
         def empty(stack: Any, scopes: Any) -> bool:
             if stack is None:
@@ -451,7 +455,7 @@ class Acceptor:
         return self._grammars[name]
 
     def advance(self, state: Any, text: str, names: Iterable[str] | None = None) -> Any:
-        """The state after more text, or None: no answer begins so, or reading it took more than `steps` steps.
+        """The state after more text; None if no answer begins this way, or if reading it took more than `steps` steps.
 
         Args:
             names: databases that the answer may be about; None: all.

@@ -1,4 +1,4 @@
-"""A question and an SQLite file to a query and its rows, by a trained model."""
+"""Answering a question about an SQLite file by a trained model: the query and its rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from fathom.tables.source import Encoded, Source, begun, query_of
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """query: what the model wrote; answer: its rows, None where it does not run; fault: why not; cut: what of the
-    question was left out; unwritable: names that PICARD's grammar lacks, so that the query cannot have them."""
+    """A model's answer to a question.
+
+    query: what the model wrote.   answer: its rows; None if it does not run.   fault: why it does not run.
+    cut: what was left out of the question.   unwritable: names that PICARD's grammar lacks, so no query can
+        have them.
+    """
 
     query: str
     answer: Answer | None
@@ -30,7 +34,7 @@ class Reply:
 
 
 def source_of(config: Any) -> Source:
-    """How the questions of this model are written; the defaults for a model that does not say."""
+    """The way in which this model's questions are written; the default if its config does not say."""
     kept = getattr(config, "source", None)
     return Source(**kept) if kept else Source()
 
@@ -80,8 +84,8 @@ def ask(
     """The query that a model writes for the last of `turns`, and what it returns.
 
     Args:
-        spoken: of each turn, what files say of its words.
-        picard: None: the model writes what it likes.
+        spoken: for each turn, what files say about its words.
+        picard: constraint on the query; None: there is none.
     """
     made, inputs = encode(model, tokenizer, database, turns, spoken)
     name = database.schema.name
@@ -102,8 +106,8 @@ def ask(
 
 @torch.no_grad()
 def attention_of(model: Any, tokenizer: Any, database: Database, turns: Sequence[str]) -> tuple[Encoded, np.ndarray]:
-    """The source, and the mean over layers and heads of what its items read of each other in the encoder: the weights
-    of an item's tokens, summed over the tokens of the other."""
+    """The source, and the attention between its items in the encoder, averaged over layers and heads. The weights of an
+    item's tokens are summed over the tokens of the other item."""
     made, inputs = encode(model, tokenizer, database, turns)
     model.set_attn_implementation("eager")
     out = model.get_encoder()(**inputs, output_attentions=True)

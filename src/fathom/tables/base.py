@@ -1,7 +1,7 @@
 """The seams of the wing.
 
-`Relations` is the seam of the section `relations` of T5's config: what encoder self-attention knows of every pair of
-tokens. `TableMethod` is what the other methods are, frozen dataclasses whose fields are their options.
+`Relations` is the seam of the section `relations` of T5's config: what encoder self-attention knows about every pair of
+tokens. `TableMethod` is the base of all other methods, frozen dataclasses whose fields are their options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Relations(Method):
     wing: ClassVar[str] = "tables"
 
     def tables(self) -> tuple[Tensor, Tensor] | None:
-        """(E_K, E_V), each [ids, d_kv]; None: attention knows nothing of pairs."""
+        """(E_K, E_V), each [ids, d_kv]; None: attention has no relations."""
         return None
 
     @classmethod
@@ -32,7 +32,7 @@ class Relations(Method):
 
     @classmethod
     def numbering(cls, options: Any) -> list[int] | None:
-        """The id of everything that the preprocessing tells apart (`fathom.tables.relations`), by its number there."""
+        """The id of every relation of the preprocessing (`fathom.tables.relations`), by its number there."""
         return None
 
 
@@ -53,7 +53,7 @@ class TableMethod:
 
 
 def require(what: str, *packages: str) -> None:
-    """Raises ImportError with the pip command where a package of the extra is not installed."""
+    """Raise ImportError with the pip command if a package of the extra is not installed."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if absent:
         raise ImportError(f"{what} needs {', '.join(absent)}: pip install 'fathom-lm[tables]'")

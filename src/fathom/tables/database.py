@@ -1,8 +1,8 @@
-"""An SQLite file that queries of a model may read and can do nothing else to.
+"""An SQLite file that a model's queries can read but not change.
 
-The connection is read-only, an authorizer allows SELECT alone, and a query ends at a limit of work, rows and bytes.
-Work is counted in steps of SQLite's virtual machine, so that what a query comes to does not depend on the computer.
-Only one whose single steps take long, such as searches in long texts, meets the limit of seconds behind that.
+The connection is read-only, an authorizer allows only SELECT, and a query ends at a limit of work, rows and bytes. Work
+is counted in steps of SQLite's virtual machine, so that results do not depend on the computer. A second limit, in
+seconds, stops only queries whose single steps take long, such as searches in long texts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_t
 
 
 class QueryError(ValueError):
-    """A query that did not run to its end: what SQLite or a limit says."""
+    """The error of a query that did not run to its end, with the message of SQLite or of a limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Names of the columns, and rows."""
+    """The result of a query: names of its columns, and rows."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -75,13 +75,12 @@ class Database:
         guard(self.connection)
 
     def run(self, sql: str) -> Answer:
-        """What a query returns. Raises QueryError for one that fails, does something other than read, or passes a
-        limit."""
+        """The result of a query. Raises QueryError if it fails, does anything but read, or exceeds a limit."""
         return run(self.connection, sql, self.steps, self.rows)
 
     @functools.cache  # noqa: B019  as long as the database is open
     def values(self, column: int) -> tuple[Any, ...]:
-        """The distinct values of a column, None left out; none where the file lacks the column or has too many."""
+        """The distinct values of a column without None; an empty list if the file lacks it or has too many values."""
         found = self.schema.columns[column]
         table = quoted(self.schema.tables[found.table])
         name = f"{table}.{quoted(found.name)}"  # a bare name in quotes would be a text where there is no such column
@@ -116,7 +115,7 @@ def connect(uri: str) -> sqlite3.Connection:
 
 
 def guard(connection: sqlite3.Connection) -> None:
-    """From here on the connection reads and does nothing else."""
+    """Restrict the connection to reading."""
     limits = ((sqlite3.SQLITE_LIMIT_LENGTH, _BYTES), (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000))
     for limit, value in (*limits, (sqlite3.SQLITE_LIMIT_ATTACHED, 0), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 100_000)):
         connection.setlimit(limit, value)
@@ -133,7 +132,7 @@ def guard(connection: sqlite3.Connection) -> None:
 
 
 def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int = ROWS) -> Answer:
-    """What a query returns on a guarded connection, within the limits."""
+    """The result of a query on a guarded connection, within the limits."""
     with _limited(connection, steps) as over:
         try:
             if _EXPLAIN.match(sql):  # the authorizer is not asked, and its rows are SQLite's own
@@ -161,7 +160,7 @@ def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int 
 
 @contextlib.contextmanager
 def _limited(connection: sqlite3.Connection, steps: int) -> Iterator[list[str]]:
-    """Interrupts the connection after so many steps; the list then says so."""
+    """Interrupt the connection after `steps` steps. The returned list then has an entry."""
     left, over, end = [max(1, steps // _STRIDE)], list[str](), time.monotonic() + SECONDS
 
     def look() -> int:
@@ -180,7 +179,7 @@ def _limited(connection: sqlite3.Connection, steps: int) -> Iterator[list[str]]:
 
 
 def quoted(name: str) -> str:
-    """A name as SQL writes it whatever it is."""
+    """A name quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -1,7 +1,7 @@
-"""Whether two queries return the same: Spider's execution accuracy (test suites, arXiv 2010.02840).
+"""Spider's execution accuracy: whether two queries return the same (test suites, arXiv 2010.02840).
 
-Results are the same where some order of the predicted columns makes equal bags of rows, or equal lists where the gold
-query has ORDER BY. DISTINCT is left out of both first, as the official script does by default.
+Results are the same if, in some order of the predicted columns, both have the same bag of rows, or the same list of
+rows where the gold query has ORDER BY. DISTINCT is removed from both first, as the official script does by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _JOINED = {("<", "="): "<=", (">", "="): ">=", ("!", "="): "!=", ("<", ">"): "<>
 
 
 def runnable(query: str, distinct: bool = False) -> str:
-    """The query as it is run: signs that a tokenizer parted are joined, and without `distinct` there is none."""
+    """The query as it is run: signs that a tokenizer split are joined, and DISTINCT is removed unless `distinct`."""
     for (first, second), whole in _JOINED.items():
         query = query.replace(f"{first} {second}", whole)
     if not distinct and "distinct" in query.lower():
@@ -59,8 +59,9 @@ def same_rows(gold: Sequence[tuple[Any, ...]], said: Sequence[tuple[Any, ...]], 
 
 
 def execution_match(predicted: str, gold: str, databases: Iterable[Database], distinct: bool = False) -> bool:
-    """Whether a prediction returns what the gold query does, on every database. A prediction that fails, or that a
-    limit stops, does not. Raises QueryError where the gold query does not run."""
+    """Whether a prediction returns the same as the gold query on every database. A prediction that fails, or that a
+    limit stops, does not. Raises QueryError if the gold query does not run.
+    """
     said, right = runnable(predicted, distinct), runnable(gold, distinct)
     ordered = "order by" in " ".join(gold.lower().split())
     for database in databases:

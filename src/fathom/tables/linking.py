@@ -1,4 +1,4 @@
-"""Which words of a question name a table, a column or a cell: RASAT's schema linking and BRIDGE's values.
+"""Links from words of a question to tables, columns and cells: RASAT's schema linking and BRIDGE's values.
 
 Names: spans of the question up to the longest name, shortest first. The whole name, lemma by lemma, is "exact"; one
 word of it or a longer part is "partial". Cells: one word of the question that is a word of a cell, or the same number,
@@ -44,7 +44,7 @@ def link_names(words: Sequence[Word], names: Sequence[str]) -> np.ndarray:
 
 
 def link_columns(words: Sequence[Word], schema: Schema, database: Database | None) -> np.ndarray:
-    """The same to every column, "*" left alone, and VALUE where a cell has the word."""
+    """NONE, PARTIAL, EXACT, or VALUE (a cell has the word), of every word to every column; "*" has no links."""
     found = link_names(words, [column.words for column in schema.columns])
     found[:, STAR] = NONE
     if database is None:
@@ -73,7 +73,7 @@ def _cell_words(database: Database, index: int) -> frozenset[str]:
 
 
 def bridge_values(question: str, database: Database, column: int, threshold: float = 0.85, most: int = 2) -> list[str]:
-    """Cells of a column that nearly stand in the question, the best first, at most `most`."""
+    """Cells of a column that nearly match words of the question, the best first, at most `most`."""
     values = [value for value in database.values(column) if isinstance(value, str)]
     best: dict[str, tuple[float, int, str]] = {}  # of cells that share a match with the question the last counts
     grams = _trigrams(question.lower())

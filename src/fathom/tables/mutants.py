@@ -1,4 +1,4 @@
-"""Queries that differ from one in a single place: what a score must tell from it, and a test suite, too."""
+"""Mutants of a query, which differ from it in one place; a score and a test suite must tell them from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _KEYWORDS = {
 
 
 def mutants(query: str, schema: Schema) -> list[str]:
-    """Every query that one change makes of `query`, without repetitions: another operator, aggregate, order, connector,
-    column of the same table, number, text or limit; DISTINCT more or less; one condition, key of a group, or limit
-    less."""
+    """All queries that differ from `query` by one change, without repetitions: another operator, aggregate, order,
+    connector, column of the same table, number, text or limit; DISTINCT added or removed; one condition, grouping key
+    or limit removed.
+    """
     tokens = TOKEN.findall(query)
     found = dict.fromkeys(" ".join(part for part in changed if part) for changed in _changed(tokens, schema))
     found.pop(" ".join(tokens), None)

@@ -1,4 +1,4 @@
-"""T5 as it is, the baseline of every method that tells attention about pairs of tokens."""
+"""T5 without relations, the baseline of methods that give attention relations between tokens."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
     s_ij = c·q_i·(k_j + E_K[R_ij]) + mask,   a = softmax_j s,   o_i = Σ_j a_ij (v_j + E_V[R_ij])
 
-The paper has T5's encoder alone. A decoder reads its prompt with them and goes on without: what it writes has no
-relation to anything (id 0, a zero vector), so that a cached step is attention as it was.
+The paper has only T5's encoder. A decoder reads its prompt with relations, and writes without: its own tokens have no
+relation to others (id 0, a zero vector), so a cached step is ordinary attention.
+Where positions are rotary, q is rotated before it meets E_K, so s depends on the place of token i itself; padding has
+no place, as in `generate`.
 
     related = relate(model, {"name": "rasat", "init": "zero"})     # a model of transformers, BertModel or a Llama
     with related.reads(relation_ids):                              # [B, T, T] of the prompts
@@ -13,6 +15,7 @@ relation to anything (id 0, a zero vector), so that a cached step is attention a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,9 +60,11 @@ class Related(nn.Module):
 
     @contextlib.contextmanager
     def reads(self, relation_ids: Tensor) -> Iterator[None]:
-        """Within it the model reads these ids [B, T, T] wherever it reads T tokens at once: of the prompts for
-        `generate`, of whole texts for a forward in training, and for its backward pass where activations are
-        recomputed. 0 is no relation: an answer's tokens, and padding."""
+        """A context in which the model uses these ids [B, T, T] whenever it reads T tokens at once.
+
+        They are of the prompts for `generate`, of whole texts for a forward in training and for its backward pass where
+        activations are recomputed. Id 0 is no relation, for tokens of an answer and padding.
+        """
         if relation_ids.ndim != 3:
             raise ValueError(f"relation_ids of shape {tuple(relation_ids.shape)}: must be [texts, tokens, tokens]")
         shape = (relation_ids.shape[0], relation_ids.shape[1])
@@ -89,7 +94,7 @@ class Related(nn.Module):
 
 
 class _Width:
-    """What a method asks of a config."""
+    """The fields of a config that a method reads."""
 
     host = "t5"
 
@@ -118,6 +123,8 @@ def relate(model: PreTrainedModel, relations: Any) -> Related:
     model.add_module("relations", related)
     layers = 0
     for module in model.modules():
+        if hasattr(module, "rotary_emb"):  # the stack of a decoder
+            module.register_forward_pre_hook(functools.partial(_count_without_padding, related), with_kwargs=True)
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):  # self-attention as transformers writes it
             object.__setattr__(module, "_related", related)  # no submodule: its tables are the model's, once
             layers += 1
@@ -126,11 +133,21 @@ def relate(model: PreTrainedModel, relations: Any) -> Related:
     return related
 
 
+def _count_without_padding(related: Related, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Position ids that begin at a row's first token, where a text is read without any."""
+    mask, read = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    read = kwargs.get("inputs_embeds") if read is None else read
+    counted = related.ids is None or kwargs.get("position_ids") is not None
+    if not counted and read is not None and mask is not None and mask.ndim == 2:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -read.shape[1] :]
+    return args, kwargs
+
+
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As transformers' `AttentionInterface` wants it: (output [B, T, h, d], weights)."""
+    """Attention with relations as a function of transformers' `AttentionInterface`: (output [B, T, h, d], weights)."""
     scaling = module.scaling if scaling is None else scaling
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

@@ -2,8 +2,8 @@
 
     logits[v] ← −∞ unless v is among the k likeliest and text + v can still become an answer; the end token stays
 
-The official parser is a server in Haskell with a limit of 0.1 s a check. This one counts steps of its acceptor, so that
-no result depends on the computer.
+The official parser is a server in Haskell with a limit of 0.1 s for each check. This one counts steps of its acceptor,
+so that no result depends on the computer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Picard(TableMethod):
     mode: "lex" (any words), "parse_without_guards", "parse_with_guards" (columns of tables in scope) or
         "parse_with_types".
     schedule: "incremental" looks at every token, "finalizing" at the end token alone.
-    k: likeliest tokens that are looked at; all others but the end token are dropped.
-    steps: most readings that the acceptor follows for one token; a token that needs more is dropped, and counted.
-    characters: most of a quoted text.
+    k: number of likeliest tokens that are checked; all others but the end token are dropped.
+    steps: the most readings that the acceptor follows for one token; a token that needs more is dropped, and counted.
+    characters: the most characters of a quoted text.
     """
 
     mode: Literal["lex", "parse_without_guards", "parse_with_guards", "parse_with_types"] = "parse_with_guards"
@@ -68,11 +68,11 @@ class Picard(TableMethod):
 
 
 class PicardProcessor(LogitsProcessor):
-    """What `Picard` does at every step of `generate`.
+    """The logits processor of `Picard`, which runs at every step of `generate`.
 
     Attributes:
-        checked, rejected: tokens that the acceptor looked at, and those that it dropped.
-        dead_ends: steps of a row at which nothing was left but to end.
+        checked, rejected: number of tokens that the acceptor checked, and of those that it dropped.
+        dead_ends: number of steps of a row at which only the end token was left.
     """
 
     def __init__(self, method: Picard, tokenizer: Any, schemas: Mapping[str, Schema], databases: Sequence[str] | None):
@@ -86,7 +86,7 @@ class PicardProcessor(LogitsProcessor):
 
     @property
     def cut_off(self) -> int:
-        """Tokens that were dropped because they needed more steps than the limit."""
+        """The number of tokens that were dropped because they needed more steps than the limit."""
         return self.acceptor.cut_off
 
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows V"]) -> Float[Tensor, "rows V"]:
@@ -127,7 +127,7 @@ class PicardProcessor(LogitsProcessor):
         return found
 
     def _allows(self, prefix: tuple[int, ...], token: int, name: str) -> bool:
-        """Whether an answer can go on with this token, or end here."""
+        """Whether an answer can continue with this token, or end here."""
         if token != self.end and self.method.schedule == "finalizing":
             return True
         self.checked += 1
@@ -141,7 +141,7 @@ class PicardProcessor(LogitsProcessor):
         return fine
 
     def _state(self, tokens: tuple[int, ...], name: str) -> Any:
-        """The acceptor's state after these tokens; None: no answer begins so."""
+        """The acceptor's state after these tokens; None: no answer begins this way."""
         return self._text_and_state(tokens, name)[1]
 
     def _text_and_state(self, tokens: tuple[int, ...], name: str) -> tuple[str, Any]:

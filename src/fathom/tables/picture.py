@@ -1,5 +1,4 @@
-"""A picture of a question and a database: which relation each word has to each part of the schema, and what attention
-makes of it."""
+"""A picture of a question and a database: each word's relation to each part of the schema, and its attention to it."""
 
 from __future__ import annotations
 

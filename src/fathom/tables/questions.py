@@ -1,4 +1,4 @@
-"""Questions with their right queries, the databases they are over, and how predictions score."""
+"""Questions with their right queries and databases, and the scores of predictions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Question:
         query: the right query.
         database: its name.
         interaction: number of the dialogue that it is a turn of.
-        goal: it says the whole of a dialogue at once: learned from and never scored.
-        spoken: what files say of the turns' words.
+        goal: whether it states a whole dialogue at once; such questions are trained on but never scored.
+        spoken: what files say about the words of the turns.
     """
 
     turns: tuple[str, ...]
@@ -41,8 +41,8 @@ class Question:
 
 
 class Databases:
-    """The databases of a folder, `NAME.sqlite` or `NAME/NAME.sqlite`, with what a file like Spider's tables.json says
-    of them. One without a file has a schema alone.
+    """The databases of a folder, `NAME.sqlite` or `NAME/NAME.sqlite`, with names in words from a file like Spider's
+    tables.json. A database without a file has only a schema.
 
     Raises FileNotFoundError for a folder or file that is not there.
     """
@@ -70,7 +70,7 @@ class Databases:
         return self._open[name]
 
     def schema(self, name: str) -> Schema:
-        """Raises ValueError that names the nearest database."""
+        """The schema of a database. Raises ValueError, with the nearest name, if there is none."""
         database = self.open(name)
         if database is not None:
             return database.schema
@@ -97,8 +97,9 @@ class Databases:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is said of one prediction: whether it matches, returns what it should and runs, and how hard the gold query
-    is. None: it cannot be said, as the gold query cannot be read or the database has no file."""
+    """The judgement of one prediction: whether it matches, returns what it should and runs, and how hard the gold query
+    is.
+    None: undecidable, as the gold query cannot be read or the database has no file."""
 
     exact: bool | None
     execution: bool | None
@@ -109,7 +110,7 @@ class Verdict:
 def verdict(
     predicted: str, question: Question, databases: Databases, suites: Mapping[str, Any] | None = None
 ) -> Verdict:
-    """Judge one prediction. `suites` has further databases, by name, on which results must be the same, too."""
+    """The verdict on one prediction. suites: further databases, by name, on which results must also be the same."""
     schema, database = databases.schema(question.database), databases.open(question.database)
     try:
         level: str | None = hardness(parse(question.query, schema))
@@ -135,7 +136,7 @@ def _runs(query: str, database: Database) -> bool:
 
 
 def summary(verdicts: Sequence[Verdict], questions: Sequence[Question]) -> dict[str, Any]:
-    """Shares of questions, and of dialogues whose every question is right; None where nothing can be said.
+    """Shares of questions, and of dialogues in which every question is right; None where no share is defined.
 
     The last dialogue counts, which the official scripts of SParC and CoSQL forget.
     """

@@ -64,13 +64,13 @@ class Rasat(Relations):
     class Options:
         """Options:
 
-        edges: which relations have ids: "default"; "without_schema_encoding" and "without_schema_linking" give a family
-            the id 0; "minimal" (the official MinType) merges matches and leaves most out, "minimal_syntax" has
-            dependencies instead of distances.
-        coreference: two relations more, between mentions of one thing in several turns; read from a file.
-        dependency: three relations more, of a parse of the question, instead of distances; read from a file.
-        symmetric: coreference also from a later mention to an earlier one; the official code writes the other way only.
-        across_turns: word distances between the words of different turns; a dead branch in the official code.
+        edges: which relations have ids: "default"; "without_schema_encoding" and "without_schema_linking" give a group
+            of relations the id 0; "minimal" (the official MinType) merges matches and leaves most out; "minimal_syntax"
+            has dependencies instead of distances.
+        coreference: two more relations, between mentions of one thing in several turns; read from a file.
+        dependency: three more relations, from a parse of the question, instead of distances; read from a file.
+        symmetric: coreference also from a later mention to an earlier one; only the other way in the official code.
+        across_turns: word distances also between words of different turns; unreachable in the official code.
         init: of the tables: "normal" (standard deviation 1, official), "small" (0.02) or "zero" (T5 at first).
         """
 
@@ -150,7 +150,7 @@ def ids(options: Any) -> dict[str, int]:
 
 
 def numbering(options: Any) -> list[int]:
-    """The id of everything in EVERY, from 1 on; at 0 that of no relation, 0."""
+    """The ids of all relations in EVERY, at indices from 1 on; index 0 is no relation, with id 0."""
     numbers = ids(options)
     generic = numbers["q-q:generic"]
 

@@ -6,8 +6,9 @@
     cells       to the words of their own column, and back
     turns       mentions of one thing, from a file
 
-Everything that is told apart has a number (`NUMBER`), and a model's options say what id that is in its tables
-(`rasat.numbering`). Tokens have the relations of what they belong to: `Source.encode` copies the matrix.
+Every relation has a number (`NUMBER`), and a model's options give its id in the model's tables (`rasat.numbering`). A
+token
+has the relations of the word, name or cell that it belongs to: `Source.encode` copies the matrix.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _MATCH = {EXACT: "exact", PARTIAL: "partial", NONE: "none", VALUE: "value"}
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What files say of one turn's words, whose numbers they name.
+    """Annotations of one turn's words, which are named by their numbers.
 
     Attributes:
-        heads: of each word the number of its head, −1 for a root.
+        heads: for each word the number of its head, −1 for a root.
         mentions: (chain, the numbers of the words of one mention); a chain may have mentions in other turns.
     """
 
@@ -104,7 +105,7 @@ def relation_matrix(
 
 
 def _distances(block: np.ndarray, kind: str = "") -> None:
-    """Word i to word j by j − i, where that is at most `NEAR`."""
+    """The relation of word i to word j by their distance j − i, up to `NEAR`."""
     size = len(block)
     for distance in range(-NEAR, NEAR + 1):
         here = np.arange(max(0, -distance), min(size, size - distance))
@@ -129,7 +130,7 @@ def _dependencies(block: np.ndarray, heads: Sequence[int] | None, turn: int) -> 
 
 
 def _coreference(found: np.ndarray, starts: Sequence[int], spoken: Sequence[Turn]) -> None:
-    """Between the mentions of a chain, there and back, and among the words of one mention."""
+    """Relations between the mentions of a chain, in both directions, and among the words of one mention."""
     chains: dict[int, list[list[int]]] = {}
     for turn, said in enumerate(spoken):
         for chain, words in said.mentions:

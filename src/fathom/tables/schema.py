@@ -1,4 +1,4 @@
-"""What a database has: tables, columns, keys, by the names of the file and by names in words."""
+"""The schema of a database: tables, columns, keys, by their names in the file and by names in words."""
 
 from __future__ import annotations
 

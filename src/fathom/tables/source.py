@@ -1,4 +1,4 @@
-"""How a question and a database are written for a model, and what each token of that stands for.
+"""The text of a question and a database for a model, and the word, name or cell of each token.
 
     {turn 1} | … | {turn n} | {database} | {table} : {column} , {column} [ {cell} ; {cell} ] | {table} : …
     answer: {database} | {query}
@@ -29,8 +29,10 @@ _QUOTED = re.compile(r"(\"[^\"]*\"|'[^']*')")
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What some characters [start, stop) stand for. kind: "word", "table", "column" or "value"; a word's `owner` is its
-    turn and a cell's its column, and `index` counts within them."""
+    """A word, name or cell at the characters [start, stop).
+
+    kind: "word", "table", "column" or "value".   owner: a word's turn or a cell's column.   index: within the owner.
+    """
 
     kind: str
     owner: int
@@ -52,10 +54,10 @@ class Encoded:
     """A source for a model.
 
     Attributes:
-        table: what every word, name and cell is to every other (`fathom.tables.relations`), uint8.
-        rows: of every token its row of the table, −1 for none.
-        places: of every item of the text its row.
-        cut: what was left out.
+        table: the relation of every word, name and cell to every other (`fathom.tables.relations`), uint8.
+        rows: for every token its row of the table, −1 for none.
+        places: for every item of the text its row.
+        cut: sentences about what was left out.
     """
 
     input_ids: list[int]
@@ -74,8 +76,8 @@ class Encoded:
 class Source:
     """The way to write sources and answers. A checkpoint's config keeps it.
 
-    tokens: most tokens of a source, its end included.
-    values: cells that nearly stand in the question are written beside their column.
+    tokens: the most tokens of a source, its end included.
+    values: write cells that nearly match words of the question beside their column.
     links: cells of the real database link words to columns ("value match").
     """
 
@@ -101,13 +103,13 @@ class Source:
         dependency: bool = False,
         whole: bool = True,
     ) -> Encoded:
-        """Tokens of turns and a database, with the end, and what they are to each other.
+        """Tokens of turns and a database, with the end token, and their relations.
 
         Args:
-            turns: what was asked, the current question last; older ones are left out where there is no room.
-            spoken: of each turn, what a file says of its words (coreference, a parse).
-            dependency: words are related by their parse, not by their distance.
-            whole: raise ValueError where the current question and the schema have no room; else their end is cut.
+            turns: the questions, the current one last; older ones are left out if there is no room.
+            spoken: for each turn, annotations of its words (coreference, a parse).
+            dependency: relate words by their parse, not by their distance.
+            whole: raise ValueError if the current question and the schema do not fit; else their end is cut.
         """
         turns, spoken = list(turns), list(spoken) if spoken is not None else [Turn() for _ in turns]
         if not turns or not turns[-1].strip():
@@ -193,14 +195,14 @@ def write(turns: Sequence[str], schema: Schema, cells: Mapping[int, Sequence[str
 
 
 def question_text(turn: str) -> str:
-    """A turn as it is written: double quotes for their imitations, no bar that would end it, single spaces."""
+    """A turn as it is written: plain double quotes, no bar (which would end it), single spaces."""
     for mark in ("``", "''", "“", "”", "‘‘", "’’"):
         turn = turn.replace(mark, '"')
     return " ".join(turn.replace("|", " ").replace("\ufeff", " ").split())
 
 
 def token_items(text: Text, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The item of each token, −1 for none: the one that has most of its characters, of equal ones the first."""
+    """The index of each token's item, that with most of its characters (the first of equal ones); −1 for none."""
     owner = np.full(len(offsets), -1)
     number = 0
     for token, (start, stop) in enumerate(offsets):
@@ -218,12 +220,12 @@ def token_items(text: Text, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def of_tokens(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The relations [T, T] of tokens that have these rows of a table; −1 is no row, and so no relation."""
+    """The relations [T, T] of tokens with these rows of a table; a token with row −1 has no relations."""
     return np.where((rows[:, None] >= 0) & (rows >= 0), table[rows[:, None], rows], 0).astype(np.uint8)
 
 
 def answer_text(query: str, schema_name: str) -> str:
-    """What a model learns to write: the database's name, a bar, and the query in lower case outside quotes."""
+    """The answer that a model learns: the database's name, a bar, and the query, in lower case outside quotes."""
     return f"{schema_name} | {normalised(query)}"
 
 

@@ -1,4 +1,4 @@
-"""What other programs found out about the words of questions, read from files: coreference and parses.
+"""Annotations of the words of questions by other programs, read from files: coreference and parses.
 
 Coreference is RASAT's public layout (`dev_coref.json`): a list with an entry for each row, `{"coref": {chain: {"group":
 [mention, …]}}, "text_list": …}`, a mention a list of `{"turn", "position", "ori"}`. Turn 0 is the goal of a dialogue,
@@ -24,7 +24,7 @@ Heads = dict[tuple[int, int], tuple[int, ...]]
 def spoken_turns(
     turns: Sequence[str], row: int, coreference: Any = None, parses: Heads | None = None
 ) -> tuple[Turn, ...]:
-    """What the files say of the turns of a row. Raises ValueError where their words are not the turns'."""
+    """The annotations of a row's turns. Raises ValueError if their words are not the turns'."""
     mentions = mentions_of(coreference, turns, f"coreference of row {row}") if coreference else [()] * len(turns)
     heads = [None if parses is None else parses.get((row, turn)) for turn in range(len(turns))]
     return tuple(Turn(head, tuple(said)) for head, said in zip(heads, mentions, strict=True))
@@ -66,8 +66,9 @@ def mentions_of(entry: Mapping[str, Any], turns: Sequence[str], where: str) -> l
 
 
 class _Place:
-    """A word in their text: of which turn, of which of its parts ("2#1": a turn is parted at bars), which of its words,
-    and where in the text these begin."""
+    """The place of a word in the file's text: its turn, the part of the turn ("2#1": a turn is split at bars), its
+    number in the part, and where the part's words begin in the text.
+    """
 
     def __init__(self, part: Mapping[str, Any]):
         turn, _, number = str(part["turn"]).partition("#")
@@ -76,8 +77,8 @@ class _Place:
 
 
 def _our_word(theirs: Sequence[str], turn: str, before: int, where: str) -> int:
-    """The number of our word that has the first character of the last of theirs, the first of which begins at character
-    `before` of the turn, spaces not counted."""
+    """The number of our word with the first character of the last of `theirs`, words whose first begins at character
+    `before` of the turn, without spaces."""
     from fathom.tables.source import question_text
 
     plain = _plain(turn)

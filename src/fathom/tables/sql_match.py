@@ -1,10 +1,9 @@
 """Exact set match of Spider (arXiv 1809.08887), on sqlglot's tree, and the hardness of a query.
 
-Two queries match where each clause has the same parts, whatever their order, and the FROM clauses name the same tables.
-Values and DISTINCT do not count, and columns that foreign keys bind are one. The verdicts are those of the official
-script (`evaluation.py` of the test suites), with its rules: one aliasing holds for the whole query, an inner query is
-compared as it is written, and what the script cannot read (outer joins, IS NULL, conditions in brackets) matches
-nothing.
+Two queries match if each clause has the same parts, in any order, and the FROM clauses name the same tables. Values and
+DISTINCT are ignored, and columns bound by foreign keys count as one. The verdicts are those of the official script
+(`evaluation.py` of the test suites), with its rules: an alias holds for the whole query, an inner query is compared as
+it is written, and queries that the script cannot read (outer joins, IS NULL, conditions in brackets) match nothing.
 Other dialects' names in backticks or brackets are read as names, which the script cannot do.
 """
 
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 from fathom.tables.schema import Schema
 
-AGGREGATES = ("max", "min", "count", "sum", "avg")
 LEVELS = ("easy", "medium", "hard", "extra")
 
 
@@ -79,7 +77,7 @@ class Query:
 
 
 class Unreadable(ValueError):
-    """A query that is not of Spider's grammar."""
+    """The error of a query outside Spider's grammar."""
 
 
 def parse(sql: str, schema: Schema) -> Query:
@@ -234,7 +232,7 @@ class _Reader:
         return aggregate, unit
 
     def _inside(self, node: Any) -> tuple[Any, bool]:
-        """What an aggregate is over, and whether over distinct values."""
+        """The argument of an aggregate, and whether it is over distinct values."""
         if isinstance(node.this, self.exp.Distinct):
             if len(node.this.expressions) != 1:
                 raise Unreadable("an aggregate over several columns")
@@ -333,7 +331,7 @@ def _without_limit(node: Any) -> Any:
 
 
 def without_values(query: Query) -> Query:
-    """The query with nothing on the right of its conditions but inner queries, whose values are left out, too."""
+    """The query without values on the right of its conditions; inner queries stay, without values."""
 
     def side(value: Any) -> Any:
         return without_values(value) if isinstance(value, Query) else None
@@ -429,7 +427,7 @@ def _names(query: Query) -> list[str]:
 
 
 def keywords(query: Query) -> set[str]:
-    """The words that the script counts."""
+    """The keywords that the script counts."""
     found = {
         "where": query.where, "group": query.group, "having": query.having, "order": query.order, "limit": query.limit,
         query.direction: query.order, "or": "or" in query.connectors,

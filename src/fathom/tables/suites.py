@@ -1,8 +1,8 @@
 """Databases filled with made-up rows, and test suites of them (after arXiv 2010.02840, with a generator of our own).
 
 Rows have the kinds of their columns; primary keys are distinct and foreign keys refer to rows that exist; constants of
-the queries, and values beside them, occur in the columns that they are compared with. A suite keeps the few databases
-that tell queries from their mutants: on one of its databases a wrong query returns something else.
+the queries, and values beside them, occur in the columns that they are compared with. A suite keeps few databases,
+chosen so that a mutant of a query returns something else on at least one of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class FilledDatabase:
 
     Args:
         seed: of the rows.
-        queries: whose constants occur in the rows.
-        rows: of a table, at most.
+        queries: queries whose constants occur in the rows.
+        rows: the most rows of a table.
     """
 
     def __init__(self, schema: Schema, seed: int, queries: Iterable[str] = (), rows: int = 24):
@@ -113,7 +113,7 @@ def _values(draw: random.Random, kind: str, size: int, wanted: Sequence[Any]) ->
 
 
 def _distinct(draw: random.Random, kind: str, size: int, wanted: Sequence[Any]) -> list[Any]:
-    """As many distinct values."""
+    """`size` distinct values."""
     found: dict[Any, None] = dict.fromkeys(draw.sample(list(wanted), min(len(wanted), size // 2)))
     number = 1
     while len(found) < size:

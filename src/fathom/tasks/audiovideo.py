@@ -480,8 +480,8 @@ class Clips:
         return self.get(index)
 
     def captions(self) -> Iterator[str]:
-        told = self.caption or (lambda index: self.get(index).caption)
-        return (told(index) for index in range(self.count))
+        caption_of = self.caption or (lambda index: self.get(index).caption)
+        return (caption_of(index) for index in range(self.count))
 
 
 class LatentClips(torch.utils.data.Dataset):

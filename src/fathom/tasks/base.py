@@ -118,6 +118,7 @@ class Task:
     shards: ClassVar[bool] = True  # whether all that it computes goes through the model's forward, which FSDP needs
     adds_tokens: ClassVar[bool] = False  # whether its models have tokens that a tokenizer need not have
     asked_by_lm_eval: ClassVar[bool] = False  # whether its models answer lm_eval's questions
+    pads: ClassVar[bool] = True  # whether rows of a training batch may be filled up with padding
     numbered: ClassVar[bool] = False  # training examples say under "draw" (seed, number of the example in the run)
 
     @classmethod
@@ -240,7 +241,7 @@ class Task:
             if getattr(data, name) != getattr(DataConfig, name):
                 limit = "" if "max_documents" in self.unused else " (max_documents limits rows)"
                 raise ValueError(
-                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and has no use for it; "
+                    f"data.{name}={getattr(data, name)!r}: task {self.name!r} reads whole rows and does not use it; "
                     f"leave it out{limit}"
                 )
 

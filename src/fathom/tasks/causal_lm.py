@@ -52,6 +52,7 @@ class CausalLM(Task):
     cost_heading = "FLOPs per token"
     reference_name = "unigram"
     mixes = True
+    pads = False
     reference_note = "The unigram model knows only how often each token occurs."
     samples_note = (
         f"Sampled at temperature {SAMPLE_TEMPERATURE} from the {SAMPLE_TOP_K} likeliest tokens, with one random seed"

@@ -146,8 +146,8 @@ class VQA(Task):
             config = AutoConfig.from_pretrained(fields["checkpoint"])
             if not isinstance(config, FathomLlavaConfig):
                 raise ValueError(
-                    f"model.checkpoint={fields['checkpoint']!r}: model_type={config.model_type!r}; task 'vqa' goes on "
-                    "with models that it has made"
+                    f"model.checkpoint={fields['checkpoint']!r}: model_type={config.model_type!r}; task 'vqa' "
+                    "continues with models that it has made"
                 )
             config.vision_compress = compress if "vision_compress" in fields else config.vision_compress
             vision_tokens(config, self.side)

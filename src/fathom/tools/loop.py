@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """What became of a question.
+    """The calls and the answer of a question.
 
     Attributes:
         answer: the final answer; None where there is none.
@@ -148,7 +148,7 @@ def answer_with_tools(
 
 
 def _observe(one: Call, tools: dict[str, Tool], made: set[str], seconds: float, tokenizer: Any) -> tuple[str, bool]:
-    """What the model reads of a call, and whether it failed."""
+    """The line that the model reads after a call, and whether the call failed."""
     key = json.dumps([one.name, one.arguments], sort_keys=True, default=str)
     try:
         if one.error:

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 class ToolError(Exception):
-    """Why a call came to nothing, in one line that the model reads as its result."""
+    """The error of a failed call, in one line that the model reads as its result."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Tool:
         return cls(function, schema)
 
     def call(self, arguments: Any, seconds: float = SECONDS) -> str:
-        """What the function returns for checked arguments, as text of at most `LONGEST` characters.
+        """The function's result for checked arguments, as text of at most `LONGEST` characters.
 
         Raises ToolError, in one line, for arguments that do not fit the schema, for a function that raises, and for one
         that takes longer than `seconds`. It runs in a thread: at the limit a loop in Python is ended, and a call that

@@ -23,7 +23,7 @@ class Phases(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         # peft may train a copy of the method beside the first (modules_to_save)
         self.depths = [module for module in model.modules() if isinstance(module, DepthMethod)]
-        self.told = [module for module in model.modules() if hasattr(module, "on_step")]
+        self.listeners = [module for module in model.modules() if hasattr(module, "on_step")]
         own = {id(parameter) for depth in self.depths for parameter in depth.parameters()}
         self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
         self.hooked = False
@@ -31,7 +31,7 @@ class Phases(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for depth in self.depths:
             depth.progress = state.global_step / state.max_steps
-        for module in self.told:
+        for module in self.listeners:
             module.on_step(state.global_step, state.max_steps)
         if self.alone() and not self.hooked:
             self.hooked = True

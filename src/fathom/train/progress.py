@@ -37,7 +37,7 @@ class ProgressDisplay(TrainerCallback):
             self.task = self.bar.add_task(self.label, total=state.max_steps, completed=state.global_step, text="")
             self.bar.start()
         elif state.is_world_process_zero and state.global_step:
-            print(f"{self.label}  goes on after step {state.global_step}/{state.max_steps}", flush=True)
+            print(f"{self.label}  resumes after step {state.global_step}/{state.max_steps}", flush=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:

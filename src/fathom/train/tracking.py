@@ -17,8 +17,6 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
-
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ImportError with the pip command for a tracker that is not installed."""

@@ -14,6 +14,7 @@ Devices, DDP and FSDP2 come from the launcher (`torchrun`, `accelerate launch`);
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -491,7 +492,7 @@ def _train(trainer: FathomTrainer, folder: Path, checkpoint: str | None, display
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of saving: it would tear our own display
     try:
-        with sound_attention():
+        with sound_attention() if trainer.task.pads else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         partial = folder / f"{checkpoints.PREFIX}{trainer.state.global_step}"

@@ -195,7 +195,7 @@ class FourierState(Appending):
 
     @property
     def due(self) -> int | None:
-        """Where the window is full: the next step is refused."""
+        """The number of slots at which the window is full; the next step is refused."""
         return self.method.n_sink + self.method.n_local + self.window
 
     @property

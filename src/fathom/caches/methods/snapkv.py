@@ -13,7 +13,7 @@ from fathom.caches.token_budget import SlotState, TokenBudget, keep_highest
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(TokenBudget):
-    """Of a prompt, keep the last w tokens and the budget − w others with the highest s = pool(Σ over the last w queries
+    """Keep a prompt's last w tokens, and the budget − w others with the highest s = pool(Σ over the last w queries
     of softmax weights).
 
     n_recent: the window w; None: 32, at most half the budget.

@@ -136,7 +136,7 @@ def filled_attention(
     visible: Bool[Tensor, "B 1 1 R"],
     scaling: float,
 ) -> Float[Tensor, "B H 1 Dv"]:
-    """As the plain form. A buffer is cut into as many parts as keep all multiprocessors reading."""
+    """The output o, as in the plain form. A buffer is cut into enough parts to keep all multiprocessors busy."""
     batch, heads, _, width = query.shape
     groups, room, value_width = key.shape[1], key.shape[2], value.shape[3]
     query, shown = query.contiguous(), visible.expand(batch, 1, 1, room)

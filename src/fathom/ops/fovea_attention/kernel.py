@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fathom.ops.fovea_attention.nodes import Reads, levels_of, lie
+from fathom.ops.fovea_attention.nodes import Reads, addresses, levels_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, so that a query may have seen nothing yet
@@ -52,7 +52,7 @@ def means(
 
 
 def means_of_all(key: Float[Tensor, "B N h d"], value: Float[Tensor, "B N h d"], size: int, levels: int) -> Tensor:
-    """The same where every token is real: a mean is that of two halves, which takes a few launches a level."""
+    """`means` for rows without padding: each mean is that of two halves, which takes a few launches for each level."""
     x = torch.stack((key, value), dim=2)
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = [x]
@@ -93,7 +93,7 @@ def fovea_attention(
         vectors = means_of_all(key, value, block_len, levels)
     else:
         vectors, counts = means(key, value, reads, block_len, levels, pool)
-    places, ends = lie(reads, query.shape[1] // block_len, block_len, levels)
+    places, ends = addresses(reads, query.shape[1] // block_len, block_len, levels)
     return _Attention.apply(query, vectors, bias, counts, places, ends, block_len, preserve_mass)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """What the S blocks of a row read, each a list in the order of the text, filled up with −1.
+    """The nodes that the S blocks of a row read, each a list in the order of the text, filled up with −1.
 
     Attributes:
         level, start: of every node; it covers blocks start … start + 2^level − 1.
@@ -28,7 +28,7 @@ class Nodes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reads:
-    """What the blocks of a batch read, the same for all layers.
+    """The nodes that the blocks of a batch read, the same for all layers.
 
     Attributes:
         level, start, own: as of `Nodes`, of each row; R is 1 where all rows read alike.
@@ -119,8 +119,9 @@ def reads(
     boundary: str,
     steps: str,
 ) -> Reads:
-    """What the blocks of rows of `length` tokens read. A row's nodes are those of its own number of blocks, up to its
-    last real token, whatever stands beside it in the batch."""
+    """The nodes that blocks of rows of `length` tokens read. A row's nodes are those of its own number of blocks, up to
+    its last real token, whatever stands beside it in the batch.
+    """
     if real is None or bool(real.all()):
         return alike(length, block_len, wing_size, stop_level, boundary, steps, device)
     blocks = -(-length // block_len)
@@ -142,7 +143,7 @@ def reads(
 
 
 @functools.lru_cache(maxsize=8)
-def lie(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
+def addresses(reads: Reads, blocks: int, size: int, levels: int) -> tuple[Int[Tensor, "R S n 2"], Int[Tensor, "R S 2"]]:
     """The first row of a node among the kernels' means and its stride; of every list the own place and the length."""
     steps, offset = [], 0
     for level in range(levels):

@@ -110,7 +110,7 @@ def _dequantize(packed, scale, minimum, output, rows, packed_batch, packed_head,
 
 
 def dequantizes(scale: Tensor, minimum: Tensor, bits: int, group: int) -> bool:
-    """The same for its kernel."""
+    """Whether the kernel of `dequantize_block` takes these."""
     return not wants_gradient(scale, minimum) and scale.dtype in FLOATS and packs(bits, group)
 
 

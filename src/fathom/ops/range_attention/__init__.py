@@ -69,5 +69,5 @@ def ranged_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
-    """The same, as transformers' `AttentionInterface` wants it."""
+    """`range_attention` as a function of transformers' `AttentionInterface`."""
     return range_attention(query, key, value, mask, scaling).transpose(1, 2), None

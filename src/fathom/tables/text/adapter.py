@@ -47,7 +47,7 @@ class KnowledgeAdapterConfig(PeftConfig):
     """Options of the adapter.
 
     Attributes:
-        reduction: r, the model's width over the bottleneck's.
+        reduction: r, width of the model / width of the bottleneck.
         placement: "every_layer", as the released code has it, or "last_layer", as its README says.
         zero_init_up: W_up starts at zero, so that the adapter starts as the identity; else N(0, 0.02²).
         target_modules: the modules whose output is adapted, as in peft; None: the family's.
@@ -129,11 +129,11 @@ class KnowledgeLayer(nn.Module, BaseTunerLayer):
         raise ValueError("a knowledge adapter has a ReLU and cannot be merged into the weights; keep it beside them")
 
     def unmerge(self) -> None:
-        """Nothing: it is never merged."""
+        """Do nothing: the adapter is never merged."""
 
 
 class KnowledgeAdapterModel(BaseTuner):
-    """What `get_peft_model` makes of a model with a `KnowledgeAdapterConfig`."""
+    """The model that `get_peft_model` makes with a `KnowledgeAdapterConfig`."""
 
     prefix = PREFIX
     tuner_layer_cls = KnowledgeLayer

@@ -3,8 +3,8 @@
 Three stages, each with the parameters of the others untouched:
 
 1. the selector learns from the few pairs which sentences of the corpus look like a description (`prototypes.py`);
-2. the knowledge adapter learns to fill in what a table says in its sentences, the host frozen (`knowledge.py`);
-3. the host learns from the few pairs, the adapter active and frozen.
+2. the knowledge adapter learns to fill in words of a table in the corpus' sentences, with the host frozen
+(`knowledge.py`); 3. the host learns from the few pairs, with the adapter active and frozen.
 
 Differences from the released code: the adapter is frozen in stage 3, as the paper says (`trains="all"` is the code's);
 values with ":" or a tab are escaped; the last batch of an evaluation is not filled up.
@@ -19,7 +19,7 @@ from fathom.tables.text.base import SlotMethod
 
 @dataclasses.dataclass(frozen=True)
 class AKG(SlotMethod):
-    """Reads the table and three prototypes, through a host with a knowledge adapter."""
+    """A host with a knowledge adapter that reads the table and three prototypes."""
 
     prototypes: int = 3
     adapter: bool = True

@@ -1,4 +1,4 @@
-"""What a method of table-to-text is: which parts of a source it reads, and whether it has a knowledge adapter.
+"""The methods of table-to-text: which parts of a source they read, and whether they have a knowledge adapter.
 
     source = table ⊕ plan ⊕ prototypes          (methods of slots)
     source = highlights ⊕ header ⊕ body ⊕ caption ⊕ background          (CTRLSciTab)
@@ -23,8 +23,8 @@ CRF_FROM = 500  # pairs, from which the planner "auto" is the CRF and not the po
 class TableMethod:
     """Base of the methods. Fields are options, which a checkpoint's config keeps in its section `table`.
 
-    trains: what the last stage trains: "host", everything but a knowledge adapter; "knowledge", the adapter alone;
-        "prefix", a continuous prefix alone; "all".
+    trains: what the last stage trains: "host", everything but a knowledge adapter; "knowledge", only the adapter;
+        "prefix", only a continuous prefix; "all".
     prefix: text before every source; None: T5's own, and none for BART.
     """
 
@@ -69,32 +69,32 @@ class TableMethod:
         return {"name": self.name, **dataclasses.asdict(self)}
 
     def parts(self, training: bool) -> tuple[int, ...]:
-        """Which parts of a source are read, by their numbers in `linearize.py`."""
+        """The parts of a source that are read, by their numbers in `linearize.py`."""
         raise NotImplementedError  # abstract
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotMethod(TableMethod):
-    """table_tokens, plan_tokens, prototype_tokens: most tokens of the table, of a plan and of each prototype.
+    """table_tokens, plan_tokens, prototype_tokens: the most tokens of the table, of a plan and of each prototype.
     prototypes: sentences of the corpus that are read beside the table, best first.
-    planner: who orders the slots: "pointer", "crf", "seq2seq", "oracle" (the reference's own plan), "prototype" (the
+    planner: how slots are ordered: "pointer", "crf", "seq2seq", "oracle" (the reference's own plan), "prototype" (the
         prototypes are the prompt), "auto" (pointer below 500 pairs, else crf), "prefix" (vectors that every decoder
         layer reads before the source, made of the source's mean state), "free_prefix" (such vectors, the same for every
         table: with trains="prefix" prefix-tuning), or "none".
-    prefix_tokens: vectors of a prefix.
-    plan_item: what a planned slot is written as: key, value or key_value.
-    plan_noise: share of training rows that read the planner's plan and not the reference's.
-    keep_planned_slots: where a table is cut, planned slots come first.
-    adapter: with a knowledge adapter, trained on the corpus with the host frozen.
-    reduction: the model's width over the adapter's bottleneck.
+    prefix_tokens: number of vectors of a prefix.
+    plan_item: how a planned slot is written: key, value or key_value.
+    plan_noise: share of training rows that read the planner's plan instead of the reference's.
+    keep_planned_slots: if a table is cut, planned slots come first.
+    adapter: whether there is a knowledge adapter, trained on the corpus with the host frozen.
+    reduction: width of the model / width of the adapter's bottleneck.
     placement: of the adapters, every_layer or last_layer.
     zero_init_up: the adapters start as the identity.
     knowledge: what is masked in the corpus for the adapter: table_values, random_span or entity.
     mask_unit: one mask for a run of table words, or for each word.
     mask_source: table words are those of values, or of values+keys.
     knowledge_with_table: the adapter's training reads the table before the masked sentence.
-    candidates: sentences of the corpus that are found for each table, by BM25.
-    content_aware: weight of the loss that makes prototype words less likely that the reference lacks (P2G).
+    candidates: number of corpus sentences found for each table, by BM25.
+    content_aware: weight of the loss that makes prototype words which the reference lacks less likely (P2G).
     """
 
     table_tokens: int = 300
@@ -154,7 +154,7 @@ class SlotMethod(TableMethod):
 
 
 def planner_for(planner: str, pairs: int) -> str:
-    """The planner that "auto" means for so many labelled pairs; any other is what it says."""
+    """The planner's name, with "auto" resolved by the number of labelled pairs."""
     if planner == "auto":
         return "crf" if pairs >= CRF_FROM else "pointer"
     return planner

@@ -29,7 +29,7 @@ class TableSection(EncoderSection):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a `table` among `kwargs` takes the place of the stored one."""
+        """As in transformers; a `table` in `kwargs` replaces the stored one."""
         own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
         return PreTrainedConfig.from_dict.__func__(cls, {**config_dict, **own}, **kwargs)  # type: ignore[attr-defined]
 

@@ -28,13 +28,14 @@ Retriever = Literal["tsdae", "tfidf", "cross_encoder", "random", "oracle", "none
 
 @dataclasses.dataclass(frozen=True)
 class CTRLSciTab(TableMethod):
-    """source_tokens: most tokens of a source, which is cut on the right.
-    highlights: the highlighted cells are read, and only the header of the table.
-    include_body: the table's rows are read beside the highlights, too.
-    background: retrieved background sentences are read.
-    retriever: who chooses them: tsdae, tfidf, cross_encoder, random, oracle (nearest to the reference) or none.
-    sentences: how many are read.
-    sentence_tokens: most tokens of each; None: the source's end cuts.
+    """source_tokens: the most tokens of a source, which is cut on the right.
+
+    highlights: read the highlighted cells, and of the table only its header.
+    include_body: read the table's rows beside the highlights, too.
+    background: read retrieved background sentences.
+    retriever: how they are chosen: tsdae, tfidf, cross_encoder, random, oracle (nearest to the reference) or none.
+    sentences: number of background sentences.
+    sentence_tokens: the most tokens of each; None: only the end of the source cuts them.
     query_for_train: "plain", or "oracle": queries of training rows hold the reference, as in the released code.
     strip_stopwords: background sentences without their stop words, as in the released code.
     """
@@ -104,7 +105,7 @@ def serialize(grid: Grid, method: CTRLSciTab, background: Sequence[str] = ()) ->
 
 
 def parse(source: str) -> dict[str, Any]:
-    """What a source says: `highlights`, `rows` (the header first, where it is read), `caption`, `background`."""
+    """The parts of a source: `highlights`, `rows` (the header first, if it is read), `caption`, `background`."""
     before, mark, rest = source.partition(HIGHLIGHT_END)
     if not mark:
         before, rest = "", source
@@ -120,7 +121,7 @@ def parse(source: str) -> dict[str, Any]:
 
 
 def query(grid: Grid, reference: str | None = None) -> str:
-    """What background is searched for by: highlights, header and caption; with the reference, as released."""
+    """The query for background: highlights, header and caption; with the reference, as in the released code."""
     found = pieces(grid)
     plain = _text([word for part in (HIGHLIGHTS, HEADER, CAPTION) for word in found[part]])
     return plain if reference is None else f"{plain} {BACKGROUND_MARK} {reference}"

@@ -1,4 +1,4 @@
-"""`TableGenerator`: tables and some descriptions in, a model that describes tables out. All stages in one place.
+"""`TableGenerator`: trains a model that describes tables, in all its stages, from tables and a few descriptions.
 
 generator = TableGenerator.from_pretrained("a T5, BART or Llama", AKG())
 generator.fit(pairs, corpus)
@@ -54,7 +54,9 @@ CUE = "\nText:"  # ends the source where source and description are one sequence
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How long and how fast each stage of `fit` trains. The papers' (P2G's scripts) for 50 and 100 pairs."""
+    """Steps and learning rates of each stage of `fit`. The defaults are the papers' (P2G's scripts) for 50 to 100
+    pairs.
+    """
 
     planner: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=8, lr=5e-4, warmup=50))
     selector: Stage = dataclasses.field(default=Stage(steps=1000, batch_size=4, lr=2e-5, warmup=100))
@@ -66,10 +68,10 @@ class Stages:
 
 
 class TableGenerator:
-    """A model with what it reads beside the table.
+    """A model with the parts that it reads beside the table.
 
     model, tokenizer: of this wing's classes, the tokenizer with the markers.
-    planner, candidates, selector, retriever: what makes plans, finds and sorts prototypes, and chooses background.
+    planner, candidates, selector, retriever: these make plans, find and sort prototypes, and choose background.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class TableGenerator:
         return cls(model.eval(), tokenizer, candidates=candidates, **beside)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Model, tokenizer, and what has learned beside it. A corpus is given again when it is loaded."""
+        """Write model, tokenizer and the trained parts beside it. The corpus must be given again when they
+        are loaded.
+        """
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         for role in (PLANNER, SELECTOR, RETRIEVER):
@@ -129,12 +133,14 @@ class TableGenerator:
         self, table: Table | Grid, plan: Plan | None = None, without: Sequence[str] = (),
         background: Sequence[str] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Ids of a table with what its method reads beside it.
+        """Token ids of a table with the parts that its method reads beside it.
 
-        plan: instead of the planner's. without: sentences that are no prototypes, such as the table's references.
-        background: instead of what the retriever chooses.
-        Raises ValueError where a planner, a corpus or a retriever is needed and none is there, and for a plan with an
-        item that is no key.
+        plan: instead of the planner's.   without: sentences that must not be prototypes, such as the table's
+            references.
+        background: instead of the retriever's choice.
+
+        Raises ValueError if a planner, a corpus or a retriever is needed and missing, and for a plan with an item that
+        is no key.
         """
         method = self.method
         if isinstance(method, CTRLSciTab):
@@ -162,7 +168,7 @@ class TableGenerator:
 
     @property
     def _positions(self) -> float:
-        """How long a text may be: BART has a vector for each place, Llama was trained on so many, T5 has no limit."""
+        """The most tokens of a text: BART has a vector for each position, Llama a trained length, T5 no limit."""
         config = self.model.config
         return math.inf if "t5" in config.model_type else config.max_position_embeddings
 
@@ -269,7 +275,7 @@ class TableGenerator:
     ) -> list[float]:
         """Stage 2: the adapter alone learns to fill in what tables say in sentences of the corpus.
 
-        part: "host" trains the host instead, what an adapter is compared with.
+        part: "host" trains the host instead, as a comparison to the adapter.
         """
         method = self.method
         assert isinstance(method, SlotMethod)
@@ -296,7 +302,7 @@ class TableGenerator:
         self, pairs: Sequence[tuple[Table | Grid, str]], stage: Stage, most: int = TARGET_TOKENS,
         watch: Callable[[int], None] | None = None, backgrounds: Sequence[Sequence[str]] | None = None,
     ) -> list[float]:  # fmt: skip
-        """Stage 3: the host learns descriptions of at most so many tokens, with the references' own plans as prompts.
+        """Stage 3: the host learns descriptions of at most `most` tokens, with the references' own plans as prompts.
 
         watch: called after every step with the number of steps done.
         backgrounds: of every pair, instead of what the retriever chooses.
@@ -337,7 +343,7 @@ def make_planner(
     kind: str, pairs: Sequence[tuple[Table, str]], tokenizer: Any, model: str | None = None, stage: Stage | int = 1000,
     losses: dict[str, list[float]] | None = None,
 ) -> ContentPlanner:  # fmt: skip
-    """A planner that has learned the plans of the pairs' descriptions; "auto" goes by how many there are."""
+    """A planner trained on the plans of the pairs' descriptions; "auto" depends on the number of pairs."""
     if isinstance(stage, int):
         stage = Stage(steps=stage, batch_size=8, lr=2e-5 if model else 5e-4, warmup=min(50, stage))
     kind = planner_for(kind, len(pairs))

@@ -1,7 +1,7 @@
-"""What has learned beside a model, kept in folders beside its weights: planner, selector and retriever.
+"""Trained parts in folders beside a model's weights: planner, selector and retriever.
 
-A folder has the part's config, its tokenizer and its weights. Of TSDAE the encoder alone is kept, which is what chooses
-sentences; its decoder is only for training.
+A folder has the part's config, tokenizer and weights. Of TSDAE only the encoder is kept, which chooses sentences; its
+decoder is only needed in training.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def load_kept(folder: Path) -> Any:
 
 
 def load_beside(folder: Path, role: str) -> Any:
-    """The part of that role that lies beside a model; None where there is none."""
+    """The part with this role beside a model; None if there is none."""
     return load_kept(folder / role) if (folder / role / f"{role}.json").is_file() else None

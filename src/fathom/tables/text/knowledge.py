@@ -1,4 +1,4 @@
-"""What a knowledge adapter learns from: sentences of the corpus with parts of them masked, and the sentences.
+"""Training pairs of a knowledge adapter: sentences of the corpus with some words masked, and the full sentences.
 
     table_values   every maximal run of words of the sentence that occur in the table's values is one <MASK> (AKG)
     random_span    spans of Poisson(3) words, 30 % of them, as BART's infilling
@@ -54,9 +54,9 @@ def unmask(masked: str, hidden: Sequence[str]) -> str:
 
 
 def mask_fill(sentence: str, table: Table, unit: str = "run", source: str = "values") -> tuple[str, list[str]] | None:
-    """The sentence without what the table says, and what the masks stand for.
+    """The sentence with the table's words masked, and the masked words.
 
-    None where no word is the table's, or every word. Stop words stay: they say nothing of a table.
+    None if no word, or every word, is the table's. Stop words are never masked, as they carry no content of a table.
     """
     texts = table.values if source == "values" else (*table.values, *table.keys)
     known = {word for text in texts for word in words(text)} - STOP_WORDS

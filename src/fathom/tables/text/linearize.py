@@ -114,7 +114,7 @@ def _unescape(text: str) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of rows, with what a description may lean on (CTRLSciTab, arXiv 2312.05402).
+    """A table of rows with its context for a description (CTRLSciTab, arXiv 2312.05402).
 
     Attributes:
         header: names of the columns.
@@ -242,7 +242,7 @@ def check_plan(table: Table, plan: Sequence[str]) -> None:
 
 
 def slot_text(key: str, value: str) -> str:
-    """How a slot stands in a source."""
+    """The text of a slot in a source."""
     return f"{key} is {value} ;"
 
 
@@ -275,7 +275,7 @@ class TableLinearizer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def plain(self, text: str) -> list[int]:
-        """Token ids of a text of strangers, in which a marker is text like any other."""
+        """Token ids of a user's text, in which markers are ordinary text."""
         return plain_ids(self.tokenizer, text)
 
     def text(self, table: Table) -> str:
@@ -315,11 +315,11 @@ class TableLinearizer:
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text of strangers, in which markers and special tokens are text like any other."""
+    """Token ids of a user's text, in which markers and special tokens are ordinary text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def with_markers(tokenizer: Any, markers: Sequence[str] = MARKERS) -> Any:
-    """The tokenizer, which from now on knows the markers as tokens of their own."""
+    """The tokenizer with the markers added as tokens."""
     tokenizer.add_tokens([marker for marker in markers if marker not in tokenizer.get_vocab()], special_tokens=True)
     return tokenizer

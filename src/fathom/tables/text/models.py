@@ -60,13 +60,13 @@ class Prefix(nn.Module):
 
 
 class TableModel(EncoderModel):
-    """Mixed into a stock class: the knowledge adapter, the prefix, and what of the model trains."""
+    """A mixin for stock classes: the knowledge adapter, the prefix, and which parameters train."""
 
     config: Any
     prefix: Prefix | None
 
     def add_parts(self) -> None:
-        """The adapter and the prefix that the config names, and gradients for what its `trains` says."""
+        """Add the adapter and the prefix that the config names, and freeze all parameters that do not train."""
         method = self.config.method
         if method.adapts:
             if importlib.util.find_spec("peft") is None:
@@ -89,7 +89,7 @@ class TableModel(EncoderModel):
         self.train_part(method.trains)
 
     def train_part(self, part: str) -> None:
-        """Gradients for the "host" (with its prefix), the "knowledge" adapter, the "prefix", or for "all"."""
+        """Let only a part train: the "host" (with its prefix), the "knowledge" adapter, the "prefix", or "all"."""
         for name, parameter in self.named_parameters():
             known, before = KNOWLEDGE in name, name.startswith(PREFIX)
             wanted = {"all": True, "host": not known, "knowledge": known, "prefix": before}
@@ -162,7 +162,7 @@ class TableModel(EncoderModel):
 
 
 def is_part(name: str) -> bool:
-    """Whether a tensor of that name is no part of the host."""
+    """Whether a tensor with this name is not the host's."""
     return KNOWLEDGE in name or name.startswith(PREFIX)
 
 

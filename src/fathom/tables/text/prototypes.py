@@ -22,12 +22,6 @@ from fathom.tables.text.encoder import batch, load_encoder, special
 from fathom.tables.text.linearize import END, SEPARATOR, Table, plain_ids, words
 from fathom.tables.text.stages import Stage, train
 
-# Keys that say nothing about a sentence of the domain, in the released code.
-DROPPED = {
-    "human": ("caption", "death date", "name variants", "image", "image size", "imdb"),
-    "book": ("name", "author", "publisher", "publication date", "written by", "country"),
-    "song": ("name",),
-}
 NEGATIVES, FROM, RERANKED = 5, 50, 20
 
 

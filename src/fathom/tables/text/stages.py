@@ -14,7 +14,7 @@ from fathom.ops.cudnn_attention import sound_attention
 
 @dataclass(frozen=True)
 class Stage:
-    """How a stage is trained.
+    """Options of a stage's training.
 
     steps, batch_size: optimiser steps and examples in each.
     lr, warmup: peak learning rate, and the steps that lead to it; `schedule` linear falls to zero, constant stays.

@@ -1,6 +1,6 @@
-"""What a description of a table is judged by. Every function takes texts and tables, none a path to download.
+"""Scores of descriptions of tables. All functions take texts and tables; none downloads anything.
 
-BLEURT is refused (`bleurt`): its checkpoints and its TensorFlow code are not to be had as a package.
+BLEURT is refused (`bleurt`): its checkpoints and its TensorFlow code are in no package registry.
 """
 
 from __future__ import annotations

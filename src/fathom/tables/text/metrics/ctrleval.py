@@ -67,12 +67,12 @@ class CTRLEval:
         return math.fsum(w * self.likelihood(*pattern) for w, pattern in zip(weights, patterns, strict=True))
 
     def coherence(self, text: str) -> float:
-        """How well its sentences follow from one another; of one sentence, how likely it is."""
+        """The score of how well a text's sentences follow from one another; for one sentence, its likelihood."""
         parts = sentences(text)
         return self._mean([(" ".join([*parts[:i], self.mask, *parts[i + 1 :]]), part) for i, part in enumerate(parts)])
 
     def consistency(self, content: str, text: str) -> float:
-        """How well a description and the content that it was to be about, such as highlighted cells, fit."""
+        """The score of how well a description fits its given content, such as highlighted cells."""
         return self._mean([(f"{self.mask} {text}", content), (f"{content} {self.mask}", text)])
 
     def attribute(

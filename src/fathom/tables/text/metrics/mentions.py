@@ -1,4 +1,4 @@
-"""What a description mentions: cells, numbers, planned slots, and words that nobody gave it."""
+"""Scores of what a description mentions: cells, numbers, planned slots, and words from no input."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def off_target(text: str, grid: Grid) -> float | None:
 
 
 def number_precision(text: str, cells: Iterable[str]) -> float | None:
-    """Share of a description's numbers that a table has, or that one step makes of its numbers; None without numbers.
+    """Share of a description's numbers that a table has or that follow from its numbers in one step; None without
+    numbers.
 
-    One step: a rounding to the digits written, or of two numbers their sum, difference, ratio, or ratio in percent. Of
-    large tables many numbers can be made: compare it between models, not with 1.
+    A step is rounding to the digits written, or the sum, difference, ratio, or ratio in percent of two numbers. From a
+    large table many numbers follow: compare the score between models, not with 1.
     """
     held = sorted({value for cell in cells for value, _ in numbers(cell)})
     said = numbers(text)
@@ -88,8 +89,8 @@ def _derivable(value: float, digits: int, held: list[float]) -> bool:
 
 
 def plan_adherence(text: str, table: Table, plan: Sequence[str]) -> float | None:
-    """Share of the planned slots whose values a description has, in the planned order: the longest run of them, not
-    necessarily without gaps, over the plan's length. None for an empty plan."""
+    """Planned slots whose values a description has in the planned order (gaps allowed) / slots of the plan. None for an
+    empty plan."""
     from fathom.tables.text.plan import place
 
     if not plan:
@@ -104,7 +105,7 @@ def plan_adherence(text: str, table: Table, plan: Sequence[str]) -> float | None
 
 
 def plan_distance(plan: Sequence[str], gold: Sequence[str]) -> float:
-    """Edit distance of two plans over the longer one's length, in 0 … 1."""
+    """Edit distance of two plans / length of the longer one, in 0 … 1."""
     row = list(range(len(gold) + 1))
     for i, item in enumerate(plan, start=1):
         corner, row[0] = row[0], i
@@ -121,7 +122,7 @@ def hallucination(text: str, table: Table, prompts: Iterable[str] = ()) -> float
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Mean over texts of distinct n-grams over words: 1/len for a text that repeats one word (n = 1)."""
+    """Distinct n-grams / words, averaged over texts: 1/len for a text that repeats one word (n = 1)."""
     shares = []
     for said in map(words, texts):
         grams = {tuple(said[i : i + n]) for i in range(len(said) - n + 1)}
