@@ -100,8 +100,8 @@ def _page(entry: Entry) -> str:
         "use": _use(entry),
         "paper": paper if arxiv else entry.paper or "none",
         "options": "" if entry.options else "none",
-        "cost": entry.cost or "not on its card",
-        "verdict": entry.verdict or "not on its card",
+        "cost": _without_links(entry.cost) or "not on its card",
+        "verdict": _without_links(entry.verdict) or "not on its card",
         "card": _shown(card) if card else "none",
         "code": entry.source,
     }
@@ -124,6 +124,11 @@ def _use(entry: Entry) -> str:
         return f"fathom cache MODEL --method {entry.name}, or with compress(model, fathom.{entry.call}(…)): in Python"
     verb = entry.verb or VERBS.get(entry.registry, "").format(name=entry.name)
     return f"{verb}, or {entry.call}(…) in Python" if verb else f"{entry.call}(…) in Python"
+
+
+def _without_links(text: str) -> str:
+    """Markdown with the texts of its links: nobody follows the addresses in a terminal, and lines break within them."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
