@@ -1,13 +1,18 @@
 """The methods that CONTRIBUTING.md shows: their equations, a parameter on a stock checkpoint, its cost."""
 
+import math
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fathom import FathomForCausalLM
 from fathom.models.registry import REGISTRIES
+from fathom.tasks import base as tasks_base
 from tiny import assert_close, tiny_model, tokens
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -38,6 +43,21 @@ def test_the_positions_method_of_the_guide(monkeypatch, tmp_path):
     ids = tokens(2, 9)
     assert_close(model(ids).logits, oracle(ids).logits)
     assert (model(ids).logits - tiny_model()(ids).logits).abs().max() > 1e-3
+
+
+def test_the_task_of_the_guide(monkeypatch):
+    """3 bits for each of 10 tokens, over 20 bytes."""
+    monkeypatch.setattr(tasks_base, "_TASKS", dict(tasks_base.tasks()))
+    (example,) = re.findall(r"```python\n(\"\"\"Next tokens.*?)```", GUIDE.read_text(), re.DOTALL)
+    module = ModuleType("perplexity_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(example, vars(module))
+    task = tasks_base.Task.from_yaml("perplexity", "task")
+    data: Any = SimpleNamespace(validation_targets=10, validation_bytes=20, validation_parts=())
+    assert task.score(data, 3 * math.log(2), Path()) == pytest.approx({"bits_per_byte": 1.5, "perplexity": 8.0})
+    assert (
+        [score.name for score in task.scores] == ["bits_per_byte", "perplexity"] == list(task.score(data, None, Path()))
+    )
 
 
 def test_the_example_of_the_guide(injected, tmp_path):

@@ -238,7 +238,8 @@ def independent_scores(
         return of_vectors(task, data, model)
     if task == "vqa":
         return of_questions(model, folder)
-    rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
+    if Path(recipe.data.validation).suffix == ".jsonl":
+        rows = [json.loads(line) for line in Path(recipe.data.validation).read_text().splitlines()]
     if task == "classification":
         said = [int(model(torch.tensor([tokenizer(row["text"])["input_ids"]])).logits.argmax()) for row in rows]
         return {"accuracy": sum(a == row["label"] for a, row in zip(said, rows, strict=True)) / len(rows)}
@@ -248,6 +249,7 @@ def independent_scores(
         return of_tables(recipe, rows, tokenizer, model)
     if task == "seq2seq":
         return of_targets(recipe, rows, tokenizer, model)
+    assert task == "sft", f"the scores of task {task!r} are not computed a second time here: add them"
     nats = size = right = 0.0
     for index, row in enumerate(rows):
         prompt = tokenizer(f"### Instruction:\n{row['prompt']}\n\n### Response:\n")["input_ids"]
