@@ -55,9 +55,11 @@ def command(
         return
     chosen = [entry for entry in entries() if entry.name == name]
     if not chosen:
-        raise ValueError(
-            f"method {name!r} does not exist{nearest(name.lower(), [entry.name for entry in entries()])}; "
-            "`fathom methods` lists all"
+        known = [entry.name for entry in entries()]
+        word = name.lower().replace("-", "_")
+        begun = max((other for other in known if word.startswith(f"{other}_")), key=len, default="")
+        raise ValueError(  # a paper's name may be longer than its method's: fourier_transformer, fourier
+            f"method {name!r} does not exist{nearest(begun or word, known)}; `fathom methods` lists all"
         )
     if json_output:
         typer.echo(_json(_record(chosen[0])))

@@ -198,6 +198,8 @@ def test_a_method_that_does_not_exist(run):
     code, _, err = run("TreeVK")
     assert code == 2
     assert err == "fathom: method 'TreeVK' does not exist (did you mean 'treekv'?); `fathom methods` lists all\n"
+    for word, meant in (("fourier_transformer", "fourier"), ("fovea-transformer", "fovea")):
+        assert f"(did you mean '{meant}'?)" in run(word)[2]
 
 
 def test_help_has_an_example(run):

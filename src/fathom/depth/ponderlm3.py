@@ -108,8 +108,14 @@ class PonderLM3(DepthMethod):
         penalty_weight: λ; 0 leaves the choice to the language-model loss.
         target: thoughts a token, for penalty="target".
         prior: shares of 0 … K thoughts, for penalty="prior"; None is uniform.
-        sweeps, random_sweeps, prefill, tolerance, scale_embeds, checkpoint_passes, gradient_passes: as of `ponderlm2`;
-            the tolerance is on thoughts and s.
+        sweeps: J, Jacobi sweeps in training and in a jacobi prefill. None: 3 in training; a prefill sweeps until all
+            thoughts and s have settled.
+        random_sweeps: in training, draw J uniformly from 2 … sweeps, once for all ranks.
+        prefill: how several new tokens run at inference: by "jacobi" sweeps, or "sequential" (exact, slot by slot).
+        tolerance: thoughts and s have settled once none changes by more than this; see `ponderlm2` for None.
+        scale_embeds: True sets embed_scale to √(2.5·d), False to 1; None leaves it.
+        checkpoint_passes: in training a forward keeps only its inputs, and the backward pass runs it again.
+        gradient_passes: number of last forwards that have a backward pass in training; None: all.
         """
 
         thoughts: int = 3
