@@ -210,3 +210,13 @@ def test_an_adapter_without_peft_is_not_left_out_in_silence(base, monkeypatch):
     monkeypatch.setattr(adapter_checkpoints, "is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="needs peft; install it, or move the adapter"):
         FathomForCausalLM.from_pretrained(base / "adapter")
+
+
+def test_an_adapter_of_a_method_on_a_stock_checkpoint_names_no_base(tmp_path):
+    """The stock checkpoint lacks the method, and "None", which transformers writes, is no folder."""
+    tiny_model(init="hf").save_stock_pretrained(tmp_path / "stock")
+    model = FathomForCausalLM.from_pretrained(tmp_path / "stock", depth={"name": "pondering", "steps": 1})
+    assert model.name_or_path == model.config.name_or_path == ""
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="no base_model_name_or_path; load the base model and call its load_adapter"):
+        FathomForCausalLM.from_pretrained(tmp_path / "adapter")

@@ -393,6 +393,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
         read: Any = super().from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **kind)
         model, report = read
         checkpoints.check_names(path, report["missing_keys"], report["unexpected_keys"], config, stored)
+        checkpoints.forget_path(model)
         model.depth.adapt(model.model)
         if generation_config is not None:
             model.generation_config = generation_config
@@ -435,6 +436,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
             kind: Any = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
             generation_config = model.generation_config
             model = super().from_pretrained(None, config=given, state_dict=state, **kind)
+            checkpoints.forget_path(model)
             model.generation_config = generation_config
         if staged:
             model = cls._placed(model, places)

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from fathom.models.causal_lm import FathomForCausalLM, slice_positions
 from fathom.models.checkpoints import diffusion as diffusion_checkpoints
-from fathom.models.checkpoints.stock import FIELDS, check_names
+from fathom.models.checkpoints.stock import FIELDS, check_names, forget_path
 from fathom.models.configuration import FathomConfig
 from fathom.models.hf_versions import FathomOutput
 from fathom.models.registry import build_options, lookup
@@ -60,6 +60,7 @@ class FathomForMaskedDiffusion(FathomForCausalLM):
             cls, None, config=config, state_dict=state, output_loading_info=True, **kind
         )
         check_names(path, report["missing_keys"], report["unexpected_keys"])
+        forget_path(model)
         return model
 
     @can_return_tuple

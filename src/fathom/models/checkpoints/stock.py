@@ -370,6 +370,14 @@ def converts(given: FathomConfig, stored: FathomConfig) -> bool:
     return method.read_stock.__func__ is not Method.read_stock.__func__  # type: ignore[attr-defined]
 
 
+def forget_path(model: Any) -> None:
+    """Leave a model that was made of another checkpoint's tensors without a path; transformers writes "None".
+
+    peft stores the path in an adapter as that of its base: the other checkpoint is none, as it lacks the method.
+    """
+    model.name_or_path = model.config.name_or_path = ""
+
+
 def check_names(
     path: Any,
     missing: Iterable[str],
