@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
 
 from fathom.decoding.growing import give_room
@@ -135,3 +137,22 @@ def test_a_text_longer_than_was_expected_still_has_room() -> None:
     start = cache.layers[0].keys.data_ptr()
     cache.update(key[:, :, :1], key[:, :, :1], 0)
     assert cache.layers[0].keys.data_ptr() == start
+
+
+@torch.no_grad()
+def test_a_compiled_step_is_compiled_as_often_as_over_the_stock_layer() -> None:
+    key, counts = torch.randn(1, 1, 1, 4), []
+    for cache in caches(expected=64):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+
+        def step(layer: Any, new: torch.Tensor) -> torch.Tensor:
+            return (layer.update(new, new)[0] * new).sum()
+
+        cache.update(key, key, 0)
+        compiled = torch.compile(step, backend=counter)
+        for _ in range(12):
+            compiled(cache.layers[0], key)
+        assert torch.equal(cache.layers[0].keys, key.repeat(1, 1, 13, 1))
+        counts.append(counter.frame_count)
+    assert counts[1] <= counts[0] < 4

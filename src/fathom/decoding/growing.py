@@ -66,7 +66,8 @@ class GrowingLayer(DynamicLayer):
         """The held tokens followed by the new ones, written in place if there is room.
 
         Tokens that somebody put there since, as rows that were chosen or repeated, are not the buffer's: they are
-        copied into a new one. Where gradients may be taken of what was given out, all is copied, as by transformers.
+        copied into a new one. Where gradients may be taken of what was given out, and in a compiled model, which every
+        view would have compiled again, all is copied, as by transformers.
         """
         total = length + new.shape[2]
         if length and (held.shape[:2], held.shape[3]) != (new.shape[:2], new.shape[3]):  # writing would broadcast
@@ -74,7 +75,8 @@ class GrowingLayer(DynamicLayer):
                 f"{name} of shape {tuple(new.shape)} cannot follow {tuple(held.shape)} of the cache: rows, heads and "
                 "width must be the same"
             )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.buffers.pop(name, None)
             return torch.cat((held, new), dim=2) if length else new.clone()
         buffer, view = self.buffers.get(name, (None, None))
         if buffer is None or held is not view or total > buffer.shape[2] or not writable(buffer, new):
