@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from fathom.decoding.growing import give_room
 
@@ -16,8 +17,7 @@ from fathom.decoding.growing import give_room
 def caches(expected: int = 0, most: int | None = None) -> tuple[DynamicCache, DynamicCache]:
     stock, ours = DynamicCache(), DynamicCache()
     for cache in (stock, ours):
-        cache.update(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), 0)
-        cache.layers[0].reset()
+        cache.layers.append(DynamicLayer())
     give_room(ours, expected, most)
     assert type(ours.layers[0]).__name__ == "GrowingLayer"
     return stock, ours
