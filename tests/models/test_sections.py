@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
+import fathom
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import forward_flops_per_token, parameter_counts
 from fathom.feed_forward.dense import Dense
@@ -180,6 +182,26 @@ def test_a_config_of_a_newer_version_says_so(fields, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields, "fathom_version": "99.1"}))
     with pytest.raises(ValueError, match=r"written by fathom 99\.1, newer than this .*pip install --upgrade fathom-lm"):
         FathomConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("T5Config", {"relations": {"name": "later"}}),
+        ("BartConfig", {"encoder": {"name": "later"}}),
+        ("TableT5Config", {"table": {"name": "later"}}),
+        ("LatentConfig", {"codar": {"later": 1}}),
+    ],
+)
+def test_so_does_every_other_kind(kind, fields, tmp_path):
+    path = tmp_path / "config.json"
+    given = {"length": 4} if kind == "LatentConfig" else {}
+    getattr(fathom, f"Fathom{kind}")(**given).save_pretrained(tmp_path)
+    assert json.loads(path.read_text())["fathom_version"] == fathom.__version__
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields, "fathom_version": "99.1"}))
+    with pytest.raises(ValueError, match=r"written by fathom 99\.1, newer than this .*pip install --upgrade") as error:
+        AutoConfig.from_pretrained(tmp_path)
+    assert str(error.value).count("pip install") == 1
 
 
 def test_every_section_has_its_plain_methods():

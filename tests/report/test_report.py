@@ -272,8 +272,8 @@ def test_memory_of_a_gpu_has_its_range_over_seeds():
 def test_interrupted_and_disturbed_runs_are_named(tmp_path):
     runs = [run("vanilla"), replace(run("loop"), interruptions=2, busy=0.6)]
     assert disturbances(runs) == [
-        "loop/tokens-seed-0: interrupted 2 times, and gone on from a checkpoint; disturbed: it was on a core 60 % of "
-        "the time, the rest of it something else had the cores or data was late."
+        "loop/tokens-seed-0: interrupted 2 times and resumed from a checkpoint; disturbed: it had a core for 60 % of "
+        "the time; for the rest, other programs had the cores or data came late."
     ]
     page = write_report(results(runs), tmp_path).read_text()
     assert "Not every run was left alone" in page and "interrupted 2 times" in page
@@ -400,7 +400,7 @@ def test_the_terminal_warns_as_the_page_does(monkeypatch, capsys):
     compare_verb(Path("recipe.yaml"))
     out = capsys.readouterr().out
     assert "The best learning rate of loop is at the edge of its candidates. A better one may lie outside.\n" in out
-    assert "loop/tokens-seed-0: interrupted once, and gone on from a checkpoint.\n" in out
+    assert "loop/tokens-seed-0: interrupted once and resumed from a checkpoint.\n" in out
 
 
 def test_parameters_are_those_of_fathom_cost():

@@ -12,6 +12,7 @@ from fathom.latents.codar import CoDAR
 from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import check_type, filled, nearest
+from fathom.version import __version__
 
 STAGES = ("latent_diffusion", "contextual_decoder")
 PLAIN = {"depth": "vanilla", "mixer": "none", "residual": "standard", "feed_forward": "dense", "diffusion": "none"}
@@ -157,6 +158,16 @@ class FathomLatentConfig(PreTrainedConfig):
         self.auto_map = {key: f"{saved_files.CODE.stem}.{name}" for key, name in names.items()}
         saved_files.write_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; an error says so where a newer version of Fathom wrote the config."""
+        with saved_files.naming_newer_versions(config_dict):
+            return super().from_dict(config_dict, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the version that wrote it."""
+        return {**super().to_dict(), "fathom_version": __version__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in transformers; also registers the model with the Auto classes, which unpickling alone would not do."""

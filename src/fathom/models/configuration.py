@@ -6,7 +6,6 @@ import inspect
 import math
 from typing import Any, ClassVar
 
-from packaging.version import Version
 from transformers import PreTrainedConfig
 
 from fathom.models import saved_files
@@ -233,16 +232,8 @@ class FathomConfig(PreTrainedConfig):
         for section in SECTIONS:
             if section in given:
                 given[section] = override_section(section, config_dict.get(section), given[section])
-        written_by = str(config_dict.get("fathom_version", __version__))
-        try:
+        with saved_files.naming_newer_versions(config_dict):
             return super().from_dict({**config_dict, **given}, **kwargs)
-        except ValueError as error:
-            if Version(written_by) <= Version(__version__):
-                raise
-            raise ValueError(
-                f"{error}. The config was written by fathom {written_by}, newer than this {__version__}: "
-                "pip install --upgrade fathom-lm"
-            ) from error
 
     def _validate_yarn_by_turns_rope_parameters(self, rope: dict[str, Any], ignore_keys: set[str] | None = None):
         """Check the parameters of our own RoPE type (positions/rotary.py). transformers requires this name."""

@@ -10,6 +10,7 @@ from transformers import BartConfig, LongT5Config, PreTrainedConfig, T5Config
 from fathom.models import lazy_configs, saved_files
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import ENCODER, RELATIONS, build_options, filled, lookup, override_section, resolve_section
+from fathom.version import __version__
 
 
 class EncoderSection:
@@ -53,7 +54,12 @@ class EncoderSection:
         own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
         if cls.section in own:
             own[cls.section] = override_section(cls.section, config_dict.get(cls.section), own[cls.section])
-        return super().from_dict({**config_dict, **own}, **kwargs)  # type: ignore[misc]
+        with saved_files.naming_newer_versions(config_dict):
+            return super().from_dict({**config_dict, **own}, **kwargs)  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the version that wrote it."""
+        return {**super().to_dict(), "fathom_version": __version__}  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, plus the file by which Auto classes find Fathom in a process that has not imported it."""
@@ -75,7 +81,7 @@ class EncoderSection:
     def stock_config(self) -> Any:
         """The config of the same model as a stock one of its family."""
         assert self.stock is not None
-        own = (*inspect.get_annotations(type(self)), "model_type", "architectures", "auto_map", "transformers_version")
+        own = (*inspect.get_annotations(type(self)), *saved_files.NOT_STOCK)
         return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
 
 

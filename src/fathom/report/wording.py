@@ -83,11 +83,11 @@ def disturbances(runs: list[Run]) -> list[str]:
         parts = []
         if run.interruptions:
             times = "once" if run.interruptions == 1 else f"{run.interruptions} times"
-            parts.append(f"interrupted {times}, and gone on from a checkpoint")
+            parts.append(f"interrupted {times} and resumed from a checkpoint")
         if "disturbed" in run.marks:
             parts.append(
-                f"disturbed: it was on a core {100 * (run.busy or 0):.0f} % of the time, "
-                "the rest of it something else had the cores or data was late"
+                f"disturbed: it had a core for {100 * (run.busy or 0):.0f} % of the time; "
+                "for the rest, other programs had the cores or data came late"
             )
         if parts:
             said[run.folder] = f"{run.folder}: {'; '.join(parts)}."

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import BartConfig, LlamaConfig, PreTrainedConfig, T5Config
 
-from fathom.models import lazy_configs
+from fathom.models import lazy_configs, saved_files
 from fathom.models.encoder_configs import EncoderSection
 from fathom.models.registry import filled
 from fathom.tables.text.base import TableMethod, from_dict
@@ -31,11 +31,12 @@ class TableSection(EncoderSection):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; a `table` in `kwargs` replaces the stored one."""
         own = {name: kwargs.pop(name) for name in inspect.get_annotations(cls) if name in kwargs}
-        return PreTrainedConfig.from_dict.__func__(cls, {**config_dict, **own}, **kwargs)  # type: ignore[attr-defined]
+        with saved_files.naming_newer_versions(config_dict):
+            return PreTrainedConfig.from_dict.__func__(cls, {**config_dict, **own}, **kwargs)  # type: ignore[attr-defined]
 
     def stock_config(self) -> Any:
         assert self.stock is not None
-        own = ("table", "model_type", "architectures", "auto_map", "transformers_version")
+        own = ("table", *saved_files.NOT_STOCK)
         return self.stock(**{key: value for key, value in self.to_dict().items() if key not in own})  # type: ignore[attr-defined]
 
 
