@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -176,13 +177,14 @@ def carry_out(
 
 def _judged_by(held: dict[str, dict[str, PreparedData]], asked: Asked | None) -> dict[str, Any]:
     """What scores depend on beside the model: digests of the held-out texts, and of the files that questions are in."""
-    texts = {
-        group: {
-            name: hashlib.sha256(repr(data.validation["input_ids"][:]).encode()).hexdigest()  # type: ignore[index]
-            for name, data in members.items()
-        }
-        for group, members in held.items()
-    }
+    texts: dict[str, dict[str, str]] = {}
+    for group, members in held.items():
+        for name, data in members.items():
+            assert data.validation is not None
+            digest = hashlib.sha256()
+            for some in data.validation.with_format("numpy").iter(1024):
+                digest.update(np.concatenate(list(some["input_ids"])).tobytes())  # rows may differ in length
+            texts.setdefault(group, {})[name] = digest.hexdigest()
     files = [] if asked is None else [asked.tools, *asked.questions.values()]
     return {"texts": texts, "asked": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]}
 
