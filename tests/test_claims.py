@@ -152,6 +152,15 @@ def test_a_raw_file_that_does_not_say_where_it_comes_from_is_named_and_left_out(
         assert claims.written(CLAIM)["commits"] == ("≤ abc1234" if missing == "commit" else "abcdef1")
 
 
+@pytest.mark.parametrize("said", [None, "", [], [None, ""]], ids=str)
+@pytest.mark.parametrize("field", ["device", "command"])
+def test_an_origin_that_is_empty_says_nothing(folder: Path, field: str, said: Any) -> None:
+    content = json.loads((folder / "raw.json").read_text())
+    (folder / "raw.json").write_text(json.dumps({**content, field: said}))
+    with pytest.raises(claims.NoOrigin, match=f"does not say its {field.replace('command', 'recipe')}$"):
+        claims.written(CLAIM)
+
+
 def test_no_commit_of_a_bare_copy_is_a_commit(folder: Path) -> None:
     content = json.loads((folder / "raw.json").read_text())
     (folder / "raw.json").write_text(json.dumps({**content, "commit": "not a checkout"}))

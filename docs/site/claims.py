@@ -92,7 +92,7 @@ def origin(name: str, command: str | None) -> list[str]:
         for key, item in value.items() if isinstance(value, dict) else ():
             kind = {"command": "recipe", "commands": "recipe"}.get(key, key.removesuffix("s"))
             if kind in found:
-                found[kind].update(map(str, item if isinstance(item, list) else [item]))
+                found[kind].update(str(one) for one in (item if isinstance(item, list) else [item]) if one)
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             look(item)
 

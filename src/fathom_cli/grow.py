@@ -59,8 +59,6 @@ def command(
         raise ValueError(f"{checkpoint}: --jobs and --minutes are of a recipe (.yaml); leave them out")
     if method is None or output is None:
         raise ValueError(f"--{'method' if method is None else 'output'} is missing: {checkpoint} is no recipe (.yaml)")
-    if jobs != 1 or minutes is not None:
-        raise ValueError(f"--{'minutes' if jobs == 1 else 'jobs'}: {checkpoint} is no recipe (.yaml); leave it out")
     from fathom.growth import methods
     from fathom.growth.grow import grow
     from fathom.models.registry import nearest

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
         ),
         ("train stages.yaml", "stages.yaml: has stages, which `fathom latents run` trains one after the other"),
         ("train growths.yaml", "growths.yaml: has a base, which `fathom grow` trains and then grows"),
-        ("cost growths.yaml", "growths.yaml: has a base, which `fathom grow` trains and then grows"),
+        ("cost growths.yaml", "growths.yaml: name is missing"),  # it prices them
         ("grow recipe.yaml", "no base to grow; `fathom train` and `fathom compare` read such a recipe"),
     ],
 )

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
 from raw_texts import TEI, prose
@@ -146,6 +147,28 @@ def test_neither_processes_nor_a_stop_change_a_byte(made, raw, tmp_path):
     assert ours == {key: value for key, value in account.items() if key not in ("seconds", "workers")}
     before = (out / "report.html").stat().st_mtime_ns
     assert curate(raw, out, config(raw)) == account and (out / "report.html").stat().st_mtime_ns == before
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(made, raw, tmp_path, monkeypatch):
+    """Which kept a shard's keys in one file, with all permutations of a document side by side."""
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run, "_match", stopped)
+        curate(raw, out, config(raw), workers=1)
+    sift = out / "work" / "sift"
+    for rank in range(0, len(shards(raw, 4000)), 2):  # the others are done by this one
+        digests, bands = (np.load(sift / f"{name}_{rank}.npy") for name in ("digests", "bands"))
+        signatures = np.concatenate(list(bands), axis=1)
+        assert signatures.shape == (len(digests), 128)
+        np.savez(sift / f"keys_{rank}.npz", digests=digests, signatures=signatures)
+        for name in ("digests", "bands"):
+            (sift / f"{name}_{rank}.npy").unlink()
+    curate(raw, out, config(raw), workers=1)
+    assert contents(out) == contents(made[1])
 
 
 def test_a_worker_that_is_killed_ends_the_run(raw, tmp_path, monkeypatch):

@@ -471,7 +471,7 @@ def test_a_threshold_that_halts_everything_is_refused():
         FathomConfig(depth={"name": "adaponderlm", "prune_from": 0.6})
     with pytest.raises(ValueError, match=r"mean_passes=None: is needed with halting=\"random\""):
         FathomConfig(depth={"name": "adaponderlm", "halting": "random"})
-    with pytest.raises(ValueError, match=r"mean_passes=2.0: has a meaning"):
+    with pytest.raises(ValueError, match=r"mean_passes=2.0: applies only with halting"):
         FathomConfig(depth={"name": "adaponderlm", "mean_passes": 2.0})
     with pytest.raises(ValueError, match=r"mean_passes=5.0: must be between 1 and 4"):
         FathomConfig(depth={"name": "adaponderlm", "halting": "uniform", "mean_passes": 5.0})

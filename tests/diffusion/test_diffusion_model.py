@@ -374,8 +374,11 @@ def test_inputs_that_do_not_fit_are_refused():
         assert tested.generate(holes, mask, max_new_tokens=2, block_length=2)[1, 3] == wrong
     with pytest.raises(ValueError, match="inputs: give token ids"):
         tested.generate([[1, 2]])
-    with pytest.raises(ValueError, match=r"inputs of torch\.float64: give token ids"):
-        tested.generate(ids().double())
+    for kind in (torch.float64, torch.bool, torch.uint8, torch.int16):  # a comparison with a large size would wrap
+        with pytest.raises(ValueError, match=rf"inputs of {kind}: give token ids of torch\.int64"):
+            tested.generate(ids().to(kind))
+    short = {"max_new_tokens": 2, "block_length": 2}
+    assert torch.equal(tested.generate(ids().int(), **short), tested.generate(ids(), **short).int())
     holes = ids()
     holes[1, 3] = MASK
     with pytest.raises(ValueError, match="row 1 holds the mask token 96; pass infill=True"):

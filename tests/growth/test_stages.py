@@ -244,6 +244,23 @@ def test_stages_may_learn_answers_and_are_asked_questions(tmp_path, monkeypatch,
     code, out, _ = run_cli(monkeypatch, capsys, "cost", path)
     assert code == 0 and "all 256, lora sft 384" in out and "640" in out
 
+    # other questions, or another held-out text, are asked of the same models
+    before = {file: file.stat().st_mtime_ns for file in folder.parent.parent.glob("*/*.json*")}
+    judged = next(file for file in before if file.name == "judged_by.json")
+    noted = judged.read_text()
+    judged.unlink()  # of a version that noted nothing
+    asked = [{"question": f"{i}?", "answer": "far"} for i in "ab"]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    again = {run["method"]: run for run in run_growths(loaded, tmp_path / "runs", say=lambda words: None)["runs"]}
+    assert [again[name]["asked"]["far"]["answer"]["n"] for name in ("rows", "both")] == [2, 2]
+    assert again["text"] == runs["text"] and not judged.exists()
+    judged.write_text(noted)
+    (tmp_path / "sea-held-out.txt").write_text(TEXTS["sky"] * 9)
+    again = {run["method"]: run for run in run_growths(loaded, tmp_path / "runs", say=lambda words: None)["runs"]}
+    assert again["text"]["sea"] == again["text"]["sky"] == runs["text"]["sky"] != runs["text"]["sea"]
+    trained = [file for file in before if file.name in ("metrics.jsonl", "result.json")]
+    assert trained and all(file.stat().st_mtime_ns == before[file] for file in trained)
+
 
 def test_what_starts_from_nothing_may_spend_what_the_base_cost(tmp_path):
     fresh = {"stages": [{"grow": {"name": "moe_scratch", "disciplines": 2, "slices": 4}}, {"share": 1, "sequences": 4}]}

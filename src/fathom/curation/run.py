@@ -235,12 +235,9 @@ def _sift(
             keys.append(digest(document.text))
             if config.near_duplicates:
                 signatures.append(signature(identities(document.text), config))
-    _save(work / f"digests_{rank}.npy", np.frombuffer(b"".join(keys), dtype="V16"))
-    if config.near_duplicates:
-        rows = np.array(signatures, dtype=np.uint32).reshape(
-            len(keys), config.bands, config.permutations // config.bands
-        )
-        _save(work / f"bands_{rank}.npy", np.ascontiguousarray(rows.transpose(1, 0, 2)))
+    _save_keys(
+        work, rank, np.frombuffer(b"".join(keys), dtype="V16"), signatures if config.near_duplicates else None, config
+    )
     write_json(work / f"account_{rank}.json", account.to_dict())
 
 
@@ -279,6 +276,11 @@ def _passes(document: Document, filters: list[tuple[str, BaseFilter]], account: 
 
 def _match(work: Path, tasks: int, config: Curation) -> None:
     """Write for every shard which of its documents are copies, of what, and how alike they are."""
+    for rank in range(tasks):
+        before = work / "sift" / f"keys_{rank}.npz"  # of a run that an earlier version began
+        if before.is_file() and not (work / "sift" / f"digests_{rank}.npy").is_file():
+            with np.load(before) as keys:
+                _save_keys(work / "sift", rank, keys["digests"], keys.get("signatures"), config)
     loaded = [np.load(work / "sift" / f"digests_{rank}.npy") for rank in range(tasks)]
     starts = np.cumsum([0, *map(len, loaded)])
     band = functools.partial(_band, work / "sift", tasks) if config.near_duplicates else None
@@ -298,6 +300,15 @@ def _match(work: Path, tasks: int, config: Curation) -> None:
 def _band(folder: Path, tasks: int, number: int) -> np.ndarray:
     """A band of the signatures of all shards, [documents, permutations of a band]."""
     return np.concatenate([np.load(folder / f"bands_{rank}.npy", mmap_mode="r")[number] for rank in range(tasks)])
+
+
+def _save_keys(work: Path, rank: int, digests: np.ndarray, signatures: Any, config: Curation) -> None:
+    """Keep a shard's digests, and its signatures [documents, permutations] band by band; the digests come last."""
+    if signatures is not None:
+        rows = np.array(signatures, dtype=np.uint32)
+        rows = rows.reshape(len(digests), config.bands, config.permutations // config.bands)
+        _save(work / f"bands_{rank}.npy", np.ascontiguousarray(rows.transpose(1, 0, 2)))
+    _save(work / f"digests_{rank}.npy", digests)
 
 
 def _save(path: Path, array: np.ndarray) -> None:

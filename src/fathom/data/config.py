@@ -37,8 +37,7 @@ class DataConfig:
     public-domain prose inside the package. A plain text file is one document, and so is a row. `validation` may be
     `None`. `train` may also be a mapping from names to sources with weights, which are mixed block by block;
     `validation` may be a mapping from names to texts, which are scored together and each by itself. The cache
-    identifies files by their bytes
-    but a data set of the hub by its name: pin its revision if it may change.
+    identifies files by their bytes but a data set of the hub by its name: pin its revision if it may change.
     """
 
     train: str | dict[str, NamedSource] = EMBEDDED

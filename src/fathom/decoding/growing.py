@@ -24,11 +24,20 @@ def with_room(held: Any, length: int, room: int) -> Tensor:
     return new
 
 
+def writable(buffer: Tensor, new: Tensor) -> bool:
+    """Whether tokens like `new` may be written into the buffer."""
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    return (buffer.dtype, buffer.device, buffer.shape[:2]) == (new.dtype, new.device, new.shape[:2])
+
+
 class GrowingLayer(DynamicLayer):
     """transformers' growing layer, whose `keys` and `values` [B,G,n,D] are views of buffers for more than n tokens.
 
+    Tokens that come after a `crop` are written over those that went, also in tensors taken from the layer before it.
+
     expected: tokens for which room is made at first.
-    most: the most tokens that will come; no room is made beyond them.
+    most: the most tokens that the call which made the layer will bring; it makes no room beyond them.
     """
 
     def __init__(self, expected: int = 0, most: int | None = None):
@@ -57,13 +66,23 @@ class GrowingLayer(DynamicLayer):
         """The held tokens followed by the new ones, written in place if there is room.
 
         Tokens that somebody put there since, as rows that were chosen or repeated, are not the buffer's: they are
-        copied into a new one.
+        copied into a new one. Where gradients may be taken of what was given out, and in a compiled model, which every
+        view would have compiled again, all is copied, as by transformers.
         """
         total = length + new.shape[2]
+        if length and (held.shape[:2], held.shape[3]) != (new.shape[:2], new.shape[3]):  # writing would broadcast
+            raise ValueError(
+                f"{name} of shape {tuple(new.shape)} cannot follow {tuple(held.shape)} of the cache: rows, heads and "
+                "width must be the same"
+            )
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.buffers.pop(name, None)
+            return torch.cat((held, new), dim=2) if length else new.clone()
         buffer, view = self.buffers.get(name, (None, None))
-        if buffer is None or held is not view or total > buffer.shape[2] or buffer.dtype != new.dtype:
+        if buffer is None or held is not view or total > buffer.shape[2] or not writable(buffer, new):
             room = max(bucket(total), self.expected)
-            room = max(total, room if self.most is None else min(room, self.most))
+            if self.most is not None and total <= self.most:  # of the first call; later ones may go beyond it
+                room = min(room, self.most)
             dtype = torch.promote_types(held.dtype, new.dtype) if length else new.dtype  # as torch.cat would
             buffer = new.new_empty((*new.shape[:2], room, new.shape[3]), dtype=dtype)
             if length:

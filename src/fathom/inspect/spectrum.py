@@ -108,9 +108,9 @@ class Spectrum(Picture):
         figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"])
         FigureCanvasAgg(figure)
         figure.set_layout_engine("constrained")
-        curves, depth, means = figure.subplots(1, 3)
+        curves, shares, means = figure.subplots(1, 3)
         dressed(curves, "Energy below a frequency", colours)
-        dressed(depth, "Energy at low frequencies, by depth", colours)
+        dressed(shares, "Energy at low frequencies, by depth", colours)
         dressed(means, "Share of the mean over tokens", colours)
         last = max(len(self.energy) - 1, 1)
         ramp = LinearSegmentedColormap.from_list("depth", [colours["grid"], colours["accent"]])
@@ -123,21 +123,21 @@ class Spectrum(Picture):
         curves.set_xlabel("share of the frequencies, from the lowest", color=colours["muted"], fontsize=9)
         layers = [*range(len(self.energy))]
         for share, word, colour in ((0.1, "tenth", "accent"), (0.5, "half", "ink")):
-            depth.plot(
+            shares.plot(
                 layers, self.lowest(share), color=colours[colour], marker="o", markersize=3, label=f"lowest {word}"
             )
-            depth.axhline(share, color=colours[colour], linewidth=1, linestyle=dashed)
-        depth.set_ylim(0, 1)
+            shares.axhline(share, color=colours[colour], linewidth=1, linestyle=dashed)
+        shares.set_ylim(0, 1)
         means.plot(layers, self.means, color=colours["accent"], marker="o", markersize=3)
         means.set_ylim(0, 1)
         every = max(1, len(layers) // 7)
         names = ["E", *map(str, range(len(layers) - 1))]
-        for axes in (depth, means):
+        for axes in (shares, means):
             axes.set_xticks(layers[::every], names[::every])
             axes.set_xlabel("layer's output (E: embeddings)", color=colours["muted"], fontsize=9)
-        for axes in (curves, depth, means):
+        for axes in (curves, shares, means):
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        for axes, place in ((curves, "lower right"), (depth, "upper right")):
+        for axes, place in ((curves, "lower right"), (shares, "upper right")):
             for text in axes.legend(frameon=False, fontsize=8, loc=place).get_texts():
                 text.set_color(colours["ink"])
         return figure

@@ -9,6 +9,7 @@ A stage is a run that resumes; a rerun of the command skips finished ones.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -54,6 +56,7 @@ TOKENIZER = "tokenizer"
 RESULTS = "growths.json"
 GROWN = "growth.json"  # in the folder of a grown checkpoint
 SCORES = "scores.json"
+JUDGED = "judged_by.json"  # beside it: what the scores are of
 KEPT = 0.99  # of the general ability, that Innovator's paper keeps
 SHARES = ("calls", "answer", "answer_without_tools")  # of what is asked
 
@@ -154,11 +157,14 @@ def carry_out(
         return json.loads((home / GROWN).read_text(encoding="utf-8"))
     if unit.kind == "score":
         assert start is not None
-        if not (home / SCORES).is_file():
+        judged = _judged_by(held, unit.asked)
+        if not _is_scored(home, recipe, judged):
             home.mkdir(exist_ok=True)
+            (home / SCORES).unlink(missing_ok=True)
             found = scores(start, held, recipe.training.precision)
             if unit.asked is not None:
                 found["asked"] = answered(start, unit.asked)
+            write_json(home / JUDGED, judged)
             write_json(home / SCORES, found)
         return json.loads((home / SCORES).read_text(encoding="utf-8"))
     assert data is not None
@@ -167,6 +173,33 @@ def carry_out(
     for checkpoint in checkpoints(home):  # to resume from: several times the model's size
         shutil.rmtree(checkpoint)
     return _of_training(result)
+
+
+def _judged_by(held: dict[str, dict[str, PreparedData]], asked: Asked | None) -> dict[str, Any]:
+    """What scores depend on beside the model: digests of the held-out texts, and of the files that questions are in."""
+    texts: dict[str, dict[str, str]] = {}
+    for group, members in held.items():
+        for name, data in members.items():
+            assert data.validation is not None
+            digest = hashlib.sha256()
+            for some in data.validation.with_format("numpy").iter(1024):
+                digest.update(np.concatenate(list(some["input_ids"])).tobytes())  # rows may differ in length
+            texts.setdefault(group, {})[name] = digest.hexdigest()
+    files = [] if asked is None else [asked.tools, *asked.questions.values()]
+    return {"texts": texts, "asked": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]}
+
+
+def _is_scored(home: Path, recipe: Growths, judged: dict[str, Any]) -> bool:
+    """Whether a unit has these scores. Scores of versions that noted no digests are those of the texts of these
+    names."""
+    if not (home / SCORES).is_file():
+        return False
+    if (home / JUDGED).is_file():
+        return bool(json.loads((home / JUDGED).read_text(encoding="utf-8")) == judged)
+    texts = json.loads((home / SCORES).read_text(encoding="utf-8"))["texts"]
+    return {group: set(names) for group, names in texts.items()} == {
+        group: set(names) for group, names in recipe.held_out.items()
+    }
 
 
 def model_of(recipe: Growths, folder: Path, unit: str) -> Path:

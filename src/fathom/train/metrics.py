@@ -11,10 +11,9 @@ under the names that its `describe` gives.
 
 Validation lines have step, tokens, train_flops and validation_loss. Losses are means over targets, null where not
 finite. `seconds` is training time alone, over all restarts; tokens_per_second is since the last line. Where one process
-trains
-alone on a CPU, a training line also has busy: the share of the time that it was on a core. It is near 1 unless other
-processes had the cores, or the process waited for data. A run that resumes from a checkpoint adds a line with step,
-tokens, train_flops and resumed.
+trains alone on a CPU, a training line also has busy: the share of the time that it was on a core. It is near 1 unless
+other processes had the cores, or the process waited for data. A run that resumes from a checkpoint adds a line with
+step, tokens, train_flops and resumed.
 """
 
 from __future__ import annotations
