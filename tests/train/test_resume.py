@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -165,6 +167,19 @@ def test_a_folder_of_another_run_is_refused(recipe, data, folder) -> None:
     (folder / "run.json").write_text(said)  # a task that is not registered here
     with pytest.raises(ValueError, match=r"holds another run: its task\.name is 'of_my_own', now 'causal_lm'"):
         train_run(recipe(), VANILLA, seed=1, folder=folder, data=data)
+
+
+def test_a_folder_of_the_same_files_with_another_content_is_refused(recipe, data, folder) -> None:
+    before = train_run(recipe(), VANILLA, seed=0, folder=folder, data=data)
+    for name in ("train", "validation"):
+        rows = getattr(data, name)
+        other = dataclasses.replace(data, **{name: rows.select(range(len(rows) - 1, -1, -1))})
+        with pytest.raises(ValueError, match=r"holds another run: its data\.content is .*; delete the folder"):
+            train_run(recipe(), VANILLA, seed=0, folder=folder, data=other)
+    spec = json.loads((folder / "run.json").read_text())
+    assert len(spec["data"].pop("content")) == 2
+    (folder / "run.json").write_text(json.dumps(spec))  # of a version that did not note it
+    assert train_run(recipe(), VANILLA, seed=0, folder=folder, data=data) == before
 
 
 def test_a_run_that_failed_before_training_does_not_claim_its_folder(recipe, data, folder) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import datasets
+
+from fathom.data import PreparedData
+from fathom.data.mixing import MixedBlocks
 from fathom.models.configuration import FathomConfig
 from fathom.tasks import DEFAULT, tasks
 from fathom.train import complete_checkpoints as checkpoints
@@ -16,6 +21,8 @@ from fathom.train.recipe import MethodConfig, Recipe, Training
 from fathom.train.result import MODEL
 from fathom.writing import write_json
 
+ROWS_SEEN = 256  # of a data set, to tell it from another one
+READ = ("input_ids", "labels")  # columns of these
 # Settings that change what is written and how fast, not what is learned: they may differ when a run is resumed.
 _FREE = (
     "lr",
@@ -40,10 +47,12 @@ def identity(
     lr: float,
     steps: int,
     tokens_per_step: int,
+    prepared: PreparedData,
 ) -> dict[str, Any]:
     """Everything that decides the trained weights, and the number of processes, which decides their last digits."""
     data = dataclasses.asdict(recipe.data)
     data.pop("num_proc")
+    data["content"] = content(prepared)  # of files that may change under their names
     if method.weights is not None:
         for name, source in data["train"].items():
             source["weight"] = method.weights.get(name, 0.0)
@@ -63,6 +72,21 @@ def identity(
     return json.loads(json.dumps({**spec, "model": model, "data": data, "training": training}, default=str))
 
 
+def content(data: PreparedData) -> list[str]:
+    """Digests of token ids and labels in some rows of every data set that is trained on, and of what is held out; of
+    the whole where it is short. A text that changes moves all that follows it to other rows."""
+    parts = list(data.train.sources.values()) if isinstance(data.train, MixedBlocks) else [data.train]
+    digests = []
+    for rows in (*parts, data.validation):
+        if not isinstance(rows, datasets.Dataset):  # made as they are read, by options that run.json has
+            continue
+        chosen = sorted({*range(0, len(rows), max(1, len(rows) // ROWS_SEEN)), len(rows) - 1})
+        table = rows.with_format("arrow")[chosen]
+        read = [len(rows), *(table[name].to_pylist() for name in READ if name in table.column_names)]
+        digests.append(hashlib.sha256(repr(read).encode()).hexdigest()[:16])
+    return digests
+
+
 def claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
     """Write run.json, or raise ValueError if the folder holds another run that has trained.
 
@@ -80,6 +104,7 @@ def claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             if option.default is not dataclasses.MISSING:
                 stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
         stored["processes"] = wanted["processes"]
+        stored.setdefault("data.content", wanted["data.content"])
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
         if changed:
             key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""

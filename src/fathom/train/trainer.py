@@ -222,7 +222,8 @@ def train_run(
         )
 
     folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, identity(recipe, method, config, seed, lr, steps, tokens_per_step), arguments.should_save)
+    spec = identity(recipe, method, config, seed, lr, steps, tokens_per_step, data)
+    claim(folder, spec, arguments.should_save)
     finished = TrainResult.load(folder)
     if finished is not None and finished.model.is_dir():
         return finished
