@@ -78,7 +78,7 @@ def content(data: PreparedData) -> list[str]:
     parts = list(data.train.sources.values()) if isinstance(data.train, MixedBlocks) else [data.train]
     digests = []
     for rows in (*parts, data.validation):
-        if not isinstance(rows, datasets.Dataset):  # made as they are read, by options that run.json has
+        if not isinstance(rows, datasets.Dataset) or not len(rows):  # made as they are read, by options of run.json
             continue
         chosen = sorted({*range(0, len(rows), max(1, len(rows) // ROWS_SEEN)), len(rows) - 1})
         table = rows.with_format("arrow")[chosen]
