@@ -80,7 +80,7 @@ def theirs(text: Path, folder: Path, workers: int) -> int:
 
 
 def measure(run: Any, text: Path, workers: int) -> dict[str, float]:
-    """Of one run, in a process that is forked for it."""
+    """Seconds, memory and counts of one run, in a process that is forked for it."""
     folder = Path(tempfile.mkdtemp())
     began = time.perf_counter()
     child = os.fork()

@@ -112,8 +112,8 @@ def origin(name: str, command: str | None) -> list[str]:
 
 
 def newest(file: str, entry: dict[str, Any]) -> str:
-    """Of all comparisons of the same name that hold the same row, the one whose runs began last; the named one where
-    no other says when."""
+    """The raw file to read an entry from: among comparisons of one name that hold its row, the one whose runs began
+    last, or the named file if no other says when."""
 
     def began(name: str) -> str | None:
         """When the latest run of the row began; None where the file has no such row."""

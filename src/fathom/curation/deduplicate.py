@@ -105,7 +105,7 @@ def _runs(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _firsts(keys: np.ndarray) -> np.ndarray:
-    """Of each of keys [n] the number of the first that equals it."""
+    """The number of the first key that equals each of keys [n]."""
     order, start = _runs(keys)
     first = np.empty(len(keys), dtype=np.int64)
     first[order] = order[start]

@@ -48,6 +48,8 @@ class DKVCache(BlockCache):
 
 
 class DKVState(BlockState):
+    """Keys and values of revealed tokens, renewed every `cache_steps` steps."""
+
     def __init__(self, method, passes):
         super().__init__(method, passes)
         self.store = Store(passes)

@@ -85,6 +85,8 @@ class Kept:
 
 
 class DLLMState(BlockState):
+    """What each layer computed of prompt and answer, and when it is due again."""
+
     def __init__(self, method: DLLMCache, passes: Any):
         super().__init__(method, passes)
         self.layers: list[Kept] = []

@@ -43,6 +43,8 @@ class Dual(BlockCache):
 
 
 class DualState(BlockState):
+    """Keys and values of all columns, as the last full pass left them."""
+
     def __init__(self, method, passes):
         super().__init__(method, passes)
         self.store = Store(passes)

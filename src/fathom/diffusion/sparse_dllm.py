@@ -124,6 +124,8 @@ class Kept:
 
 
 class SparseState(BlockState):
+    """Keys and values that were kept of the columns outside the block, layer by layer."""
+
     def __init__(self, method: SparseDLLM, passes: Any):
         super().__init__(method, passes)
         self.layers: list[Kept] = []

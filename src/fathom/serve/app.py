@@ -144,6 +144,7 @@ def described(error: Refused) -> dict[str, Any]:
 
 
 def event(value: dict[str, Any]) -> str:
+    """A server-sent event that holds this value as JSON."""
     return f"data: {json.dumps(value)}\n\n"
 
 

@@ -214,6 +214,7 @@ def is_own(config: Any) -> bool:
 
 
 def written(config: Any) -> str:
+    """The config as JSON, which counts are cached by."""
     return json.dumps(config.to_dict(), default=str)
 
 
@@ -224,4 +225,5 @@ def encode_row(texts: Sequence[str], tokenizer: Any, room: int) -> list[list[int
 
 
 def padded(ids: list[int], size: int, fill: int) -> list[int]:
+    """The ids, with `fill` behind them up to `size`."""
     return ids + [fill] * (size - len(ids))

@@ -86,6 +86,7 @@ class TrainResult:
 def report(
     folder: Path, method: str, seed: int, lr: float, parameters: int, data: PreparedData, task: Task
 ) -> TrainResult:
+    """The result of the finished run in this folder, from its metrics and its model."""
     history = read_metrics(folder)
     logged = [line for line in history if "loss" in line]
     validation = [line["validation_loss"] for line in history if "validation_loss" in line]

@@ -47,6 +47,8 @@ class Full(CacheMethod):
 
 
 class FullState(Appending):
+    """All tokens."""
+
     def __init__(self) -> None:
         super().__init__()
         self.key: Tensor | None = None

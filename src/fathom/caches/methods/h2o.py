@@ -37,6 +37,8 @@ class H2O(TokenBudget):
 
 
 class H2OState(SlotState):
+    """Tokens with the attention that each has received so far."""
+
     def observed(self, length: int) -> int:
         return length
 

@@ -114,6 +114,8 @@ class Scored(TokenBudget):
 
 
 class ScoredState(SlotState):
+    """Tokens of the highest scores by the caller's function."""
+
     method: Scored
 
     def wanted(self, length: int, slots: int) -> int:

@@ -112,6 +112,8 @@ class PyramidKV(SnapKV):
 
 
 class SnapState(SlotState, Appending):
+    """Tokens chosen of the prompt, and all that came after it."""
+
     method: SnapKV
 
     @property

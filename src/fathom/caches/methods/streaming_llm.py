@@ -51,6 +51,8 @@ class StreamingLLM(TokenBudget):
 
 
 class StreamingState(SlotState):
+    """The first tokens and the newest."""
+
     method: StreamingLLM
 
     def attend_part(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:

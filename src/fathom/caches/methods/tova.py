@@ -39,6 +39,8 @@ class TOVA(TokenBudget):
 
 
 class TOVAState(SlotState):
+    """Tokens, ranked by the attention of the newest query alone."""
+
     def observed(self, length: int) -> int:
         return 1
 

@@ -111,6 +111,8 @@ class TreeKV(TokenBudget):
 
 
 class TreeState(SlotState):
+    """Tokens, and the place at which the next one is dropped."""
+
     method: TreeKV
 
     def __init__(self, method: TreeKV, context: LayerContext):

@@ -60,6 +60,8 @@ class WeightedKV(TokenBudget):
 
 
 class WeightedState(SlotState):
+    """Tokens whose values also hold those of dropped neighbours."""
+
     method: WeightedKV
 
     def observed(self, length: int) -> int:

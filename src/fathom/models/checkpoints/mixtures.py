@@ -26,6 +26,7 @@ READ = (
 
 
 def is_mixture(config: FathomConfig) -> bool:
+    """Whether the layers of this config are mixtures of experts."""
     return config.feed_forward["name"] == "moe"
 
 
