@@ -8,7 +8,8 @@ the same operations at the same places. So what a CUDA graph would get wrong com
     a result of the capture read before a replay           it holds no number
     waiting for a value, sizes that depend on values       refused while capturing
     tensors made of the host's numbers                     refused while capturing
-    a graph freed, or a pool used, at a wrong time         refused, as CUDA and PyTorch do
+    a graph freed, or a pool used, at a wrong time         refused, as CUDA and PyTorch do: also a pool whose graphs are
+                                                           all gone while a tensor of theirs is left
 
 What it cannot show: whether a library's kernels may be captured, and what they cost.
 """
@@ -108,6 +109,7 @@ class Capture(TorchDispatchMode):
     under_way: Capture | None = None
     generator_captured = False  # by a capture that failed, until the generator gets another state
     freed: ClassVar[set[int]] = set()  # pools of captures that failed
+    pools: ClassVar[dict[int, tuple[Any, list[StorageWeakRef]]]] = {}  # graphs that live, and memory given out
 
     def __init__(self, graph: PretendedGraph, pool: int, capture_error_mode: str):
         super().__init__()
@@ -119,6 +121,9 @@ class Capture(TorchDispatchMode):
         self.own: dict[int, torch.UntypedStorage] = {}
 
     def __enter__(self) -> Capture:
+        graphs, given = self.pools.setdefault(self.pool, (weakref.WeakSet(), []))
+        if given and not graphs and not all(storage.expired() for storage in given):
+            raise RuntimeError("use_count > 0: the pool's graphs are gone, and a tensor of theirs is left")
         Capture.under_way, Capture.generator_captured = self, True
         self.thread = threading.get_ident()
         self.numbers = torch.get_rng_state()
@@ -139,6 +144,9 @@ class Capture(TorchDispatchMode):
             Capture.freed.add(self.pool)
         else:
             Capture.generator_captured = False
+            graphs, given = self.pools[self.pool]
+            graphs.add(self.graph)
+            given += map(StorageWeakRef, self.own.values())
         if kind is None and self.spoiled:
             raise RuntimeError("a graph was freed while another one was captured")
 
@@ -206,6 +214,7 @@ class Pretended(CudaGraphs):
             cls.pools += 1
             return cls.pools
 
-        stands = {"CUDAGraph": PretendedGraph, "graph": Capture, "graph_pool_handle": pool}
+        stands: dict[str, Any] = {"CUDAGraph": PretendedGraph, "graph": Capture, "graph_pool_handle": pool}
         stands |= {"default_generators": [Generator()], "current_device": lambda: 0}
+        stands |= {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream")}
         return mock.patch.multiple(torch.cuda, **stands)

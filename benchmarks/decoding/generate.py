@@ -10,6 +10,7 @@ the embedding table, and the cache) take at the card's measured copy bandwidth. 
     stock      transformers' own loop (`fathom.decoding.switch.FAST = False`)
     loop       Fathom's loop, kernel by kernel
     graphs     Fathom's loop with recorded steps: what `generate()` does on a CUDA device
+    compiled   the same with `compile_config`: layers under the recording are compiled, in the first call
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import fathom
 from fathom import FathomConfig, FathomForCausalLM
@@ -72,6 +73,7 @@ PATHS: dict[str, dict[str, bool]] = {
     "stock": {"FAST": False, "GRAPHS": False},
     "loop": {"FAST": True, "GRAPHS": False},
     "graphs": {"FAST": True, "GRAPHS": True},
+    "compiled": {"FAST": True, "GRAPHS": True},
 }
 
 
@@ -158,6 +160,11 @@ def prompt(rows: int, length: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+def asked(which: str) -> dict[str, Any]:
+    """What a path needs of `generate()`'s options."""
+    return {"compile_config": CompileConfig()} if which == "compiled" else {}
+
+
 OPTIONS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 
 
@@ -220,6 +227,8 @@ def exactness(keep: Callable[[dict[str, Any]], None], spent: Callable[[], bool],
         cases.append((name, lambda fields=fields: ours(EXACT, torch.float32, **fields), None))
     mixed = {"mixer": {"name": "depth_attention"}}
     cases.append(("depth_attention, treekv", lambda: ours(EXACT, torch.float32, **mixed), methods["treekv"]))
+    cases.append(("compiled vanilla", lambda: ours(EXACT, torch.float32), None))
+    cases.append(("compiled loop", lambda: ours(EXACT, torch.float32, **sections["loop"]), None))
     cases.append(("bf16 vanilla", lambda: ours(EXACT, torch.bfloat16), None))
     cases += [
         (f"bf16 llama, {name}", lambda: llama(EXACT, torch.bfloat16), methods[name])
@@ -240,24 +249,24 @@ def exactness(keep: Callable[[dict[str, Any]], None], spent: Callable[[], bool],
         for kind, (batch, options) in calls.items():
             if kind == "grows" and name not in (
                 "llama", "llama, full", "llama, snapkv", "llama, freqkv", "llama, kivi", "llama, pyramidkv",
-                "llama, vqkv", "llama, fourier", "vanilla", "loop", "pause",
+                "llama, vqkv", "llama, fourier", "vanilla", "loop", "pause", "compiled vanilla",
             ):  # fmt: skip
                 continue
             row: dict[str, Any] = {"case": name, "call": kind}
             try:
                 found = {}
-                for which in ("stock", "graphs"):
+                for which in ("stock", "compiled" if name.startswith("compiled") else "graphs"):
                     before = len(RECORDINGS.seconds)
                     torch.manual_seed(1)
                     with path(which), nullcontext() if method is None else compress(model, method):
                         out = model.generate(
-                            **batch, **{"max_new_tokens": new, **OPTIONS, **options},
+                            **batch, **{"max_new_tokens": new, **OPTIONS, **asked(which), **options},
                             return_dict_in_generate=True, output_logits=True,
                         )  # fmt: skip
-                    found[which] = out.sequences, torch.stack(out.logits)
+                    found["stock" if which == "stock" else "ours"] = out.sequences, torch.stack(out.logits)
                     row["recorded"] = len(RECORDINGS.seconds) - before
                     del out
-                (a, x), (b, y) = found["stock"], found["graphs"]
+                (a, x), (b, y) = found["stock"], found["ours"]
                 row["tokens_equal"] = a.shape == b.shape and bool((a == b).all())
                 start = batch["input_ids"].shape[1]
                 differ = (a[:, start:] != b[:, start:]).any(0) if a.shape == b.shape else torch.ones(1)
@@ -305,7 +314,7 @@ def measure(model: Any, which: str, rows: int, length: int, new: int, method: An
         start = time.perf_counter()
         with path(which):
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **OPTIONS,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **OPTIONS, **asked(which),
                 logits_processor=LogitsProcessorList([clock]), return_dict_in_generate=True,
             )  # fmt: skip
         if CUDA:
@@ -373,7 +382,8 @@ def speed(
         with torch.inference_mode():
             for batch in (1, 32):
                 stock = label == "1024x24 Llama"
-                for which in ("stock",) if stock else ("loop", "graphs"):
+                compilable = label in ("1024x24 vanilla", "1024x24 loop x2")
+                for which in ("stock",) if stock else ("loop", "graphs") + ("compiled",) * compilable:
                     one(model, label, which, batch, 16 if tiny else 128, new, None, 3)
                 if stock:
                     one(model, label, "graphs", batch, 16 if tiny else 128, new, Full(), 3)

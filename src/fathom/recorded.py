@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from fathom.decoding.graphs import warm_and_record
+
 
 def recorded(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """A function that replays `step` without Python. Afterwards weights and optimiser state are as before.
@@ -19,18 +21,10 @@ def recorded(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> Ca
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     states = {weight: {k: v.clone() for k, v in optimizer.state[weight].items()} for weight in [*optimizer.state]}
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):  # libraries choose their kernels, and the optimiser makes its state
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
+    replay = warm_and_record(step, warm=3)  # the optimiser makes its state, too
     with torch.no_grad():
         torch._foreach_copy_(weights, before)
         for weight, state in optimizer.state.items():
             for name, value in state.items():
                 value.zero_() if weight not in states else value.copy_(states[weight][name])
-    return graph.replay
+    return replay

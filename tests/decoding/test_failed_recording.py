@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fathom.decoding.graphs import CudaGraphs
+from fathom.decoding.graphs import CudaGraphs, warm_and_record
 from recording import Pretended, PretendedGraph
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -58,6 +58,38 @@ def test_a_failed_recording_breaks_nothing_after_it(fails: Callable[[str], Any],
     assert not y.any()  # recorded, not run
     replay()
     assert torch.equal(y, x * 2)
+
+
+@pytest.mark.parametrize(("recorder", "device"), DEVICES)
+def test_a_tensor_of_a_graph_that_is_gone_does_not_hinder_the_next(recorder: Any, device: str) -> None:
+    """torch refuses the pool of that graph: "use_count > 0 INTERNAL ASSERT FAILED"."""
+    x, y, kept, recordings = torch.ones(4, device=device), torch.zeros(4, device=device), [], recorder()
+
+    def step() -> None:
+        kept.append(x * 2)
+        y.copy_(kept[-1])
+
+    first = recordings.record(step)
+    of_both = recordings.pool
+    recordings.record(step)
+    assert recordings.pool == of_both  # of graphs that live at once
+    del first
+    gc.collect()
+    recordings.record(step)()
+    assert y.tolist() == [2] * 4 and len(kept) == 3
+
+
+def test_a_function_runs_as_often_as_asked_before_it_is_recorded() -> None:
+    x, calls = torch.zeros(2), []
+
+    def step() -> None:
+        calls.append(x.add_(1))
+
+    with Pretended.cuda():
+        replay = warm_and_record(step, warm=3)
+    assert x.tolist() == [3, 3] and len(calls) == 4
+    replay()
+    assert x.tolist() == [4, 4] and len(calls) == 4
 
 
 @pytest.mark.parametrize(("recorder", "device"), DEVICES)

@@ -23,7 +23,7 @@ from fathom.caches.methods.full import Full, FullState
 from fathom.caches.methods.kivi import KIVIState
 from fathom.caches.methods.vqkv import VQState
 from fathom.caches.versions import CACHE_NAME
-from fathom.decoding.graphs import CudaGraphs
+from fathom.decoding.graphs import warm_and_record
 from fathom.ops.cached_attention import causal_attention
 
 PART = 2048  # tokens that are filled in at a time
@@ -205,19 +205,20 @@ def _measure(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if graph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        # replays read what the cache held before the captured step: keep it alive
-        held = [] if cache is None else [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
-        places = {x.data_ptr() for x in held}
-        replay = CudaGraphs().record(step)
+        held: list[Tensor] = []
+
+        def contents() -> list[Tensor]:
+            layers = [] if cache is None else cache.compressed_layers()
+            return [x for layer in layers for _, x in layer.states[0].tensors()]
+
+        def note_and_step() -> None:
+            held[:] = contents()  # replays read what the cache held before the recorded step: keep it alive
+            step()
+
+        replay = warm_and_record(note_and_step, warm=3)
         if cache is not None:
-            after = [x for layer in cache.compressed_layers() for _, x in layer.states[0].tensors()]
-            result["grows"] = any(x.data_ptr() not in places for x in after)
+            places = {x.data_ptr() for x in held}
+            result["grows"] = any(x.data_ptr() not in places for x in contents())
         seconds = timed(replay, repeats, device)
         del held
     else:

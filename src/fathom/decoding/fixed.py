@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fathom.decoding.compiled import compiled_layers, unsuited_layers
 from fathom.decoding.graphs import Recorder, unrecordable
 from fathom.decoding.growing import GrowingLayer, bucket, with_room
 from fathom.decoding.versions import CACHE_NAME
@@ -166,15 +167,25 @@ def unsuited(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> str:
     return unrecordable(model)
 
 
+def uncompilable(model: Any, cache: Any) -> str:
+    """Why layers of a recorded step of this model are not compiled; "" where they can be."""
+    if type(cache) is not DynamicCache or getattr(cache.layers[0], "stages", 1) > 1:
+        return "only full caches of one slot a token are read by compiled layers"
+    return unsuited_layers(model)
+
+
 class FixedStep:
     """A `loop.Step` at fixed addresses: token [B,1] → logits [B,V], which the next step overwrites.
 
+    how: how its layers are compiled; None: they are not.
     recorded: how often the step has been recorded so far.
     slots: where every step stores a token in a slot of its own; none: a full budget is overwritten.
     """
 
-    def __init__(self, model: Any, cache: Any, model_kwargs: dict[str, Any], recorder: Recorder):
-        self.model, self.cache, self.recorder = model, cache, recorder
+    def __init__(
+        self, model: Any, cache: Any, model_kwargs: dict[str, Any], recorder: Recorder, how: CompileConfig | None = None
+    ):
+        self.model, self.cache, self.recorder, self.how = model, cache, recorder, how
         device, positions = model.device, model_kwargs["position_ids"]
         kept = {"attention_mask", "position_ids", CACHE_NAME}
         self.inputs = {name: value for name, value in model_kwargs.items() if name not in kept}
@@ -208,6 +219,7 @@ class FixedStep:
     def grow(self) -> None:
         """Room for more tokens in all layers, one after the other: other addresses, so the step is recorded anew."""
         self.replay = None
+        self.warm = self.warm and self.how is None  # nothing is compiled, for the new room, while it is recorded
         for slots in self.slots:
             slots.grow()
         for number, layer in enumerate(self.cache.layers if self.full else ()):
@@ -224,7 +236,11 @@ class FixedStep:
             inputs = {**inputs, "attention_mask": self.slots[0].visible}
         for layer in self.cache.layers if self.full else ():
             layer.came = 0  # a recording that failed may have ended between two slots
-        with filled(self.model.config.get_text_config(decoder=True)) if self.full else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.full:
+                stack.enter_context(filled(self.model.config.get_text_config(decoder=True)))
+            if self.how is not None:
+                stack.enter_context(compiled_layers(self.model, self.cache, self.how))
             output = self.model(
                 input_ids=self.token, position_ids=self.position, return_dict=True, **inputs, **{CACHE_NAME: self.cache}
             )

@@ -1,4 +1,4 @@
-"""CUDA graphs behind an interface small enough for a test double: `fixed.py` and diffusion's sampler use it.
+"""CUDA graphs behind an interface small enough for a test double: all that is recorded, is recorded here.
 
 `record(function)` records the kernels that `function` launches, without running them, and returns a function that
 replays them. A replay reads and writes the tensors that `function` used when it was recorded, at the same addresses; no
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,10 +27,11 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs on the current device, in one memory pool."""
+    """CUDA graphs on the current device, which share a memory pool for as long as one of them lives."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = None
+        self.alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
         with ONE_AT_A_TIME:
@@ -37,6 +39,8 @@ class CudaGraphs:
 
     def captured(self, function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """A graph of what `function` launches."""
+        if not self.alive:  # torch refuses a pool whose graphs are gone while a tensor of theirs is left
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # another graph that is collected meanwhile cannot be freed, and spoils this one
@@ -46,14 +50,26 @@ class CudaGraphs:
                 function()
         except RuntimeError:
             # torch has freed the pool, and its generator still believes it is recorded: every later draw would fail
-            self.pool = torch.cuda.graph_pool_handle()
+            self.alive = weakref.WeakSet()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             if collects:
                 gc.enable()
+        self.alive.add(graph)
         return graph
+
+
+def warm_and_record(function: Callable[[], Any], warm: int = 2) -> Callable[[], Any]:
+    """A replay of `function`, which runs `warm` times before, so that libraries have chosen their kernels."""
+    aside = torch.cuda.Stream()  # as a recording runs on a stream aside: workspaces are made for each
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(warm):
+            function()
+    torch.cuda.current_stream().wait_stream(aside)
+    return CudaGraphs().record(function)
 
 
 def records(device: torch.device) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
+from transformers import CompileConfig, EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from fathom.decoding.fixed import FixedStep, unsuited
+from fathom.decoding.fixed import FixedStep, uncompilable, unsuited
 from fathom.decoding.graphs import recorder_for
 from fathom.decoding.growing import give_room
-from fathom.decoding.switch import say
+from fathom.decoding.switch import logger, say
 from fathom.decoding.versions import CACHE_NAME
 
 
@@ -45,7 +45,7 @@ def sample(
         if mask is not None and bool(mask.all()):  # 5.17 hands it on, and a mask costs the causal kernel
             model_kwargs["attention_mask"] = None
     output = model._prefill(input_ids, config, model_kwargs)
-    step = step_for(model, output[CACHE_NAME], model_kwargs)
+    step = step_for(model, output[CACHE_NAME], model_kwargs, None if config.disable_compile else config.compile_config)
     stop = Stop(stopping_criteria)
     pad: Any = config._pad_token_tensor if stop.pads else None  # type: ignore[attr-defined]
     pad = None if pad is None else pad.to(input_ids.device)
@@ -96,12 +96,21 @@ def experts_for_steps(model: Any, rows: int) -> Any:
     return model._optimize_model_for_decode()
 
 
-def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> Any:
-    """The object that runs the steps after this prompt: a recorded one where the device and the model allow it."""
+def step_for(model: Any, cache: Any, model_kwargs: dict[str, Any], how: CompileConfig | None = None) -> Any:
+    """The object that runs the steps after this prompt: a recorded one where the device and the model allow it.
+
+    how: the caller's wish to have layers compiled.
+    """
     recorder = recorder_for(model.device)
     reason = "" if recorder is None else unsuited(model, cache, model_kwargs)
+    if how is not None:
+        nowhere = f"steps are recorded on a GPU alone, with switch.GRAPHS on; the model is on {model.device}"
+        unmet = nowhere if recorder is None else reason or uncompilable(model, cache)
+        if unmet:
+            logger.warning("compile_config is not used: %s", unmet)
+            how = None
     if recorder is not None and not reason:
-        return FixedStep(model, cache, model_kwargs, recorder)
+        return FixedStep(model, cache, model_kwargs, recorder, how)
     if reason:
         say(f"steps are not recorded: {reason}")
     return Step(model, cache, model_kwargs)

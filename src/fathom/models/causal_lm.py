@@ -413,6 +413,7 @@ class FathomForCausalLM(Published, PreTrainedModel, GenerationMixin):  # type: i
     ) -> Any:
         given, stored = checkpoints.configs(path, kwargs)
         checkpoints.check_depth(path, given, stored)
+        checkpoints.check_positions(path, given, stored)
         staged = checkpoints.changed_sections(given, stored)
         converts = checkpoints.converts(given, stored)
         if converts:  # loaded as it is stored, then its tensors become what the method has of them

@@ -171,6 +171,8 @@ class Block(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.layer_idx = layer_idx
+        # As numbers that stand there, and not made in a forward: compiled, layers that do not read them are one graph.
+        self.first, self.second = 2 * layer_idx, 2 * layer_idx + 1
 
     def forward(
         self, stream: Any, residual: Any, tokens: TokenFacts | None = None, **attention_inputs: Any
@@ -181,17 +183,16 @@ class Block(GradientCheckpointingLayer):
         `stream` is the residual stream (a tensor under the standard topology); `tokens` are facts about the tokens for
         a feed-forward network that reads them.
         """
-        first, second = 2 * self.layer_idx, 2 * self.layer_idx + 1
-        x, carry = residual.read(stream, first)
+        x, carry = residual.read(stream, self.first)
         attended, *found = self.self_attn(hidden_states=self.input_layernorm(x), **attention_inputs)
         attended = self.drop(attended)
         if self.parallel:
             fed, auxiliary = self.feed_forward(x, tokens)
-            return residual.write(stream, first, attended + fed, carry), *found, auxiliary
-        stream = residual.write(stream, first, attended, carry)
-        x, carry = residual.read(stream, second)
+            return residual.write(stream, self.first, attended + fed, carry), *found, auxiliary
+        stream = residual.write(stream, self.first, attended, carry)
+        x, carry = residual.read(stream, self.second)
         fed, auxiliary = self.feed_forward(x, tokens)
-        return residual.write(stream, second, fed, carry), *found, auxiliary
+        return residual.write(stream, self.second, fed, carry), *found, auxiliary
 
     def feed_forward(self, x: Tensor, tokens: TokenFacts | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The output of the second half, from its norm to its dropout, and its tensors by name."""
