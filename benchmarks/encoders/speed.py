@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
 
 from fathom import FathomBartConfig, FathomLongT5Config
+from fathom.decoding.graphs import warm_and_record
 from fathom.models.seq2seq_bart import FathomBartEncoder
 from fathom.models.seq2seq_longt5 import FathomLongT5Encoder
 from fathom.ops import kernels
@@ -135,17 +136,7 @@ def layers(encoder: Any, x: torch.Tensor) -> torch.Tensor:
 
 def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
     """The call as a CUDA graph."""
-    if not CUDA:
-        return run
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return warm_and_record(run) if CUDA else run
 
 
 def free() -> None:

@@ -67,6 +67,15 @@ def test_bands_part_what_lies_in_two_and_noise_is_level():
     assert np.sum(few[: BINS // 2]) == pytest.approx(0.75) and np.sum(few) == pytest.approx(1)
 
 
+def test_equal_states_have_no_frequencies():
+    """T5 has no positions of its own: one token again and again has one state again and again."""
+    picture = Spectrum.measure(stock_longt5("local")[1], None, torch.full((36,), 5), window=18)
+    assert not np.any(picture.energy) and picture.means == pytest.approx([1.0] * len(picture.tokens))
+    assert "all states are equal" in picture.summary()[1] and len(picture.figure(THEMES["light"]).axes) == 3
+    json.dumps(dataclasses.asdict(picture), allow_nan=False)
+    assert bands(torch.zeros(5)) == [0.0] * BINS
+
+
 @torch.no_grad()
 def test_a_filter_shows_in_the_lengths_of_layers():
     section = {"name": "fourier", "ratio": 0.5, "filter_layers": [1]}

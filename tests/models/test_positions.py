@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.caches import TOVA, compress
 from fathom.cost import kv_bytes_per_token
+from fathom.models.configuration import FAMILIES
 from fathom.models.registry import REGISTRIES
 from fathom.positions.alibi import slopes
 from fathom.positions.fope import FoPE
@@ -78,6 +79,22 @@ def test_every_depth_method_decodes_what_it_scores(positions, depth):
     cache = DynamicCache()
     pieces = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(6)]
     assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("positions", [name for name in REGISTRIES["positions"] if name != "rotary"])
+@torch.no_grad()
+def test_every_mixer_and_topology_decodes_what_it_scores(positions):
+    for section, plain in (("mixer", "none"), ("residual", "standard")):
+        for name in REGISTRIES[section]:
+            if name == plain:
+                continue
+            model, ids = tiny_model(positions=positions, **{section: {"name": name}}), tokens(2, 6)
+            cache = DynamicCache()
+            pieces = [model(chunk, past_key_values=cache).logits for chunk in ids.split((3, 1, 2), dim=1)]
+            assert_close(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
+            mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+            padded = model(ids, attention_mask=mask, use_cache=False).logits
+            assert_close(padded[0, 2:], model(ids[:1, 2:], use_cache=False).logits[0])
 
 
 @torch.no_grad()
@@ -188,3 +205,29 @@ training: {{tokens: 1024, sequences: 1}}
     assert rope_pp.heads_seen == 2 * rotary.heads_seen and rotary.max_position_embeddings == 512
     model = FathomForCausalLM.from_pretrained(tmp_path / "model", config=rope_pp)
     assert model.model.layers[0].self_attn.o_proj.weight.shape == (32, 64)
+
+
+@pytest.mark.parametrize("form", ["stock", "fathom"])
+def test_checkpoints_of_every_family_take_every_method_or_say_why_not(form, tmp_path):
+    """Learned vectors are not lost, and other methods keep all tensors; vectors that a user asks for are new."""
+    for family in FAMILIES:
+        model = tiny_model(family, init="hf", embed_scale=1.0, num_hidden_layers=1)
+        folder, own = tmp_path / family, FAMILIES[family]["positions"]
+        (model.save_stock_pretrained if form == "stock" else model.save_pretrained)(folder)
+        for name in REGISTRIES["positions"]:
+            if name == own or own != "learned":
+                loaded = FathomForCausalLM.from_pretrained(folder, positions=name)
+                assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+                assert loaded.config.positions["name"] == name
+                same = name == own or name == "rope_pp"
+                assert same == torch.allclose(loaded(tokens(1, 9)).logits, model(tokens(1, 9)).logits, atol=1e-5)
+            else:
+                with pytest.raises(ValueError, match=rf"positions='{name}'.*(lost|has learned)"):
+                    FathomForCausalLM.from_pretrained(folder, positions=name)
+
+
+@pytest.mark.parametrize("fields", [{"positions": "alibi"}, {"backbone": "gpt2"}])
+def test_stretched_frequencies_are_refused_where_nothing_turns(fields):
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"rope_parameters=.*'linear'.*nothing turns by its frequencies; leave it out"):
+        FathomConfig(**SIZES, **fields, rope_parameters=rope)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fathom.cost import forward_flops_per_token, kv_bytes_per_token, parameter_c
 from fathom.models.registry import REGISTRIES
 from fathom.ops.rotary import quarter_turn, rotate
 from fathom.positions.rope_pp import RopePP, equal_heads
+from fathom.train.recipe import load_recipe, model_config
 from tiny import SIZES, assert_close, tiny_model, tokens
 
 THETA, WIDTH = 1e4, 16
@@ -157,10 +159,18 @@ def test_equal_cache_from_a_rotary_model_of_ours(given, tmp_path):
     assert (ours(ids).logits - model(ids).logits).abs().max() > 1e-3
 
 
-def test_learned_positions_have_no_imaginary_part(tmp_path):
+def test_rope_pp_is_refused_where_positions_are_learned(tmp_path):
+    """A family of learned positions has no rotary heads: in a new config, a halved one and a checkpoint's."""
     random_stock(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"positions='rope_pp': the checkpoint has learned positions.*rotary family"):
-        FathomForCausalLM.from_pretrained(tmp_path, positions="rope_pp")
+    gpt2 = FathomConfig(**SIZES, backbone="gpt2")
+    for make in (
+        lambda: FathomConfig(**SIZES, backbone="gpt2", positions="rope_pp"),
+        lambda: FathomConfig.from_dict(gpt2.to_dict(), positions="rope_pp"),
+        lambda: equal_heads(gpt2),
+        lambda: FathomForCausalLM.from_pretrained(tmp_path, positions="rope_pp"),
+    ):
+        with pytest.raises(ValueError, match=r"positions='rope_pp'.*backbone='gpt2' has learned.*use a rotary family"):
+            make()
 
 
 # ---------------------------------------------------------------- 5: the controls span what RoPE spans
@@ -276,20 +286,18 @@ PAPER = {
 }
 
 
-def paper_config(size: str) -> FathomConfig:
-    (hidden, layers, heads, groups, feed_forward), *_ = PAPER[size]
-    return FathomConfig(
-        vocab_size=128256, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=groups, head_dim=128, intermediate_size=feed_forward, max_position_embeddings=4096,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("size", PAPER)
 def test_parameters_cache_and_attention_of_the_papers_models(size):
-    rope = paper_config(size)
-    ec = FathomConfig.from_dict(rope.to_dict(), positions="rope_pp")
-    eh = equal_heads(rope)
+    """Of the recipes that hold these models."""
+    recipe = load_recipe(Path(__file__).parents[2] / f"recipes/rope_pp_{size.lower()}.yaml")
+    configs = {method.name: model_config(recipe, method) for method in recipe.methods}
+    rope, ec, eh = (configs[name] for name in ("rotary", "rope_pp", "rope_pp-EH"))
+    for config in (rope, ec, eh):
+        config.dtype = torch.bfloat16
+    assert eh.to_dict() == equal_heads(rope).to_dict()
+    assert ec.to_dict() == FathomConfig.from_dict(rope.to_dict(), positions="rope_pp").to_dict()
+    training = recipe.training
+    assert training.tokens == 100_000 * training.sequences * recipe.data.block_size == 52_428_800_000
     assert (eh.head_dim, eh.heads_seen, ec.heads_seen) == (128, rope.num_attention_heads, 2 * rope.num_attention_heads)
     _, expected, cache = PAPER[size]
     totals = []

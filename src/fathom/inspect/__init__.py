@@ -32,11 +32,12 @@ def offered(config: Any) -> list[type[Picture]]:
 
 def nothing_to_show(checkpoint: str, config: Any) -> ValueError:
     """The error of a checkpoint without a picture: what it is, and which can be inspected."""
-    sections = [getattr(config, name, None) for name in SECTIONS]
-    named = ", ".join(section["name"] for section in sections if isinstance(section, dict))
-    found = f"{config.model_type} ({named})" if named else config.model_type
+    sections = {name: getattr(config, name, None) for name in SECTIONS}
+    named = {name: section["name"] for name, section in sections.items() if isinstance(section, dict)}
+    methods = ", ".join(method for name, method in named.items() if method not in SECTIONS[name].plain)
+    found = methods or ("an ordinary decoder" if named else f"a stock {config.model_type} model")
     can = "; ".join(picture.shows for picture in PICTURES.values())
-    return ValueError(f"{checkpoint}: nothing to show of {found}; can be inspected: {can}")
+    return ValueError(f"{checkpoint}: nothing to show of {found}; pictures are of {can}")
 
 
 __all__ = [

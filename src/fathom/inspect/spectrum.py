@@ -30,6 +30,7 @@ from fathom.ops.dct import dct
 WINDOWS = 16  # stretches of the text that are read
 LONGEST = 4096  # tokens of one
 BINS = 20
+ROUNDING = 1e-12  # of the whole energy: less is what rounding makes of states that are equal
 LAYERS = {  # where the layers of an encoder are; ours tell of themselves (`run_layer`)
     "bart": "model.encoder.layers", "t5": "encoder.block", "longt5": "encoder.block", "fathom_longt5": "encoder.block",
     "bert": "encoder.layer",
@@ -45,7 +46,8 @@ class Spectrum(Picture):
         windows, window: stretches of the text, and their tokens.
         tokens: of every layer's output, the embeddings first: fewer where an encoder shortens.
         means: layer → the share of the mean over tokens in the whole energy.
-        energy: layer → the share of every of `BINS` equal bands of frequencies in the rest; they sum to 1.
+        energy: layer → the share of every of `BINS` equal bands of frequencies in the rest; they sum to 1, or are all
+            0 where the states of all tokens are equal, which have no rest.
     """
 
     name = "spectrum"
@@ -84,7 +86,7 @@ class Spectrum(Picture):
             windows=len(rows),
             window=window,
             tokens=[len(found) for found in sums],
-            means=[float(found[0] / found.sum()) for found in sums],
+            means=[float(found[0] / found.sum()) if found.any() else 0.0 for found in sums],
             energy=[bands(found) for found in sums],
         )
 
@@ -98,6 +100,9 @@ class Spectrum(Picture):
         parts = zip(self.tokens, self.lowest(0.1), self.lowest(0.2), self.lowest(0.5), self.means, strict=True)
         for layer, (tokens, tenth, fifth, half, mean) in enumerate(parts):
             name = f"layer {layer - 1:>3}" if layer else "embeddings"
+            if not any(self.energy[layer]):
+                lines.append(f"{name:>10}  {tokens:>6} tokens   all states are equal: they have no frequencies")
+                continue
             lines.append(
                 f"{name:>10}  {tokens:>6} tokens   lowest tenth {tenth:.1%}, fifth {fifth:.1%}, half {half:.1%}   "
                 f"the mean has {mean:.1%} of all"
@@ -152,7 +157,10 @@ class Spectrum(Picture):
 
 
 def bands(energy: Tensor) -> list[float]:
-    """The share of every band in the energy of frequencies 1 … T − 1. A frequency that lies in two bands is parted."""
+    """The share of every band in the energy of frequencies 1 … T − 1, 0 where there is none. A frequency that lies in
+    two bands is parted."""
+    if energy[1:].sum() <= ROUNDING * energy.sum():
+        return [0.0] * BINS
     rest = energy[1:] / energy[1:].sum()
     edges = np.linspace(0, len(rest), BINS + 1)
     below = np.interp(edges, np.arange(len(rest) + 1), [0.0, *rest.cumsum(0).tolist()])

@@ -74,6 +74,15 @@ class EncoderSection:
         filled()
         self.__dict__.update(state)
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """As in transformers. The decoder's has the decoder's number of layers, which T5 names apart: `generate` counts
+        the layers of its cache there, and stock T5 fails where the decoder is the deeper one."""
+        found = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+        layers = getattr(self, "num_decoder_layers", None)
+        if decoder and not encoder and layers is not None and found is not self:
+            found.num_layers = layers
+        return found
+
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: transformers would copy this class's source into every checkpoint saved afterwards."""

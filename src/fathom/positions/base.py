@@ -67,6 +67,16 @@ class Positions(Method):
         return query, key
 
     @classmethod
+    def unsupported(cls, config: Any, options: Any) -> str | None:
+        """As of every method; here for methods that turn nothing, which stretched frequencies would not change."""
+        rope = config.rope_parameters
+        if rope and rope.get("rope_type", "default") != "default":
+            return (
+                f"rope_parameters={rope!r}: nothing turns by its frequencies; leave it out, or give its type 'default'"
+            )
+        return None
+
+    @classmethod
     def turned_channels(cls, config: Any, options: Any) -> int:
         """Channels of a head that `rotate` turns."""
         return 0

@@ -20,7 +20,7 @@ import dataclasses
 
 import torch
 
-from fathom.models.configuration import FathomConfig
+from fathom.models.configuration import FAMILIES, FathomConfig
 from fathom.models.method import check_choice
 from fathom.models.registry import register
 from fathom.ops.rotary import quarter_turn
@@ -73,12 +73,7 @@ class RopePP(Rotary):
     @classmethod
     def read_stock(cls, state, config, options):
         """The checkpoint's tensors with zero columns of `o_proj` for the imaginary heads: these write nothing at first,
-        and the logits are the checkpoint's. Raises ValueError for one with learned positions."""
-        if "model.embed_positions.weight" in state:
-            raise ValueError(
-                "positions='rope_pp': the checkpoint has learned positions, so its queries were never rotated; start "
-                "from one of a rotary family (llama, qwen3, gpt_neox)"
-            )
+        and the logits are the checkpoint's."""
         if options.mode != "imag":
             return state
         state = dict(state)
@@ -89,6 +84,12 @@ class RopePP(Rotary):
 
     @classmethod
     def unsupported(cls, config, options):
+        if FAMILIES[config.backbone]["positions"] == "learned":
+            rotary = [name for name, family in FAMILIES.items() if family["positions"] == "rotary"]
+            return (
+                f"backbone={config.backbone!r} has learned positions, and no rotary heads for imaginary ones to stand "
+                f"beside; use a rotary family ({', '.join(rotary)}), whose other fields can be given"
+            )
         if options.mode in ("imagh", "imagx") and config.num_attention_heads % 2:
             return (
                 f"num_attention_heads={config.num_attention_heads} with mode={options.mode!r}: half of the heads are "

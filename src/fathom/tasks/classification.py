@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import datasets
 import torch
-from transformers import AutoModelForSequenceClassification, FNetConfig
+from transformers import AutoModelForSequenceClassification, FNetConfig, NystromformerConfig
 
 from fathom.cost.encoders import classifier_flops
 from fathom.data import DataConfig, PreparedData, Source
@@ -42,6 +42,7 @@ class Classification(EncoderTask):
     families: ClassVar[dict[str, Any]] = {
         "decoder": FathomEncoderConfig,
         "fnet": FNetConfig,
+        "nystromformer": NystromformerConfig,
     }
     auto = AutoModelForSequenceClassification
     specials = ("pad", "cls")  # the last id is the CLS token
@@ -65,12 +66,27 @@ class Classification(EncoderTask):
         super().check(data)
         self.refuse_text(data)
 
+    def model_config(self, fields, data, tokenizer):
+        config = super().model_config(fields, data, tokenizer)
+        if isinstance(config, NystromformerConfig):
+            refuse_other_attention(config, data.block_size)
+        return config
+
     def defaults(self, kind, found, data):
         if kind is FathomEncoderConfig:
             return {"num_labels": self.classes, "towers": 1 if self.second_field is None else 2}
         if self.second_field is not None:
             raise ValueError(f"task.second_field={self.second_field!r}: two towers are of family 'decoder' alone")
-        return {"num_labels": self.classes}
+        own = {"segment_means_seq_len": data.block_size} if kind is NystromformerConfig else {}
+        return {"num_labels": self.classes, **own}
+
+    def forward(self, model: Any, **batch: Any) -> Any:
+        inner = getattr(model, "module", model)
+        if isinstance(inner.config, NystromformerConfig):
+            # of a mask [B, T] transformers makes one for T queries, but landmarks ask; one of four axes is added as is
+            padding = batch["attention_mask"][:, None, None] == 0
+            batch["attention_mask"] = padding * torch.finfo(inner.dtype).min
+        return super().forward(model, **batch)
 
     def example_flops(self, config, block_size):
         if is_own(config):
@@ -169,3 +185,25 @@ class Classification(EncoderTask):
 
     def picture_tokens(self, data: PreparedData, count: int) -> Any:
         return super().picture_tokens(data, count).flatten()
+
+
+def refuse_other_attention(config: NystromformerConfig, block_size: int) -> None:
+    """Raise ValueError where transformers' Nyströmformer would fail, or read rows of `block_size` tokens by plain
+    attention: it does so where each token is a landmark, as with transformers' defaults."""
+    length, landmarks = config.segment_means_seq_len, config.num_landmarks
+    if length != block_size:
+        raise ValueError(
+            f"model.segment_means_seq_len={length}: landmarks are means over rows of that length, and rows have "
+            f"data.block_size={block_size}; give that, or leave it out"
+        )
+    if not 0 < landmarks < length or length % landmarks:
+        raise ValueError(
+            f"model.num_landmarks={landmarks}: must divide data.block_size={length} and be less; with as many "
+            "landmarks as tokens, attention is plain"
+        )
+    if config.conv_kernel_size % 2 == 0:
+        raise ValueError(
+            f"model.conv_kernel_size={config.conv_kernel_size}: must be odd, or the row changes its length"
+        )
+    if config.inv_coeff_init_option:
+        raise ValueError("model.inv_coeff_init_option=True: transformers' model fails with it; leave it out")

@@ -335,7 +335,8 @@ def load_stock(
     rope_pp_checkpoints.refuse_without_mode(path, stock_config)
     if "gguf_file" in hub:  # dequantised on reading
         stock_config.quantization_config = None
-    config = config_from_stock(stock_config, **changes)
+    config, stored = config_from_stock(stock_config, **changes), config_from_stock(stock_config)
+    check_positions(path, config, stored)
     kwargs.update(hub, dtype=dtype, config=stock_config)
     with hf_versions.weights_alone() as alone:
         read: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs, **alone)
@@ -354,7 +355,7 @@ def load_stock(
         config.tie_word_embeddings = head is table or torch.equal(head, table)  # a head of its own is kept, as there
         if config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
-    return config, config_from_stock(stock_config), state, stock.generation_config, kind
+    return config, stored, state, stock.generation_config, kind
 
 
 def changed_sections(given: FathomConfig, stored: FathomConfig) -> list[re.Pattern[str]]:
@@ -416,6 +417,16 @@ def check_names(
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def check_positions(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
+    """Raise ValueError where the learned position vectors that the weights were trained with would be lost."""
+    new, old = given.positions["name"], stored.positions["name"]
+    if old == "learned" and new != old:
+        raise ValueError(
+            f"{path} with positions={new!r}: the checkpoint was trained with {old!r}, and its position vectors would "
+            "be lost; leave it out, or train a new model"
+        )
 
 
 def check_depth(path: Any, given: FathomConfig, stored: FathomConfig) -> None:
