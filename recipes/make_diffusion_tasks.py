@@ -12,6 +12,9 @@
     tasks/passkey    keys among letters, a capital with --key-digits digits: "…kuA41297xz…"; then --asked of them asked
                      for by their capitals. Every character is a token, and a row has --length of them. Half of the
                      keys stand near the end (their distances are log-uniform), as what is near is learned first
+    tasks/countdown  three numbers up to 20 and a target that two sums or differences of them reach, with the numbers
+                     between: " 17 9 2 > 10 =" is solved by " 9 - 2 7 17 - 7 10", and any such answer is right. A
+                     tenth of all problems, whatever the order of their numbers, is held out. Made with --countdown
 
 Each has train.jsonl and validation.jsonl, of which no row is in train; tasks/tokenizer reads both.
 """
@@ -22,6 +25,7 @@ import argparse
 import json
 import random
 import string
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -30,6 +34,8 @@ VARIABLES = 16
 WALK, SAID = 16, 2  # digits of a walk, and how many of them are said
 ADDED = 3  # what is added to a digit lies below
 DIGITS, KEYS = 5, 8  # of a key, and keys of a text
+NUMBERS, MOST = 3, 20  # of countdown, and the largest number that occurs
+HELD_OUT = 10  # one in so many problems of countdown
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # answers have a known length: no end
 
 
@@ -92,7 +98,7 @@ def passkey(
     letters = "".join(draw.choices(string.ascii_lowercase, k=room))
     cuts = [room - int(room ** draw.random()) for _ in names]
     if depth is not None:
-        cuts[0] = round(depth * room)
+        cuts[0] = 1 + round(depth * (room - 2))  # the places that are drawn without a depth are 1 to room − 1
     text, at = "", 0
     for cut, name in sorted(zip(cuts, names, strict=True)):
         text += f"{letters[at:cut]}{name}{values[name]}"
@@ -104,10 +110,51 @@ def passkey(
     return parts
 
 
+def countdown(draw: random.Random, held_out: bool = False) -> tuple[str, str]:
+    """Numbers with a target, and one of the ways to reach it: a calculation and its result after the other."""
+    while True:
+        numbers = [draw.randint(1, MOST) for _ in range(NUMBERS)]
+        left, said = draw.sample(numbers, NUMBERS), ""
+        while len(left) > 1 and 1 <= left[-1] <= MOST:
+            a, b = (left.pop(draw.randrange(len(left))) for _ in range(2))
+            plus = draw.random() < 0.5
+            left.append(a + b if plus else a - b)
+            said += f" {a} {'+' if plus else '-'} {b} {left[-1]}"
+        problem = f"{sorted(numbers)} {left[0]}".encode()
+        if len(left) == 1 and 1 <= left[0] <= MOST and (zlib.crc32(problem) % HELD_OUT == 0) == held_out:
+            return "".join(f" {number}" for number in numbers) + f" > {left[0]} =", said
+
+
+def solves(prompt: str, answer: str) -> bool:
+    """Whether an answer takes every number of the prompt once, calculates rightly and ends with the target."""
+    *numbers, _, target, _ = prompt.split()
+    left, words = list(map(int, numbers)), answer.split()
+    if len(words) != 4 * (len(left) - 1):
+        return False
+    for a, sign, b, result in zip(*(words[i::4] for i in range(4)), strict=True):
+        if sign not in ("+", "-") or not all(word.isdecimal() for word in (a, b, result)):
+            return False
+        for number in (int(a), int(b)):
+            if number not in left:
+                return False
+            left.remove(number)
+        left.append(int(result))
+        if int(a) + (int(b) if sign == "+" else -int(b)) != int(result):
+            return False
+    return left == [int(target)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    sizes = {"chains": 400_000, "walks": 200_000, "passkeys": 60_000, "length": 512, "variables": VARIABLES}
+    sizes = {
+        "chains": 400_000,
+        "walks": 200_000,
+        "passkeys": 60_000,
+        "countdown": 0,
+        "length": 512,
+        "variables": VARIABLES,
+    }
     sizes |= {"digits": WALK, "keys": KEYS, "key-digits": DIGITS, "held-out": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -121,21 +168,25 @@ def main() -> None:
     from fathom.data.tokenizer import train_bpe
 
     before = (None, *range(max(given.variables, 10)))  # a walk names digits with their letters
-    words = [word(one, number) for one in before for number in range(10)]
-    tokenizer = train_bpe(["".join(words) * 2 + " =" + "".join(f" {digit}" for digit in range(10)) * 2 + " ="], 512)
+    words, size = [word(one, number) for one in before for number in range(10)], 512
+    text = "".join(words) * 2 + " =" + "".join(f" {digit}" for digit in range(10)) * 2 + " ="
+    if given.countdown:
+        text, size = text + "".join([f" {number}" for number in range(1, MOST + 1)] + [" +", " -", " >"]) * 3, 576
+    tokenizer = train_bpe([text], size)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(given.output / "tokenizer")
 
     def length(draw: random.Random) -> int:
         return draw.randint(given.shortest, given.length) if given.shortest else given.length
 
-    makers: dict[str, tuple[int, Callable[[random.Random], Sequence[str]]]] = {
-        "chains": (given.chains, lambda draw: chain(draw, given.variables)),
-        "walks": (given.walks, lambda draw: walk(draw, given.digits)),
+    makers: dict[str, tuple[int, Callable[[random.Random, bool], Sequence[str]]]] = {
+        "chains": (given.chains, lambda draw, _: chain(draw, given.variables)),
+        "walks": (given.walks, lambda draw, _: walk(draw, given.digits)),
         "passkey": (
             given.passkeys,
-            lambda draw: passkey(draw, length(draw), given.keys, given.asked or given.keys, digits=given.key_digits),
+            lambda draw, _: passkey(draw, length(draw), given.keys, given.asked or given.keys, digits=given.key_digits),
         ),
+        "countdown": (given.countdown, countdown),
     }
     for task, (count, make) in makers.items():
         if not count:
@@ -146,7 +197,7 @@ def main() -> None:
             draw = random.Random(seed)
             with (given.output / task / f"{name}.jsonl").open("w", encoding="utf-8") as out:
                 while rows:
-                    parts = make(draw)
+                    parts = make(draw, name == "validation")
                     if parts[0] in held_out:
                         continue
                     if name == "validation":

@@ -2,7 +2,6 @@
 
     forced      nats of held-out text in each policy's own order (forced.py)
     addition    sums filled in anywhere within a row, right answers
-    samples     texts at several temperatures, for an outside judge (judge.py), with their entropy
     bits        bits per byte, exact for the twin and a bound ± error
 
 python benchmarks/diffusion/policies.py --masked runs/diffusion/masked-seed0/model \\
@@ -12,11 +11,9 @@ python benchmarks/diffusion/policies.py --masked runs/diffusion/masked-seed0/mod
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +25,8 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "recipe
 from forced import ORDERS, compared, forced, load, rows_of, summary
 from make_diffusion_text import documents, equation, equations
 
-import caches
-from fathom.diffusion import POLICIES, DiffusionGenerationConfig
+from fathom.diffusion import POLICIES
 from fathom.evaluate.text import evaluate_text
-from fathom.latents.writers import entropy
 from fathom.writing import write_json
 
 WAYS: dict[str, Any] = {
@@ -108,41 +103,6 @@ def by_sums(model: Any, ar: Any, tokenizer: Any, rows: int, late: Any) -> list[d
     return found
 
 
-def written(size: int, block: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The samples, the most telling first: policies at equal passes, and block caches at one token a step."""
-    for steps in (size // 2, size // 4, size):
-        for temperature in (0.8, 1.0, 0.6, 1.2):
-            for name in ("low_confidence", "random", "fourier", "fourier_noise", "fourier_low", "entropy", "margin"):
-                yield name, {"policy": WAYS[name], "block_length": block, "steps": steps, "temperature": temperature}
-        if steps == size // 2:
-            for temperature in (0.8, 1.0, 0.6):
-                for name in ("none", "sparse_0.5", "sparse_0.5_delay0", "dual", "random_0.5"):
-                    options = {"policy": "low_confidence", "block_cache": caches.WAYS[name], "block_length": block // 2}
-                    yield f"cache_{name}", {**options, "steps": size, "temperature": temperature}
-
-
-def texts_of(model: Any, tokenizer: Any, prompts: torch.Tensor, size: int, **options: Any) -> dict[str, Any]:
-    """Continuations of the prompts, as texts with the prompt before, and their entropy."""
-    start = time.perf_counter()
-    if "policy" in options:
-        config = DiffusionGenerationConfig(max_new_tokens=size, return_dict_in_generate=True, **options)
-        out = model.generate(prompts, generation_config=config)
-        ids, nfe = out.sequences, sum(out.nfe.values())
-    else:
-        torch.manual_seed(0)
-        ids = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, top_p=1.0,
-            min_new_tokens=size, max_new_tokens=size, **options,
-        )  # fmt: skip
-        nfe = size
-    new = ids[:, prompts.shape[1] :].tolist()
-    seconds = time.perf_counter() - start
-    return {
-        "nfe": nfe, "seconds": seconds, "entropy": summary([entropy(row) for row in new])["mean"],
-        "texts": [[tokenizer.decode(p), tokenizer.decode(n)] for p, n in zip(prompts.tolist(), new, strict=True)],
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masked", type=Path, required=True)
@@ -151,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--parts", default="bits,forced,addition,samples")
+    parser.add_argument("--parts", default="bits,forced,addition")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="unix seconds after which no part begins")
     parser.add_argument("-o", "--output", type=Path, default=Path("policies"))
     given = parser.parse_args()
@@ -186,31 +146,6 @@ def main() -> None:
             write_json(given.output / "forced.json", found)
         if part == "addition":
             write_json(given.output / "addition.json", by_sums(model, ar, tokenizer, given.rows, late))
-        if part == "samples":
-            prompts, size = truth[:, : given.prompt], given.tokens
-            with (given.output / "samples.jsonl").open("w", encoding="utf-8") as out:
-
-                def say(**row: Any) -> None:
-                    out.write(json.dumps(row) + "\n")
-                    out.flush()
-
-                rows = [
-                    [tokenizer.decode(row[: given.prompt]), tokenizer.decode(row[given.prompt :])]
-                    for row in truth.tolist()
-                ]
-                say(
-                    writer="data",
-                    entropy=summary([entropy(r[given.prompt :]) for r in truth.tolist()])["mean"],
-                    texts=rows,
-                )
-                for temperature in (0.6, 0.7, 0.8, 0.9, 1.0):
-                    say(writer="autoregressive", temperature=temperature, steps=size,
-                        **texts_of(ar, tokenizer, prompts, size, temperature=temperature))  # fmt: skip
-                for name, options in written(size, block):
-                    if late():
-                        return
-                    say(writer=name, temperature=options["temperature"], steps=options["steps"],
-                        **texts_of(model, tokenizer, prompts, size, **options))  # fmt: skip
 
 
 if __name__ == "__main__":

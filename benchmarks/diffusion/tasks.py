@@ -2,6 +2,7 @@
 
     chains     digits right by policy and number of passes, beside the autoregressive twin; in which order they came
     walks      the same of walks
+    countdown  problems solved, by any right answer
     passkey    digits of a key right, by length and depth of a text, under rotary scalings
 
 python benchmarks/diffusion/tasks.py chains --masked runs/…/model --ar runs/…/model -o chains.json
@@ -22,10 +23,11 @@ from transformers import AutoTokenizer
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "recipes")]
 from forced import ORDERS, compared, load, summary
 from long_context import changed
-from make_diffusion_tasks import DIGITS, KEYS, chain, depths, distances, passkey, walk
+from make_diffusion_tasks import DIGITS, KEYS, NUMBERS, chain, countdown, depths, distances, passkey, solves, walk
 
 from fathom.diffusion import POLICIES, Fourier, LongLLaDA
 from fathom.diffusion.base import is_diffusion, own_blocks
+from fathom.report.provenance import provenance
 from fathom.writing import write_json
 
 WAYS: dict[str, Any] = {
@@ -100,6 +102,35 @@ def policies(given: Any, tokenizer: Any, late: Any) -> None:
             write_json(given.output, {"rows": len(asked), "variables": size, "found": found})
 
 
+def problems(given: Any, tokenizer: Any, late: Any) -> None:
+    """Held-out problems of countdown."""
+    draw = random.Random(99)
+    prompts = [countdown(draw, held_out=True)[0] for _ in range(given.rows)]
+    asked, size = torch.tensor(tokenizer(prompts)["input_ids"]), 4 * (NUMBERS - 1)
+    found: list[dict[str, Any]] = []
+    for name, folder in models(given):
+        model = load(folder)
+        ways = [("", size)]
+        if is_diffusion(model):
+            ways = [
+                (policy, size // n) for n in (1, 2, 4) for policy in given.orders if n == 1 or "bounded" not in policy
+            ]
+        base: dict[int, list[float]] = {}
+        for policy, steps in ways:
+            if late():
+                return
+            options = {"policy": WAYS[policy], "steps": steps} if policy else {}
+            out, about = written(model, asked.to(model.device), size, 512, **options)
+            right = [float(solves(prompt, tokenizer.decode(row))) for prompt, row in zip(prompts, out, strict=True)]
+            base.setdefault(steps, right)
+            row = {"model": name, "policy": policy, "steps": steps, "solved": summary(right)}
+            row["over_first"] = compared(right, base[steps])
+            if about is not None:
+                row |= {"nfe": about[1], "mean_step": about[0].double().mean(0).tolist()}
+            found.append(row)
+            write_json(given.output, {"rows": len(prompts), "found": found, **provenance(1)})
+
+
 def keys(given: Any, tokenizer: Any, late: Any) -> None:
     trained, found = given.trained, []
     ways: dict[str, Any] = {
@@ -142,10 +173,10 @@ def models(given: Any) -> list[tuple[str, Path]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["chains", "walks", "passkey"])
+    parser.add_argument("task", choices=["chains", "walks", "countdown", "passkey"])
     for name in ("masked", "ar", "block"):
         parser.add_argument(f"--{name}", type=Path, nargs="*", default=[], help="trained models, one a seed")
-    parser.add_argument("--rows", type=int, default=1024, help="chains or walks, or texts of each length and depth")
+    parser.add_argument("--rows", type=int, default=1024, help="rows, or texts of each length and depth")
     parser.add_argument("--variables", type=int, default=16)
     parser.add_argument("--keys", type=int, default=KEYS)
     parser.add_argument("--key-digits", type=int, default=DIGITS)
@@ -157,7 +188,7 @@ def main() -> None:
     given = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained((given.masked + given.ar + given.block)[0])
     late = lambda: time.time() > given.deadline  # noqa: E731
-    (keys if given.task == "passkey" else policies)(given, tokenizer, late)
+    {"passkey": keys, "countdown": problems}.get(given.task, policies)(given, tokenizer, late)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ VERBS = {  # name -> the object that holds it, in the order of `fathom --help`
     "export": "fathom_cli.export:command",
     "serve": "fathom_cli.serve:command",
     "evaluate": "fathom_cli.evaluate:command",
+    "judge": "fathom_cli.judge:command",
     "inspect": "fathom_cli.inspect:command",
     "cost": "fathom_cli.cost:command",
     "methods": "fathom_cli.methods:command",

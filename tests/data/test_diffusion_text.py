@@ -58,13 +58,22 @@ def tasks():
 def test_tasks_have_one_right_answer_and_disjoint_rows(tmp_path, monkeypatch):
     """Chains follow from what is said of them, keys are those said in the text; every row has the asked length."""
     module, letters = tasks(), "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    sizes = {"chains": 60, "walks": 30, "passkeys": 20, "held-out": 10, "length": 96, "keys": 3, "variables": 4}
+    sizes = {
+        "chains": 60,
+        "walks": 30,
+        "passkeys": 20,
+        "countdown": 200,
+        "held-out": 10,
+        "length": 96,
+        "keys": 3,
+        "variables": 4,
+    }
     given = (tmp_path, *(x for name, size in {**sizes, "digits": 6}.items() for x in (f"--{name}", size)))
     monkeypatch.setattr(sys, "argv", ["make_diffusion_tasks.py", *map(str, given)])
     module.main()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    prompts = {}
-    for task, length, count in (("chains", 9, 60), ("walks", 13, 30), ("passkey", 96, 20)):
+    prompts, problems = {}, {}
+    for task, length, count in (("chains", 9, 60), ("walks", 13, 30), ("passkey", 96, 20), ("countdown", 14, 200)):
         for name, rows in (("train", count), ("validation", 10)):
             lines = (tmp_path / task / f"{name}.jsonl").read_text().splitlines()
             assert len(lines) == rows
@@ -87,7 +96,23 @@ def test_tasks_have_one_right_answer_and_disjoint_rows(tmp_path, monkeypatch):
                     far = module.distances(parts[0])
                     assert [i for i in range(6) if far[i] == 0] == known
                     assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(far))
+                elif task == "countdown":
+                    assert module.solves(*parts)
+                    *numbers, _, target, _ = parts[0].split()
+                    problems.setdefault((*sorted(numbers), target), set()).add(name)
                 else:
                     for question, answer in zip(parts[::2], parts[1::2], strict=True):
                         assert parts[0][:-1].count(question[-1] + answer) == 1
         assert not prompts[task, "train"] & prompts[task, "validation"]
+    assert all(len(names) == 1 for names in problems.values())  # in no other order either
+    solved = " 17 9 2 > 10 ="
+    assert module.solves(solved, " 9 - 2 7 17 - 7 10") and module.solves(solved, " 17 + 2 19 19 - 9 10")
+    for wrong in (
+        " 9 - 2 7 17 - 7 11",
+        " 17 - 7 10",
+        " 17 - 9 8 8 + 8 10",
+        " 17 - 9 9 9 + 2 10",
+        " 17 - > 8 8 + 2 10",
+        "",
+    ):
+        assert not module.solves(solved, wrong)

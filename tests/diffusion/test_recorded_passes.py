@@ -78,6 +78,7 @@ GUIDED = {"cfg_scale": 1.5, "suppress_eos": "confidence", "eos_token_id": 7}
         *((name, ("dual", {}), GUIDED) for name in FIXED),
         ("low_confidence", ("none", {}), {"schedule": "dream"}),
         ("low_confidence", ("sparse_dllm", {"keep_ratio": 0.7}), {"suppress_eos": "logit", "eos_token_id": 7}),
+        ("margin", OFFICIAL, {}),  # on a shifted model; its first step too
         ("low_confidence", ("dllm_cache", {}), {}),  # its passes are not recorded
         ("low_confidence", ("dkv_cache", {}), {}),  # but after its full passes a step predicts other tokens each time
         ("random", ("dual", {}), {}),
@@ -87,10 +88,11 @@ GUIDED = {"cfg_scale": 1.5, "suppress_eos": "confidence", "eos_token_id": 7}
 def test_what_follows_a_pass_is_recorded_too(double, monkeypatch, policy, cache, options):
     """As on a GPU: the head and the policy of a step in one shape, for policies that may have one."""
     options = {"temperature": 0.0, "steps": 12, **options}
-    plain = both(monkeypatch, model(), (policy, SOME.get(policy, {})), cache, **options)
+    tested = model(shift=cache is OFFICIAL)
+    plain = both(monkeypatch, tested, (policy, SOME.get(policy, {})), cache, **options)
     passes_alone, double.recordings = double.recordings, 0
     monkeypatch.setattr(sampling, "records", lambda device: True)
-    fixed = both(monkeypatch, model(), (policy, SOME.get(policy, {})), cache, **options)
+    fixed = both(monkeypatch, tested, (policy, SOME.get(policy, {})), cache, **options)
     assert double.recordings == passes_alone + (policy in FIXED)
     assert torch.equal(fixed.sequences, plain.sequences) and torch.equal(fixed.revealed, plain.revealed)
     torch.testing.assert_close(fixed.confidence, plain.confidence)

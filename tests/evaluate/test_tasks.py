@@ -65,6 +65,12 @@ def log_likelihood(model, context: str, continuation: str) -> float:
     return total
 
 
+def test_an_answer_longer_than_the_context_is_named(task_dir):
+    short = tiny_model(vocab_size=300, max_position_embeddings=2)
+    with pytest.raises(ValueError, match="an answer has 3 tokens and the model's context 2: a question can be cut"):
+        evaluate_tasks(short, tiny_tokenizer(), ["local_likelihood"], task_dir)
+
+
 def test_metrics_equal_likelihoods_token_by_token(task_dir, model):
     scores = evaluate_tasks(model, tiny_tokenizer(), ["local_likelihood", "local_choice"], task_dir, batch_size=2)
     likelihoods = [log_likelihood(model, d["context"], d["continuation"]) for d in DOCUMENTS]

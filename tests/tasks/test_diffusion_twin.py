@@ -42,9 +42,14 @@ def write(folder, **sections):
 
 def test_one_report_has_the_exact_score_beside_the_bound(tmp_path):
     path = write(tmp_path)
-    results = compare(path, tmp_path, say=lambda line: None)
+    lines: list[str] = []
+    results = compare(path, tmp_path, say=lines.append)
     masked, twin = results.runs
     assert not results.failures
+    for one, kind in ((masked, "upper bound"), (twin, "exact")):
+        said = f"{one.scores['bits_per_byte_bound']:.3f} bits per byte ({kind})"
+        assert any(line.startswith(f"{one.folder}: {said}") for line in lines), lines
+        assert f"name: bits per byte ({kind})" in (tmp_path / "twins" / one.folder / "model" / "README.md").read_text()
     assert (masked.exact, twin.exact, twin.error) == (False, True, None) and masked.error > 0
     assert masked.params == twin.params and masked.train_flops > twin.train_flops  # attention over all of a row
     page = (tmp_path / "twins" / "report.html").read_text()

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class DiffusionGenerationConfig:
         top_k, top_p: sample among the k likeliest tokens, or the fewest with this mass (at temperature T).
         policy: which tokens a step reveals; a method or its name (`fathom methods`).
         schedule: how many tokens a step reveals: "linear", "dream" or "exact" (schedules.py).
-        block_cache: which columns a step computes; a method or its name. None computes all.
+        block_cache: which columns a step computes; a method or its name. None, and "none", compute all.
         cfg_scale: w of l = l_u + (w + 1)(l_c − l_u), where l_u is for masks in place of the prompt; 0: none.
         cfg_keep_tokens: tokens of the prompt that stay under guidance.
         suppress_eos: "confidence" reveals EOS last; "logit" never predicts it; None: neither.
@@ -96,10 +97,11 @@ class DiffusionGenerationConfig:
 
         whole = ("max_new_tokens", "block_length", "steps", "top_k", "mask_token_id", "pad_token_id")
         check_kinds(self, whole, ("temperature", "top_p", "cfg_scale"))
-        for axis, known, kind in (("policy", POLICIES, Policy), ("block_cache", BLOCK_CACHES, BlockCache)):
+        caches = {"none": BlockCache, **BLOCK_CACHES}
+        for axis, known, kind in (("policy", POLICIES, Policy), ("block_cache", caches, BlockCache)):
             value = getattr(self, axis)
             if not isinstance(value, str | kind) and not (value is None and kind is BlockCache):
-                self._refuse(axis, f"give a name, or a method such as {next(iter(known.values())).__name__}()")
+                self._refuse(axis, f"give a name, or a method such as {[*known.values()][-1].__name__}()")
             if isinstance(value, str):
                 if value not in known:
                     self._refuse(axis, f"no such method{nearest(value, list(known))}; there are {', '.join(known)}")
@@ -414,22 +416,24 @@ class Sampler:
             states, columns = cache.states(torch.cat([canvas, free]), hidden.repeat(2, 1), step, quota.repeat(2))
         else:
             states, columns = cache.states(canvas, hidden, step, quota)
-        first_alone = config.block_cache.first_reveal(block, step)  # type: ignore[union-attr]
+        inside = hidden[:, block.start : block.stop]
+        first = torch.arange(inside.shape[1], device=canvas.device) == 0
+        if config.block_cache.first_reveal(block, step):  # type: ignore[union-attr]  # the first token, and it alone
+            inside = inside & first
+            quota = inside.sum(1)
         of_step = policy.of_step(block, step, canvas.device)
-        place = None if first_alone else self.fixed_place(block, columns)
+        place = self.fixed_place(block, columns)
         if place is not None:
-            size = block.stop - block.start
-            inputs = [states[:, place : place + size], hidden[:, block.start : block.stop], quota]
+            if place < 0:  # nothing predicts the first token
+                states, inside, place = F.pad(states, (0, 0, 1, 0)), inside & ~first, 0
+            inputs = [states[:, place : place + inside.shape[1]], inside, quota]
             inputs += [] if of_step is None else [of_step]
             if step == block.steps - 1:
                 return self.reveal(memory, *inputs, last=True)
             return cache.passes.replayed("reveal", functools.partial(self.reveal, memory), *inputs)
         # guidance computes the same columns of both halves
         at = columns.places(block.predictors(canvas.device), canvas.shape[1])[:rows]
-        candidates = hidden[:, block.start : block.stop] & (at >= 0)
-        if first_alone:
-            candidates = candidates & (torch.arange(candidates.shape[1], device=canvas.device) == 0)
-            quota = candidates.sum(1)
+        candidates = inside & (at >= 0)
 
         def states_of(rows_at: Tensor, index: Tensor) -> Tensor:
             """The logits of some states, by row and place."""
@@ -471,14 +475,15 @@ class Sampler:
         return self.decide(view, quota, memory)
 
     def fixed_place(self, block: Block, columns: Any) -> int | None:
-        """Indices among the columns of a pass of the states that predict the block, in order; None where they
-        do not, and where a step has no fixed shape."""
+        """The index among the columns of a pass of the states that predict the block, in order; −1 where they lack the
+        first token's, as after the official first step of shifted models. None where they do not predict the block, and
+        where a step has no fixed shape."""
         config, start = self.config, block.start - int(block.shift)
         fixed = config.policy.fixed_shape and config.temperature == 0  # type: ignore[union-attr]
         if not fixed or columns.start is None or start < 0 or not records(self.canvas.device):
             return None
         place = start - columns.start
-        return place if 0 <= place <= columns.index.shape[1] - (block.stop - block.start) else None
+        return place if -int(block.shift) <= place <= columns.index.shape[1] - (block.stop - block.start) else None
 
     def reveal(
         self, memory: Any, states: Float[Tensor, "R n d"], hidden: Bool[Tensor, "B n"], quota: Int[Tensor, " B"],

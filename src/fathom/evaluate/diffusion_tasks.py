@@ -20,6 +20,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from fathom.diffusion.base import own_blocks
 from fathom.diffusion.likelihood import bound
+from fathom.evaluate.tasks import answers_fit
 
 DRAWS = 128
 BLOCK = 32
@@ -32,9 +33,8 @@ class DiffusionLM(HFLM):
         self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
         """(−bound in nats, greedy) of each ((context, continuation), context ids, continuation ids)."""
-        rows = [
-            ((before + after)[-self.max_length :], min(len(after), self.max_length)) for _, before, after in requests
-        ]
+        answers_fit(requests, self.max_length)
+        rows = [((before + after)[-self.max_length :], len(after)) for _, before, after in requests]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         alike = sorted(range(len(rows)), key=lambda i: (len(rows[i][0]), rows[i][1]))
         for (_, size), group in itertools.groupby(alike, key=lambda i: (len(rows[i][0]), rows[i][1])):

@@ -73,7 +73,10 @@ class Downstream:
         said = hashlib.sha256(repr({**asdict(self), "batch_size": None}).encode())
         files = Path(self.task_dir).rglob("*") if self.task_dir is not None else ()
         for path in sorted(path for path in files if path.is_file()):
-            said.update(path.name.encode() + path.read_bytes())
+            said.update(path.name.encode())
+            with path.open("rb") as file:  # data may be larger than memory
+                while block := file.read(1 << 20):
+                    said.update(block)
         return said.hexdigest()
 
     def measure(self, model: Any, tokenizer: Any) -> dict[str, Accuracy]:

@@ -38,8 +38,8 @@ def evaluate_tasks(
     Raises:
         ImportError: lm_eval is not installed.
         FileNotFoundError: no such `task_dir`.
-        ValueError: an unknown task (the nearest is named), limit or batch_size below 1, num_fewshot below 0, or no chat
-            template.
+        ValueError: an unknown task (the nearest is named), limit or batch_size below 1, num_fewshot below 0, no chat
+            template, or an answer that is longer than the model's context.
     """
     for argument, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and value < least:
@@ -50,7 +50,12 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    kind: Any = HFLM
+    class LanguageModel(HFLM):
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+            answers_fit(requests, self.max_length)  # lm_eval asserts it
+            return super()._loglikelihood_tokens(requests, *args, **options)
+
+    kind: Any = LanguageModel
     if is_diffusion(model):
         from fathom.evaluate.diffusion_tasks import DiffusionLM
 
@@ -68,6 +73,16 @@ def evaluate_tasks(
     )
     assert found is not None  # None only on ranks other than 0
     return {task: _metrics(row) for task, row in found["results"].items()}
+
+
+def answers_fit(requests: Any, positions: int) -> None:
+    """Raises ValueError where an answer, of (_, question ids, answer ids), is longer than the model's context."""
+    longest = max((len(answer) for _, _, answer in requests), default=0)
+    if longest > positions:
+        raise ValueError(
+            f"an answer has {longest} tokens and the model's context {positions}: a question can be cut, it can not; "
+            "leave its task out, or take a model with a longer context"
+        )
 
 
 def find_tasks(tasks: list[str], task_dir: str | Path | None = None) -> Any:
