@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spider_decoder import questions
 from transformers import AutoTokenizer
 
 from fathom.tables.picard import Picard
-from fathom.tables.questions import Databases, verdict
+from fathom.tables.questions import Databases, read_gold, verdict
 from fathom.tables.rasat import Rasat
 from fathom.tables.source import Source, answer_text
 from fathom.tables.suites import write_filled
@@ -38,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer)
     tables = args.data / "spider" / "tables.json.xz"
-    asked = questions(args.data / "spider" / "dev.jsonl.xz")[: args.questions]
+    asked = read_gold(args.data / "spider" / "dev.jsonl.xz")[: args.questions]
     found: dict[str, Any] = {"machine": platform.machine(), "questions": len(asked)}
     draw = random.Random(0)
 

@@ -3,12 +3,16 @@
     python benchmarks/tables/spider_decoder.py SMOLLM2 text2sql OUT.json [--seed 0] [--fit-until UNIX_TIME]
     python benchmarks/tables/spider_decoder.py SMOLLM2 text2sql OUT.json --score
 
+For Spider-Syn and Spider-DK as well, both with --schemas DATA/tables.json --also DATA/syn.jsonl,DATA/dk.jsonl, after
+python recipes/make_text2sql.py text2sql DATA.
+
 SMOLLM2: a folder of a causal model of transformers. text2sql: the folder that has spider/train_spider.jsonl.xz,
 spider/dev.jsonl.xz and spider/tables.json.xz. The model learns `database | query` after the question and the schema,
 then answers the dev set greedily: freely, with the database's name given, and so under PICARD. Tables start from zero,
 so that both models begin as one; they learn from the same batches in turn. Scores are exact set match, and execution:
 the right query's rows on five databases filled with made-up rows, as the real ones are not at hand. --score puts them
-into OUT, question by question.
+into OUT, question by question, and beside them whether PICARD would have let the answer end. Answers to other sets are
+named after their files: "rasat named syn".
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import collections
 import contextlib
 import itertools
 import json
-import lzma
 import math
 import random
 import time
@@ -31,9 +34,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
+from fathom.tables.acceptor import Acceptor
 from fathom.tables.other_hosts import relate
 from fathom.tables.picard import Picard
-from fathom.tables.questions import Databases, Question, verdict
+from fathom.tables.questions import Databases, Question, read_gold, verdict
 from fathom.tables.source import Source, answer_text, begun, query_of
 from fathom.tables.suites import FilledDatabase
 
@@ -60,11 +64,6 @@ class AfterPrompt(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.processor(input_ids[:, self.prompt - 1 :], scores)
-
-
-def questions(path: Path) -> list[Question]:
-    rows = [json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines()]
-    return [Question((row["question"],), row["query"], row["db_id"], number) for number, row in enumerate(rows)]
 
 
 def encoded(asked: list[Question], tokenizer: Any, databases: Databases, tokens: int) -> list[Any]:
@@ -196,26 +195,36 @@ def rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - WARM) / max(1, steps - WARM))))
 
 
-def score(found: dict[str, Any], asked: list[Question], databases: Databases) -> None:
+def allows(acceptor: Acceptor, text: str) -> bool:
+    """Whether PICARD lets an answer end as it does."""
+    state = acceptor.advance(Acceptor.START, text)
+    return state is not None and acceptor.complete(state)
+
+
+def score(found: dict[str, Any], sets: dict[str, list[Question]], databases: Databases) -> None:
     """Verdicts of all answers of all models."""
     right: dict[str, list[str]] = collections.defaultdict(list)
-    for question in asked:
+    for question in itertools.chain(*sets.values()):
         right[question.database].append(question.query)
     filled = {
         name: [FilledDatabase(databases.schema(name), seed, queries) for seed in range(FILLED)]
         for name, queries in right.items()
     }
-    for said in found["answers"].values():
+    acceptor = Acceptor({databases.schema(name).name: databases.schema(name) for name in right})
+    for name, said in found["answers"].items():
+        asked = sets[" ".join(name.split()[2:])]
         verdicts = [
             verdict(query, question, databases, filled) for query, question in zip(said["said"], asked, strict=True)
         ]
         levels = collections.Counter(str(v.hardness) for v in verdicts)
         said["questions"] = dict(levels)
-        for name in ("exact", "execution", "runs"):
-            ones = [bool(getattr(v, name)) for v in verdicts]
-            said[name] = sum(ones) / len(ones)
-            said[f"{name}_of"] = "".join("01"[one] for one in ones)
-            said[f"{name}_by_hardness"] = {
+        judged = {kind: [bool(getattr(v, kind)) for v in verdicts] for kind in ("exact", "execution", "runs")}
+        texts = [answer_text(q, databases.schema(o.database).name) for q, o in zip(said["said"], asked, strict=True)]
+        judged["allowed"] = [bool(query) and allows(acceptor, text) for query, text in zip(said["said"], texts)]
+        for kind, ones in judged.items():
+            said[kind] = sum(ones) / len(ones)
+            said[f"{kind}_of"] = "".join("01"[one] for one in ones)
+            said[f"{kind}_by_hardness"] = {
                 level: sum(one for one, v in zip(ones, verdicts, strict=True) if str(v.hardness) == level) / count
                 for level, count in levels.items()
             }
@@ -231,7 +240,9 @@ PAIRS = (
 def gaps(answers: dict[str, Any], draws: int = 2000) -> list[dict[str, Any]]:
     """Differences of the scores, with 95 % intervals of a bootstrap over the questions."""
     found = []
-    for one, other in PAIRS:
+    sets = dict.fromkeys(" ".join(name.split()[2:]) for name in answers)
+    pairs = [(f"{one} {name}".strip(), f"{other} {name}".strip()) for name in sets for one, other in PAIRS]
+    for one, other in pairs:
         if one in answers and other in answers:
             row: dict[str, Any] = {"contestant": one, "against": other}
             for name in ("exact", "execution"):
@@ -265,19 +276,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="questions that are answered at once")
     parser.add_argument("--ways", default="free,named,picard", help="how the dev set is answered, in this order")
     parser.add_argument("--memory", type=float, default=20, help="most GB of the GPU that it takes")
+    parser.add_argument("--also", default="", help="further sets: JSONL files with question, query and db_id")
+    parser.add_argument("--schemas", type=Path, help="of all sets; without it Spider's own")
     parser.add_argument("--score", action="store_true")
     args = parser.parse_args()
-    asked = questions(args.data / "spider" / "dev.jsonl.xz")[: args.test]
+    sets = {"": read_gold(args.data / "spider" / "dev.jsonl.xz")[: args.test]}
+    sets |= {Path(path).stem: read_gold(path)[: args.test] for path in args.also.split(",") if path}
 
     def keep() -> None:
         part = args.output.with_suffix(".part")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(args.output)
 
-    with Databases(None, args.data / "spider" / "tables.json.xz") as databases:
+    with Databases(None, args.schemas or args.data / "spider" / "tables.json.xz") as databases:
         if args.score:
             found = json.loads(args.output.read_text("utf-8"))
-            score(found, asked, databases)
+            score(found, sets, databases)
             found["differences"] = gaps(found["answers"])
             keep()
             for name, said in found["answers"].items():
@@ -292,7 +306,7 @@ def main() -> None:
         learners = [Learner(name, args, device) for name in args.relations.split(",")]
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         found = {"arguments": {k: str(v) for k, v in vars(args).items()}, "losses": [], "answers": {}}
-        learned = encoded(questions(args.data / "spider" / "train_spider.jsonl.xz"), tokenizer, databases, args.tokens)
+        learned = encoded(read_gold(args.data / "spider" / "train_spider.jsonl.xz"), tokenizer, databases, args.tokens)
         drawn, steps, step, timed = batches(learned, args.batch, random.Random(args.seed)), args.steps, 0, 0.0
         while step < steps:
             rows = next(drawn)
@@ -313,16 +327,16 @@ def main() -> None:
                 found["steps"] = step
                 print(*found["losses"][-1], flush=True)
                 keep()
-        rows = encoded(asked, tokenizer, databases, args.tokens)
-        for how in args.ways.split(","):
+        rows = {name: encoded(asked, tokenizer, databases, args.tokens) for name, asked in sets.items()}
+        for how, (name, asked) in itertools.product(args.ways.split(","), sets.items()):
             named, picard = HOW[how]
             for learner in learners:
                 if time.time() > args.until:
                     return
-                said, counts = learner.answers(rows, asked, databases, tokenizer, pad, args.width, named, picard)
-                found["answers"][f"{learner.name} {how}"] = {"said": said, **counts}
+                said, counts = learner.answers(rows[name], asked, databases, tokenizer, pad, args.width, named, picard)
+                found["answers"][f"{learner.name} {how} {name}".strip()] = {"said": said, **counts}
                 exact = [verdict(query, one, databases).exact for query, one in zip(said, asked, strict=True)]
-                print(learner.name, how, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
+                print(learner.name, how, name, sum(map(bool, exact)) / len(exact), counts, said[:3], flush=True)
                 keep()
 
 

@@ -93,21 +93,24 @@ def ask(
 
 @app.command()
 def score(
-    gold: Annotated[Path, typer.Argument(help="Right queries: lines `query<TAB>database`, or JSONL.")],
-    predicted: Annotated[Path, typer.Argument(help="Predicted queries: a line each, or JSONL with `query`.")],
+    gold: Annotated[Path, typer.Argument(help="Right queries: lines `query<TAB>database`, JSONL or a JSON list.")],
+    predicted: Annotated[Path, typer.Argument(help="Predicted queries: a line each, or JSON rows with `query`.")],
     db: Annotated[Path | None, typer.Option(help="Folder of SQLite files.")] = None,
-    schemas: Annotated[Path | None, typer.Option(help="A file like Spider's tables.json.")] = None,
+    schemas: Annotated[list[Path] | None, typer.Option(help="A file like Spider's tables.json; repeatable.")] = None,
     suites: Annotated[int, typer.Option(min=0, help="Filled databases of a test suite for each database.")] = 0,
+    without: Annotated[list[str] | None, typer.Option(help="A database to leave out; repeatable.")] = None,
     json_output: Json = False,
 ) -> None:
     """Score predicted queries of any system by exact set match and execution, by hardness and by dialogue.
 
-    In text files an empty line ends a dialogue, as in the official scripts of SParC and CoSQL.
+    In text files an empty line ends a dialogue, as in the official scripts of SParC and CoSQL. Execution on a
+    database's own rows is told apart from that on made-up ones, of --suites, where it has no file.
 
     \b
     Example:
       fathom table score dev_gold.sql predictions.txt --db database --schemas tables.json
     """
+    from fathom.models.registry import nearest
     from fathom.tables.questions import Databases, read_gold, read_predicted, summary, verdict
     from fathom.tables.suites import suites_of
 
@@ -118,9 +121,17 @@ def score(
             f"{predicted}: has {len(said)} queries, and {gold} has {len(questions)}; give one for each, in files with "
             "dialogues a word such as `none` where there is no prediction"
         )
+    for name in without or ():
+        known = {question.database for question in questions}
+        if name not in known:
+            raise ValueError(f"--without {name}: {gold} has no such database{nearest(name, list(known))}")
+    pairs = [pair for pair in zip(said, questions, strict=True) if pair[1].database not in (without or ())]
+    if not pairs:
+        raise ValueError(f"--without leaves no question of {gold}")
+    questions = [question for _, question in pairs]
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
-        found = summary([verdict(*pair, databases, more) for pair in zip(said, questions, strict=True)], questions)
+        found = summary([verdict(*pair, databases, more) for pair in pairs], questions)
     if json_output:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -128,7 +139,8 @@ def score(
         value = found[name]
         of = f" of {found[f'{name}_of']:,}" if f"{name}_of" in found else ""
         typer.echo(f"{name:24}{'not known' if value is None else f'{value:.3f}'}{of}")
-    for level, part in found["by_hardness"].items():
+    parts = {f"{rows} rows": part for rows, part in found["by_rows"].items() if rows != "none"}
+    for level, part in {**found["by_hardness"], **parts}.items():
         shown = [f"{key} {value:.3f}" for key in ("exact", "execution") if (value := part[key]) is not None]
         typer.echo(f"  {level:22}{part['questions']:6,} questions  {'  '.join(shown)}")
 

@@ -63,6 +63,17 @@ def test_tfidf_is_scikit_learns():
         assert TfIdf().scores(asked, texts) == pytest.approx(expected.tolist(), abs=1e-12)
 
 
+class MeanOfAnUntrainedEncoder(TSDAE):
+    """Cosine of the mean states of the query and of each sentence by itself."""
+
+    @torch.no_grad()
+    def scores(self, asked, sentences):
+        def mean(text):
+            return self.encoder(input_ids=torch.tensor([self.ids(text)])).last_hidden_state.mean(1)
+
+        return [torch.cosine_similarity(mean(asked), mean(text)).item() for text in sentences]
+
+
 def test_what_retrievers_have_in_common():
     asked = query(GRID)
     for retriever in (TfIdf(), Random(), TSDAE(None, tokenizer(), **TINY), CrossEncoder(None, tokenizer(), **TINY)):
@@ -77,6 +88,8 @@ def test_what_retrievers_have_in_common():
         assert retriever.top(asked, [], 3) == []
     planted = "our net 27.5 model F1 time"
     assert TfIdf().top(asked, [*GRID.background, planted], 1) == [planted]
+    untrained = MeanOfAnUntrainedEncoder(None, tokenizer(), **TINY).eval()
+    assert untrained.top(planted, [*GRID.background, planted], 1) == [planted]
     found = {tuple(Random(seed).top(asked, GRID.background, 3)) for seed in range(9)}
     assert len(found) > 3
 

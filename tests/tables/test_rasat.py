@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from fathom import FathomT5Config, FathomT5ForConditionalGeneration
+from fathom.models.encoder_configs import FathomLongT5Config
 from fathom.models.registry import build_options
+from fathom.models.seq2seq_longt5 import FathomLongT5ForConditionalGeneration
 from fathom.models.seq2seq_t5 import check_ids
 from fathom.tables.rasat import RELATIONS, Rasat, count, ids
+from fathom.tables.text.configuration import FathomTableT5Config
+from fathom.tables.text.models import FathomTableT5ForConditionalGeneration
 from tiny import assert_close, perturb
 
 VOCABULARY = 61
@@ -147,6 +152,28 @@ def test_beam_search_scores_are_those_of_the_sequence():
         torch.testing.assert_close(steps[real], taken[:, : steps.shape[1]][real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (FathomT5Config, FathomT5ForConditionalGeneration),
+        (FathomLongT5Config, FathomLongT5ForConditionalGeneration),
+        (FathomTableT5Config, FathomTableT5ForConditionalGeneration),
+    ],
+)
+def test_a_decoder_may_be_deeper_than_the_encoder_or_less_deep(config, model):
+    for layers in (3, 1):
+        torch.manual_seed(0)
+        made = model(
+            config(
+                vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=layers, num_heads=2,
+                dropout_rate=0.0, decoder_start_token_id=0,
+            )
+        ).eval()  # fmt: skip
+        ids = torch.arange(3, 12)[None]
+        cached, anew = (made.generate(ids, max_new_tokens=5, min_new_tokens=5, use_cache=use) for use in (True, False))
+        assert torch.equal(cached, anew) and made.config.num_layers == 2
+
+
 def test_saved_and_loaded_as_itself_and_as_stock(tmp_path):
     model, given = rasat(init="small", coreference=True), batch(9, 6)
     model.save_pretrained(tmp_path)
@@ -161,6 +188,28 @@ def test_saved_and_loaded_as_itself_and_as_stock(tmp_path):
     back = T5ForConditionalGeneration.from_pretrained(tmp_path / "stock").eval()
     text = only(given, "input_ids", "attention_mask", "labels")
     assert torch.equal(back(**text).logits, stock()[1](**text).logits)
+
+
+def test_peft_adapts_it_and_keeps_its_relations(tmp_path):
+    given, how = batch(9, 6), LoraConfig(r=2, target_modules=["q", "v"], modules_to_save=["relations"])
+    model = get_peft_model(rasat(init="small"), how)
+    model(**given).loss.backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-3] for name in trained if "relations" in name} == {"default"} and any(
+        "lora_" in name for name in trained
+    )
+    with torch.no_grad():
+        for p in trained.values():
+            p.sub_(p.grad)
+    expected = model.eval()(**given).logits.detach()
+    assert not torch.allclose(expected, rasat(init="small")(**given).logits)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(rasat(init="small"), tmp_path).eval()
+    assert torch.equal(again(**given).logits, expected)
+    source = only(given, "input_ids", "attention_mask", "relation_ids")
+    assert torch.equal(
+        again.generate(**source, max_new_tokens=4), again.merge_and_unload().generate(**source, max_new_tokens=4)
+    )
 
 
 def test_recomputed_layers_have_the_same_gradients():

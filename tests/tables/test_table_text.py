@@ -27,10 +27,11 @@ from fathom.tables.text import (
     PromptMize,
     Table,
     TableGenerator,
+    TablePlain,
 )
 from fathom.tables.text.adapter import is_knowledge
 from fathom.tables.text.base import from_dict, planner_for
-from fathom.tables.text.generator import MODELS, Stages
+from fathom.tables.text.generator import MODELS, TARGET_TOKENS, Stages
 from fathom.tables.text.knowledge import knowledge_pairs, mask_entities, mask_fill, mask_runs, mask_spans, unmask
 from fathom.tables.text.linearize import (
     CONTENT,
@@ -96,6 +97,28 @@ def test_a_source_is_table_plan_prototypes_each_within_its_length():
         lines.source(table, ["colour"])
     with pytest.raises(ValueError, match="an item comes twice"):
         lines.source(table, ["name", "name"])
+
+
+def test_lengths_are_the_sheets_unless_told():
+    lines = TableLinearizer(tokenizer())
+    table = Table(tuple((f"a very long name of key {i}", "Thai food") for i in range(60)))
+    near = "Al serves Thai food near the river . " * 20
+    ids = lines.source(table, table.keys[:2], [near] * 3)
+    marks = [i for i, token in enumerate(ids) if tokenizer().decode([token]) in (CONTENT, CONTEXT)]
+    assert marks == [300, 305, 310, 360, 410] and len(ids) == 460
+    assert TARGET_TOKENS == 90 and AKG().table_tokens == 300 and AKG().prototype_tokens == 50
+
+
+@torch.no_grad()
+def test_without_a_plan_a_new_zero_adapter_is_the_plain_model(folders):
+    """Sources and logits of PromptMize without its planner are those of the host on the table alone."""
+    table = pairs()[0][0]
+    method = PromptMize(planner="none", reduction=4, zero_init_up=True)
+    ours, plain = (TableGenerator.from_pretrained(folders["bart"], m) for m in (method, TablePlain()))
+    source, target = ours.source(table), ours.target("Alan serves Thai food .", 90)
+    assert source == plain.source(table) == TableLinearizer(tokenizer()).table(table)
+    found = [g.model.eval()(torch.tensor([source]), labels=torch.tensor([target])).logits for g in (ours, plain)]
+    assert ours.method.adapts and torch.equal(*found)
 
 
 def test_a_stranger_cannot_write_markers():
@@ -339,9 +362,13 @@ def test_a_selector_learns_which_sentences_look_like_descriptions():
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "llama"])
-def test_each_stage_changes_its_own_parameters_alone(family, folders):
-    generator = TableGenerator.from_pretrained(folders[family], AKG(reduction=4), CORPUS)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("t5", AKG(reduction=4)), ("bart", PromptMize(planner="oracle", reduction=4)), ("llama", AKG(reduction=4))],
+    ids=["t5", "bart", "llama"],
+)
+def test_each_stage_changes_its_own_parameters_alone(family, method, folders):
+    generator = TableGenerator.from_pretrained(folders[family], method, CORPUS)
     model = generator.model
     was = {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -426,7 +453,20 @@ def test_descriptions_of_rows_are_learned_with_background_that_is_given(folders)
     assert "The base is a tree." in tokenizer().decode(source)
     with pytest.raises(ValueError, match="retriever=None"):
         generator.source(GRID)
-    assert len(generator.describe([GRID, GRID], beams=1, max_new_tokens=3, backgrounds=given)) == 2
+    other = dataclasses.replace(GRID, highlights=("old",))
+    said = generator.describe([GRID, other], beams=1, max_new_tokens=3, backgrounds=given)
+    alone = zip((GRID, other), given, strict=True)
+    assert said == [generator.describe(g, beams=1, max_new_tokens=3, backgrounds=[b])[0] for g, b in alone]
+
+
+def test_a_cut_source_keeps_its_markers_where_they_have_room(folders):
+    """The background is cut first, then the caption; <H> and <CAP> stand as long as what is before them fits."""
+    whole = TableGenerator.from_pretrained(folders["t5"], CTRLSciTab()).source(GRID, background=GRID.background[:3])
+    marks = [whole.index(tokenizer().convert_tokens_to_ids(mark)) for mark in ("<H>", "<CAP>", "<BKG>")]
+    assert marks == sorted(marks)
+    for room in (marks[1] + 1, marks[2], marks[2] + 3, len(whole)):
+        generator = TableGenerator.from_pretrained(folders["t5"], CTRLSciTab(source_tokens=room))
+        assert generator.source(GRID, background=GRID.background[:3]) == whole[:room]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -504,6 +544,10 @@ def test_padding_on_either_side_changes_nothing(folders):
         out = model.generate(padded, attention_mask=torch.nn.functional.pad(mask, sides), max_new_tokens=6)
         # T5's positions are relative, so a source is the same wherever it stands
         assert torch.equal(out, alone)
+    generator = TableGenerator.from_pretrained(folders["bart"], AKG(reduction=4, prototypes=0))
+    tables = [pairs()[0][0], Table((("name", "Bo"),))]  # of two lengths; BART counts positions from the left
+    said = generator.describe(tables, beams=2, max_new_tokens=6)
+    assert said == [generator.describe(table, beams=2, max_new_tokens=6)[0] for table in tables]
 
 
 def test_auto_means_pointer_for_few_pairs_and_crf_for_many():

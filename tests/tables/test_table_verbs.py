@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import lzma
+from pathlib import Path
 
 import pytest
 import small_databases
@@ -124,6 +127,90 @@ def test_gold_against_itself_is_right_and_the_last_dialogue_counts(run, tmp_path
     (tmp_path / "said.jsonl").write_text("".join(json.dumps({"query": query}) + "\n" for query in wrong))
     again = json.loads(run("score", tmp_path / "gold.jsonl", tmp_path / "said.jsonl", "--db", tmp_path, "--json")[1])
     assert again == found
+
+
+def test_published_sets_are_read_as_they_come_and_parts_are_told_apart(run, tmp_path):
+    """A packed JSON list of two databases, of which one has a file; as Spider-Syn's and Spider-DK's are."""
+    files = tmp_path / "files"
+    files.mkdir()
+    small_databases.make(files)
+    entry = {
+        "db_id": "shop", "table_names_original": ["item"], "table_names": ["item"], "primary_keys": [1],
+        "column_names_original": [[-1, "*"], [0, "id"], [0, "name"]], "foreign_keys": [],
+        "column_names": [[-1, "*"], [0, "id"], [0, "name"]], "column_types": ["text", "number", "text"],
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps([entry]))
+    (tmp_path / "b.json").write_text(json.dumps([{**entry, "db_id": "other"}]))
+    rows = [{"db_id": "county", "query": query, "SpiderSynQuestion": "?"} for query in QUERIES]
+    rows.append({"db_id": "shop", "query": "SELECT name FROM item"})
+    gold, said = tmp_path / "gold.json.xz", tmp_path / "said.json"
+    gold.write_bytes(lzma.compress(json.dumps(rows).encode()))
+    said.write_text(json.dumps([*rows[:2], rows[0], {"query": "SELECT name FROM item"}]))
+    given = ("score", gold, said, "--db", files, "--schemas", tmp_path / "b.json", "--schemas", tmp_path / "a.json")
+    found = json.loads(run(*given, "--suites", 1, "--json")[1])
+    assert (found["exact"], found["execution"], found["runs"]) == (0.75, 0.75, 1)
+    assert {name: part["questions"] for name, part in found["by_rows"].items()} == {"the file's": 3, "made up": 1}
+    assert (
+        found["by_rows"]["the file's"]["execution"] == found["by_database"]["county"]["exact"] == pytest.approx(2 / 3)
+    )
+    assert "  made up rows               1 questions  exact 1.000  execution 1.000" in run(*given, "--suites", 1)[1]
+    assert json.loads(run(*given, "--json")[1])["by_rows"]["none"]["execution"] is None  # no file, no suite
+    kept = json.loads(run(*given, "--suites", 1, "--without", "county", "--json")[1])
+    assert kept["questions"] == kept["exact"] == kept["execution"] == 1 and list(kept["by_database"]) == ["shop"]
+    code, _, error = run(*given, "--without", "shops")
+    assert code == 2 and "--without shops:" in error and "has no such database (did you mean 'shop'?)" in error
+    assert "leaves no question" in run(*given, "--without", "shop", "--without", "county")[2]
+    for name, text, match in (
+        ("bad.json", "{}", "must be a list of objects"), ("bad.json", "[1]", "bad.json, row 0: must be an object"),
+        ("bad.json", '{"a": 1}\n{"a": 2}', "rows one a line belong in a file named .jsonl"),
+        ("bad.json.xz", "no archive", "damaged or truncated .xz file"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text)
+        code, _, error = run("score", gold, tmp_path / name, "--db", files)
+        assert code == 2 and match in error and len(error.splitlines()) == 1
+
+
+def test_evaluation_sets_become_rows_and_folds_part_databases(run, tmp_path, monkeypatch, capsys):
+    data, out, found = tmp_path / "data", tmp_path / "out", {}
+    dialogue = {"interaction": [{"utterance": "a", "query": QUERIES[0]}]}
+    sets = {
+        "spider/tables.json": [{"db_id": "a"}], "spider-variants/spider_dk_new_tables.json": [{"db_id": "b"}],
+        "spider/train_spider.jsonl": [{"db_id": "a", "question": "?", "query": "q", "more": 1}],
+        "spider-variants/spider_syn_dev.json": [
+            {"db_id": "a", "SpiderQuestion": "plain", "SpiderSynQuestion": "other words", "query": "q"}
+        ],
+        "sparc/dev.jsonl": [{"db_id": name, **dialogue} for name in "aaabbcdefg"],
+    }  # fmt: skip
+    for name, rows in sets.items():
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
+        (data / f"{name}.xz").write_bytes(lzma.compress(text.encode()))
+    (data / "databases").mkdir()
+    small_databases.make(data / "databases")
+    path = Path(__file__).parents[2] / "recipes" / "make_text2sql.py"
+    spec = importlib.util.spec_from_file_location("make_text2sql", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", ["make_text2sql.py", str(data), str(out)])
+    module.main()
+    assert json.loads((out / "syn.jsonl").read_text())["question"] == "other words"
+    assert [entry["db_id"] for entry in json.loads((out / "tables.json").read_text())] == ["a", "b"]
+    assert (out / "databases" / "county.sqlite").is_file() and not (out / "dk.jsonl").exists()
+    for number in range(5):
+        parts = [
+            [json.loads(line) for line in (out / "sparc" / f"fold-{number}" / f"{part}.jsonl").open()]
+            for part in ("train", "held-out")
+        ]
+        assert parts[0][0]["question"] == "?" and len(parts[0]) + len(parts[1]) == 11
+        held = {row["db_id"] for row in parts[1]}
+        assert held.isdisjoint(row["db_id"] for row in parts[0][1:]) and found.keys().isdisjoint(held)
+        found.update(dict.fromkeys(held, len(parts[1])))
+    assert set(found) == set("abcdefg") and max(found.values()) == 3
+    small_databases.make(tmp_path)
+    held = tmp_path / "held.jsonl"  # a fold's rows are gold queries
+    held.write_text(json.dumps({"db_id": "county", **dialogue}))
+    (tmp_path / "said.txt").write_text(QUERIES[0])
+    assert json.loads(run("score", held, tmp_path / "said.txt", "--db", tmp_path, "--json")[1])["exact"] == 1
 
 
 def test_predictions_stay_beside_their_questions(run, tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import lzma
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,18 +45,21 @@ class Question:
 
 class Databases:
     """The databases of a folder, `NAME.sqlite` or `NAME/NAME.sqlite`, with names in words from a file like Spider's
-    tables.json. A database without a file has only a schema.
+    tables.json, or from several. A database without a file has only a schema.
 
     Raises FileNotFoundError for a folder or file that is not there.
     """
 
-    def __init__(self, folder: str | Path | None, schemas: str | Path | None = None):
-        if folder is None and schemas is None:
-            raise ValueError("databases=None and schemas=None: name a folder of SQLite files, a tables.json, or both")
+    def __init__(self, folder: str | Path | None, schemas: str | Path | Sequence[str | Path] | None = None):
+        if folder is None and not schemas:
+            raise ValueError(
+                "databases=None and schemas=None: name a folder of SQLite files (--db) or a tables.json (--schemas)"
+            )
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None and not self.folder.is_dir():
-            raise FileNotFoundError(f"databases={str(folder)!r}: no such folder")
-        self.described = {} if schemas is None else read_schemas(schemas)
+            raise FileNotFoundError(f"databases={str(folder)!r}: no such folder of SQLite files")
+        files = [schemas] if isinstance(schemas, str | Path) else schemas or []
+        self.described = {name: schema for file in files for name, schema in read_schemas(file).items()}
         self._open: dict[str, Database | None] = {}
 
     def file(self, name: str) -> Path | None:
@@ -98,13 +104,14 @@ class Databases:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The judgement of one prediction: whether it matches, returns what it should and runs, and how hard the gold query
-    is.
+    is; `rows`: whose rows it was run on, "the file's" (and a suite's, if there is one) or "made up".
     None: undecidable, as the gold query cannot be read or the database has no file."""
 
     exact: bool | None
     execution: bool | None
     runs: bool | None
     hardness: str | None
+    rows: str | None = None
 
 
 def verdict(
@@ -124,7 +131,7 @@ def verdict(
         same: bool | None = execution_match(predicted, question.query, files)
     except QueryError:
         same = None
-    return Verdict(exact, same, _runs(predicted, files[0]), level)
+    return Verdict(exact, same, _runs(predicted, files[0]), level, "made up" if database is None else "the file's")
 
 
 def _runs(query: str, database: Database) -> bool:
@@ -152,18 +159,25 @@ def summary(verdicts: Sequence[Verdict], questions: Sequence[Question]) -> dict[
                 dialogues.setdefault(question.interaction, []).append(getattr(one, name))
         right = [all(turns) for turns in dialogues.values()]
         found[f"interaction_{name}"] = sum(right) / len(right) if right else None
-    levels: dict[str, list[Verdict]] = {}
-    for one in verdicts:
-        levels.setdefault(one.hardness or "unread", []).append(one)
-    found["by_hardness"] = {
-        level: {
+    found["by_hardness"] = _parts(verdicts, [one.hardness or "unread" for one in verdicts])
+    found["by_rows"] = _parts(verdicts, [one.rows or "none" for one in verdicts])
+    found["by_database"] = _parts(verdicts, [question.database for question in questions])
+    return found
+
+
+def _parts(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The shares of each part of the verdicts."""
+    parts: dict[str, list[Verdict]] = {}
+    for one, name in zip(verdicts, names, strict=True):
+        parts.setdefault(name, []).append(one)
+    return {
+        name: {
             "questions": len(ones),
             "exact": _share([v.exact for v in ones]),
             "execution": _share([v.execution for v in ones]),
         }
-        for level, ones in levels.items()
+        for name, ones in parts.items()
     }
-    return found
 
 
 def _share(values: Sequence[bool | None]) -> float | None:
@@ -207,10 +221,11 @@ def questions_of(
 
 
 def read_gold(path: str | Path) -> list[Question]:
-    """Right queries of a file: lines `query<TAB>database` with empty lines between dialogues, or JSONL rows with
-    "query" and "db_id", or with "interaction". Raises OSError, or ValueError that names the line."""
+    """Right queries of a file: lines `query<TAB>database` with empty lines between dialogues, or rows of JSONL or of a
+    JSON list with "query" and "db_id", or with "interaction"; plain, .gz or .xz. Raises OSError, or ValueError that
+    names the line."""
     path = Path(path)
-    if ".jsonl" in path.name:
+    if ".json" in path.name:
         found = [
             question
             for number, (row, where) in enumerate(_json_rows(path))
@@ -234,13 +249,13 @@ def read_gold(path: str | Path) -> list[Question]:
 
 
 def read_predicted(path: str | Path, questions: int | None = None) -> list[str]:
-    """Predicted queries of a file: one a line (what follows a tab is left out), or JSONL with "query".
+    """Predicted queries of a file: one a line (what follows a tab is left out), or JSONL, or a JSON list, with "query".
 
     Empty lines end dialogues. Where there are as many lines as `questions`, with them, they are predictions of nothing.
     Raises OSError, or ValueError that names the line.
     """
     path = Path(path)
-    if ".jsonl" in path.name:
+    if ".json" in path.name:
         found = []
         for row, where in _json_rows(path):
             if not isinstance(row.get("query"), str):
@@ -254,25 +269,49 @@ def read_predicted(path: str | Path, questions: int | None = None) -> list[str]:
     return [line.split("\t")[0].strip() for line in said]
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a file, which "\\n" alone ends: others of Unicode's line ends may stand in a query."""
+def _text(path: Path) -> str:
+    """The text of a file, unpacked if its name ends in .gz or .xz."""
+    raw = path.read_bytes()
     try:
-        lines = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        unpack: Any = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
+        return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: damaged or truncated {path.suffix} file ({error})") from None
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, which "\\n" alone ends: others of Unicode's line ends may stand in a query."""
+    lines = _text(path).split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def _json_rows(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a JSONL file, and where they stand."""
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: is no JSON ({error})") from None
+    """The rows of a JSONL file or of a JSON list, and where they stand."""
+    rows = _jsonl_rows(path) if ".jsonl" in path.name else _list_rows(path)
+    for row, where in rows:
         if not isinstance(row, dict):
             raise ValueError(f'{where}: must be an object with fields, as {{"query": …}}')
         yield row, where
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield json.loads(line), where
+            except ValueError as error:
+                raise ValueError(f"{where}: is no JSON ({error})") from None
+
+
+def _list_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    text = _text(path)
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON ({error}); rows one a line belong in a file named .jsonl") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: must be a list of objects with fields")
+    yield from ((row, f"{path}, row {number}") for number, row in enumerate(rows))
