@@ -91,6 +91,8 @@ def plot(out: dict[str, Any], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
 
     def line(place: Any, of: Any, xs: list[int], label: str, **style: Any) -> None:
+        if not xs:  # not trained
+            return
         shares, margins = zip(*(of(tokens) for tokens in xs), strict=True)
         place.errorbar(xs, shares, yerr=margins, label=label, marker="o", markersize=4, capsize=2, **style)
 

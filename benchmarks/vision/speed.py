@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from fathom.decoding.graphs import CudaGraphs
+from fathom.decoding.graphs import warm_and_record
 from fathom.vision import METHODS, compress_vision, from_dict
 from fathom.vision.base import Compressor, LanguageCompressor
 from fathom.vision.bench import layer_bytes, lengths_read
@@ -100,13 +100,7 @@ def prompt(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
     """`run` as a CUDA graph; on a CPU as it is."""
     run()
-    if not torch.cuda.is_available():
-        return run
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        run()
-    torch.cuda.current_stream().wait_stream(aside)
-    return CudaGraphs().record(run)
+    return warm_and_record(run, warm=1) if torch.cuda.is_available() else run
 
 
 def wait() -> None:

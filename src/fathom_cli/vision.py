@@ -34,7 +34,11 @@ Ratio = Annotated[str | None, typer.Option(help="Kept share of each side, such a
 
 def chosen(method: str, tokens: int | None, ratio: str | None, rescale: str | None = None) -> Any:
     """The compressor of a command line: the method with the options that were given."""
-    from fathom.vision import from_dict
+    from fathom.vision import METHODS, from_dict
+
+    if tokens is None and ratio is None and method in METHODS and method != "all_tokens":
+        share = ", or the kept share of each side by --ratio" if METHODS[method].makes_a_grid else ""
+        raise ValueError(f"--tokens: say how many vision tokens of every image --method {method} keeps{share}")
 
     options = {"tokens": tokens, "ratio": ratio, "rescale": rescale}
     return from_dict({"name": method, **{name: value for name, value in options.items() if value is not None}})
@@ -58,7 +62,7 @@ def load(model: str, device: str | None) -> tuple[Any, Any]:
 def read(path: Path) -> Any:
     """The picture of --image, as RGB. Raises OSError or ValueError that names the file; ImportError without Pillow."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise ImportError(f"--image {path} needs Pillow: pip install 'fathom-lm[media]'") from error
 
@@ -66,7 +70,7 @@ def read(path: Path) -> Any:
         raise FileNotFoundError(f"--image {path}: no such file")
     try:
         return Image.open(path).convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"--image {path}: not a readable image, or cut short ({error})") from error
 
 
@@ -129,13 +133,21 @@ def bench(
     if json_output:
         typer.echo(json.dumps(rows, indent=2))
         return
-    heads = f"{'prefill GFLOP':>15}{'step GFLOP':>12}{'KV MB':>9}{'first token s':>15}{'tokens/s':>10}"
+    heads = f"{'prefill GFLOP':>15}{'its layers':>12}{'closed form':>13}{'step GFLOP':>12}{'closed form':>13}"
+    heads += f"{'KV MB':>9}{'first token s':>15}{'tokens/s':>10}"
     typer.echo(f"{'method':18}{'tokens':>8}{heads}")
     for row in rows:
         if "refused" in row:
             typer.echo(f"{row['method']:18}  {row['refused']}")
             continue
-        costs = f"{row['prefill_flops'] / 1e9:15.3f}{row['step_flops'] / 1e9:12.3f}{row['kv_bytes'] / 1e6:9.3f}"
+        prefill, layers, layers_closed, step, step_closed = (
+            row[name] / 1e9
+            for name in (
+                "prefill_flops", "language_flops", "language_flops_closed", "step_flops", "step_flops_closed"
+            )
+        )  # fmt: skip
+        costs = f"{prefill:15.3f}{layers:12.3f}{layers_closed:13.3f}{step:12.3f}{step_closed:13.3f}"
+        costs += f"{row['kv_bytes'] / 1e6:9.3f}"
         times = f"{row['first_token_seconds']:15.3f}{row['tokens_per_second']:10.1f}"
         typer.echo(f"{row['method']:18}{row['vision_tokens']:8}{costs}{times}")
 

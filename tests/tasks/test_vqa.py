@@ -10,9 +10,11 @@ import torch
 import transformers as hf
 import yaml
 from cases import recipe
+from PIL import Image
 
 from fathom.cost.vision import kv_bytes, llava_flops, vision_tokens
 from fathom.train import MethodConfig, load_recipe, model_config, train_run
+from fathom.train.run_folder import content
 from fathom.vision import MQT, compress_vision
 from tiny_checkpoint import tiny_tokenizer
 
@@ -66,6 +68,22 @@ def test_two_stages_train_the_projector_then_the_language_model_of_given_folders
     assert not any(a[name].equal(b[name]) for name in a)
     again = train_run(loaded, MethodConfig("vanilla"), seed=0, folder=tmp_path / "run", data=data)
     assert again == result
+
+
+@pytest.mark.parametrize("compress", [{"name": "all_tokens"}, {"name": "average_pooling", "ratio": "1/2"}])
+def test_the_saved_processor_writes_as_many_placeholders_as_the_model_keeps(tmp_path, compress):
+    loaded, data = load(tmp_path, model={"vision_compress": compress}, training={"examples": 6})
+    result = train_run(loaded, MethodConfig("vanilla"), seed=0, folder=tmp_path / "run", data=data)
+    model = hf.AutoModelForImageTextToText.from_pretrained(result.model).eval()
+    processor = hf.AutoProcessor.from_pretrained(result.model)
+    from fathom.vision.scenes import scene
+
+    inputs = processor(images=scene(0, 1, True).draw(16), text="<image>", return_tensors="pt")
+    config = model.config.vision_config
+    side = config.image_size // config.patch_size
+    kept = side**2 if compress["name"] == "all_tokens" else (side // 2) ** 2
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == kept
+    assert torch.isfinite(model(**inputs).logits).all()
 
 
 def test_a_resampler_trains_with_its_model_and_then_serves_fewer_tokens(tmp_path):
@@ -180,6 +198,26 @@ def test_what_cannot_be_is_refused(sections, message, tmp_path):
         loaded = load_recipe(tmp_path / "recipe.yaml")
         model_config(loaded, MethodConfig("vanilla"))
         loaded.task.prepare(loaded.data, tmp_path / ".data")
+
+
+def test_scenes_of_a_folder_of_pictures_and_a_run_that_knows_its_files(tmp_path):
+    for part, names in (("pictures", "abcdefghi"), ("photographs", "j"), ("new_photographs", "k")):
+        (tmp_path / part).mkdir()
+        for at, name in enumerate(names):
+            Image.new("RGBA", (8, 8), (25 * at, 99, 0, 255)).save(tmp_path / part / f"{name * 3}.png")
+    task = {"name": "vqa", "side": 16, "scenes": 12, "questions": 72, "asked": 2, "pictures": str(tmp_path)}
+    rows = {"block_size": 60}
+    loaded, data = load(tmp_path, task=task, data=rows)
+    text = data.tokenizer.decode([token for row in data.validation["input_ids"] for token in row.tolist()])
+    assert "how many times is there a" in text and "what is the word?" in text
+    batch = loaded.task.collate([data.train[0], data.train[1]])
+    assert batch["pixel_values"].shape == (2, 3, 16, 16) and batch["pixel_values"][0, 1].std() < 0.5
+    named = content(data)
+    assert data.files and named[0] == data.files and content(load(tmp_path, task=task, data=rows)[1]) == named
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "aaa.png")
+    assert content(load(tmp_path, task=task, data=rows)[1])[0] != named[0]
+    with pytest.raises(FileNotFoundError, match=r"task\.pictures='no/such': no/such/pictures: no images"):
+        load(tmp_path, task={**task, "pictures": "no/such"})
 
 
 def test_a_model_of_another_kind_is_no_checkpoint_to_go_on_from(parts, tmp_path):

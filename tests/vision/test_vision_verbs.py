@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 from vision_cases import pair, picture
 
+import fathom
 from fathom.vision import METHODS
 from tiny_checkpoint import run_cli
 
@@ -38,6 +40,14 @@ def test_see_answers_with_the_tokens_asked_for(run, place):
     assert json.loads(out)["vision_tokens"] == 9
 
 
+@pytest.mark.parametrize(
+    ("method", "share"), [("fourier_vlm", ", or the kept share of each side by --ratio"), ("divprune", "")]
+)
+def test_without_a_count_the_option_to_give_is_named(run, place, method, share):
+    code, _, err = run("see", "--image", place / "image.png", "--prompt", "what", "--method", method)
+    assert code != 0 and err.strip().endswith(f"of every image --method {method} keeps{share}") and "--tokens" in err
+
+
 def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
     _, out, _ = run("bench", "--image", place / "image.png", "--tokens", 9, "--new-tokens", 2, "--json")
     rows = {row["method"]: row for row in json.loads(out)}
@@ -51,6 +61,7 @@ def test_bench_has_a_row_for_every_method_at_equal_tokens(run, place):
             watched = row["method"] in ("prumerge", "visionzip")  # the tower's attention is computed a second time
             assert (row["tower_flops"] > row["tower_flops_closed"]) == watched
             assert watched or row["tower_flops"] == row["tower_flops_closed"] < row["prefill_flops"]
+            assert row["step_flops"] == row["step_flops_closed"]
             assert row["kv_bytes"] == row["kv_bytes_closed"] and 0 < row["step_flops"] < row["prefill_flops"]
     assert "the language model has 2 layers; use less" in rows.pop("fastv")["refused"]
     assert "weights of its own" in rows.pop("mqt")["refused"]
@@ -70,8 +81,13 @@ def test_show_writes_a_picture_and_convert_a_checkpoint(run, place, tmp_path):
     assert set(said["methods"]) | set(said["refused"]) == set(METHODS) - {"all_tokens", "dct_coefficients"}
     assert set(said["refused"]) == {"fastv", "mqt"}  # of two layers, and without the weights
     assert run("convert", "--output", tmp_path / "ours", "--tokens", 9)[0] == 0
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    path = tmp_path / "ours" / "config.json"
+    config = json.loads(path.read_text())
     assert config["model_type"] == "fathom_llava" and config["vision_compress"]["tokens"] == 9
+    assert config["fathom_version"] == fathom.__version__
+    path.write_text(json.dumps({**config, "vision_compress": {"name": "later"}, "fathom_version": "99.1"}))
+    with pytest.raises(ValueError, match=r"method 'later' does not exist.* by fathom 99\.1, .*pip install --upgrade"):
+        AutoConfig.from_pretrained(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/vision.md"])

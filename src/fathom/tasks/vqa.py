@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from fathom.models.local_paths import refuse_absent
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
 from fathom.tasks.encoders import padded
+from fathom.vision.pictured import Album
 from fathom.vision.scenes import KINDS, MOST, OBJECT_SIZES, PERIOD, WORD_SIZES, Scene, questions, scene
 
 IMAGE, PAD = "<image>", "<pad>"
@@ -55,6 +57,8 @@ class VQA(Task):
     questions: number of held-out questions.
     asked: the most questions about each training picture.
     things: the most things in a picture, without those that are to be counted.
+    pictures: folder of pictures and photographs from which scenes are made (recipes/make_pictures.py); None: shapes
+        and words on drawn backgrounds.
     trains: "all"; "language", the projector and the language model; or "projector", the projector alone.
     align: examples of a first stage in which only the projector trains, as in LLaVA; 0: no such stage.
     align_lr: peak learning rate of that stage.
@@ -65,11 +69,12 @@ class VQA(Task):
     questions: int = 4 * PERIOD
     asked: int = 1
     things: int = MOST
+    pictures: str | None = None
     trains: Literal["all", "language", "projector"] = "all"
     align: int = 0
     align_lr: float = 1e-3
 
-    summary = "Answer questions about generated scenes of shapes and words."
+    summary = "Answer questions about generated scenes of pictures, shapes and words."
     scores = (
         Score(
             "accuracy", "of answers right", "higher", "The share of held-out questions whose answer is exactly right."
@@ -78,7 +83,8 @@ class VQA(Task):
             "new_scenes",
             "on new scenes",
             "higher",
-            "Of those about a colour and shape, or a word, that training does not combine, on a new background.",
+            "Of those about a colour and shape, a picture and its place, or a word, that training does not combine, on "
+            "a new background.",
         ),
         *(Score(kind, f"on '{kind}'", "higher", f"Of the questions of the kind {kind}.") for kind in KINDS),
         *(Score(name, f"on {name}", "higher", f"Of the questions about {name.replace('_', ' ')}.") for name in SIZED),
@@ -115,6 +121,12 @@ class VQA(Task):
                 raise ValueError(
                     f"data.{name}={getattr(data, name)!r}: task 'vqa' makes its scenes itself; leave it out"
                 )
+
+    @functools.cached_property
+    def album(self) -> Album:
+        """The files of `pictures`."""
+        assert self.pictures is not None
+        return Album.read(self.pictures)
 
     # The model
 
@@ -207,7 +219,7 @@ class VQA(Task):
     def sections(self, config):
         return {"vision_compress": config.vision_compress}
 
-    def processor(self, data):
+    def processor(self, data, config):
         from transformers import CLIPImageProcessorPil
 
         from fathom.vision.checkpoints import PROCESSORS
@@ -216,8 +228,8 @@ class VQA(Task):
             size={"height": self.side, "width": self.side}, do_center_crop=False, image_mean=MEAN, image_std=STD
         )
         return PROCESSORS["llava"](
-            images, data.tokenizer, patch_size=1, vision_feature_select_strategy="default", image_token=IMAGE,
-            num_additional_image_tokens=1,
+            images, data.tokenizer, patch_size=config.vision_config.patch_size, image_token=IMAGE,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
         )  # fmt: skip
 
     # Its cost
@@ -244,14 +256,20 @@ class VQA(Task):
     # Its data
 
     def scene(self, seed: int, number: int, held_out: bool) -> Scene:
-        return scene(seed, number, held_out, self.things)
+        made = scene if self.pictures is None else self.album.scene
+        return made(seed, number, held_out, self.things)
 
     def prepare(self, data: DataConfig, cache_dir: Path) -> PreparedData:
         cache = Path(cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
 
-        fewer = [] if self.things == MOST else [{"things": self.things}]
-        drawn_from = [min(self.scenes, 10_000), *fewer]
+        try:
+            files = "" if self.pictures is None else self.album.digest()
+        except (OSError, ValueError) as error:
+            raise type(error)(f"task.pictures={self.pictures!r}: {error}") from error
+        drawn_as: list[Any] = [] if self.things == MOST else [{"things": self.things}]
+        drawn_as += [{"pictures": files}] if files else []
+        drawn_from = [min(self.scenes, 10_000), *drawn_as]
 
         def texts() -> Iterator[str]:
             for number in range(min(self.scenes, 10_000)):
@@ -262,7 +280,7 @@ class VQA(Task):
         tokenizer = with_image(tokenizer)
 
         def rows(held_out: bool, count: int) -> datasets.Dataset:
-            options = [self.name, data.seed, held_out, count, data.block_size, *fewer]
+            options = [self.name, data.seed, held_out, count, data.block_size, *drawn_as]
             asked = 1 if held_out else self.asked
             if asked > 1:
                 options.append(asked)
@@ -295,7 +313,7 @@ class VQA(Task):
                 f"Before each run its projector has learned alone from {self.align:,} examples, at learning rate "
                 f"{self.align_lr:g}; lengths and FLOPs are without these."
             )
-        return PreparedData(training, validation, tokenizer, targets, size, notes=tuple(notes))
+        return PreparedData(training, validation, tokenizer, targets, size, notes=tuple(notes), files=files)
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate(examples)

@@ -77,8 +77,8 @@ def bench(
 ) -> list[dict[str, Any]]:
     """Rows of measurements, one for each method.
 
-    A row has vision tokens; FLOPs of a prompt and of a step after it (torch's counter, attention as plain products);
-    FLOPs of the tower and of the language model's layers by counter and in closed form (None for a tower with windowed
+    A row has vision tokens; FLOPs of a prompt (torch's counter, attention as plain products); those of the tower, the
+    language model's layers and a step after the prompt by counter and in closed form (None for a tower with windowed
     attention, such as Qwen2.5-VL's); KV bytes as stored and in closed form; time to the first token and tokens per
     second through `generate()`. A method that does not support the model has the reason instead.
 
@@ -109,6 +109,7 @@ def bench(
                 )
                 row["kv_bytes_closed"] = layer_bytes(layers, lengths)
                 row["step_flops"] = _flops(model, inputs, 3) - _flops(model, inputs, 2)
+                row["step_flops_closed"] = step_flops(model, [length + 2 for length in lengths])
                 settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
                 row["first_token_seconds"] = _seconds(
                     model, inputs, {**settings, "max_new_tokens": 1, "min_new_tokens": 1}
@@ -158,6 +159,16 @@ def layer_flops(layers: Any, lengths: list[int]) -> int:
     return found
 
 
+def step_flops(model: Any, lengths: list[int]) -> int:
+    """FLOPs of the one token that is generated when layers hold so many, itself included: over layers
+    Σ 2·(weights of its matrices) + 4·T·H·d, and 2·V·C of the head."""
+    found = 2 * model.get_output_embeddings().weight.numel()
+    for layer, length in zip(language_of(model).layers, lengths, strict=True):
+        weights = sum(part.weight.numel() for part in layer.modules() if isinstance(part, nn.Linear))
+        found += 2 * weights + 4 * length * layer.self_attn.q_proj.out_features
+    return found
+
+
 def layer_bytes(layers: Any, lengths: list[int]) -> int:
     """Σ over layers of 2·T·Hkv·d numbers."""
     return sum(
@@ -204,6 +215,7 @@ def chosen_places(model: Any, processor: Any, image: Any, method: Compressor, fe
             made.append(super().__call__(*arguments, **kwargs))
             return made[-1]
 
+    Noting.__name__ = type(method).__name__  # errors name the method
     with compress_vision(model, processor, Noting(**dataclasses.asdict(method))):
         inputs = inputs_of(model, processor, [image], "")
         output = model(**inputs, use_cache=True, logits_to_keep=1)

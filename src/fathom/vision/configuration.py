@@ -7,19 +7,36 @@ from typing import Any
 from transformers import LlavaConfig, LlavaNextConfig, Qwen2_5_VLConfig, SmolVLMConfig
 
 from fathom.models import lazy_configs, saved_files
+from fathom.version import __version__
 
 
 class Compresses:
     """`vision_compress`: the compressor as `{"name": …, options}`.
 
-    A config that is made hands the models and processors to the Auto classes, which so can wait until then.
+    A config that is made hands the models and processors to the Auto classes, which so can wait until then. It raises
+    ValueError for a method or an option that does not exist.
     """
+
+    vision_compress: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         from fathom.vision.checkpoints import register
+        from fathom.vision.methods import from_dict
 
         register()
+        if self.vision_compress is not None:
+            from_dict(self.vision_compress)  # raises where there is no such method or option
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; a compressor that this version does not have says so if a newer one wrote the config."""
+        with saved_files.naming_newer_versions(config_dict):
+            return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the version that wrote it."""
+        return {**super().to_dict(), "fathom_version": __version__}  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in transformers; also registers models and processors, which unpickling alone would not do."""

@@ -12,7 +12,7 @@ import functools
 import math
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 KINDS = ("what", "where", "how_many", "which_colour", "is_there", "read")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "moon")
@@ -31,6 +31,7 @@ FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono")
 NEW_FONT = "DejaVuSerif"
 BACKGROUNDS = ("plain", "gradient", "clouds")
 NEW_BACKGROUND = "stripes"
+INKS = ((250, 250, 250), (15, 15, 15))  # of words
 TURNS = 12  # of the kinds, after which every one had each of its 3 or 4 sizes equally often
 PERIOD = len(KINDS) * TURNS
 SHARP = 2  # a picture is drawn so many times larger and then reduced
@@ -48,7 +49,7 @@ def is_new_word(word: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Thing:
-    """A shape in one of nine places."""
+    """A shape in one of nine places; or a picture by its name, without a colour."""
 
     shape: str
     colour: str
@@ -75,38 +76,76 @@ class Scene:
     font: str
     drawn: int  # seed of what the picture leaves to chance
 
+    outline: ClassVar[float] = 0.0  # of a word, over the height of its font
+
     def draw(self, side: int) -> Any:
         """The picture: a square of that many pixels a side."""
         from PIL import ImageDraw, ImageFont
 
         rng = Random(self.drawn)
         large = SHARP * side
-        image = _background(self.background, large, rng)
+        image = self.ground(large, rng)
         pen = ImageDraw.Draw(image)
         for thing in self.things:
             radius = OBJECT_SIZES[self.size if self.kind != "read" else "medium"] * large / 2
             row, column = divmod(thing.place, 3)
             room = large / 6 - radius
             x, y = ((2 * at + 1) * large / 6 + rng.uniform(-0.8, 0.8) * room for at in (column, row))
-            _shape(pen, thing.shape, x, y, radius, COLOURS[thing.colour])
+            self.put(thing, image, x, y, radius)
         if self.word:
             font = ImageFont.truetype(_fonts() / f"{self.font}.ttf", max(2, round(WORD_SIZES[self.size] * large)))
             left, top, right, bottom = pen.textbbox((0, 0), self.word, font=font)
             x, y = rng.uniform(0, large - (right - left)) - left, rng.uniform(0, large - (bottom - top)) - top
-            pen.text((x, y), self.word, font=font, fill=rng.choice(((250, 250, 250), (15, 15, 15))))
+            fill, other = rng.choice((INKS, INKS[::-1]))
+            edge = round(self.outline * font.size)
+            pen.text((x, y), self.word, font=font, fill=fill, stroke_width=edge, stroke_fill=other)
         return image.reduce(SHARP)
+
+    def ground(self, side: int, rng: Random) -> Any:
+        """What everything is drawn on."""
+        return _background(self.background, side, rng)
+
+    def put(self, thing: Thing, image: Any, x: float, y: float, radius: float) -> None:
+        """Draw a thing within a circle."""
+        from PIL import ImageDraw
+
+        draw_shape(ImageDraw.Draw(image), thing.shape, x, y, radius, COLOURS[thing.colour])
+
+    def others(self, rng: Random) -> dict[str, list[tuple[str, str]]]:
+        """By kind, questions about this training scene with their answers; none is about what training leaves out."""
+        shapes = [thing.shape for thing in self.things]
+        pairs = {(thing.colour, thing.shape) for thing in self.things}
+        found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
+        for thing in self.things:
+            found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
+            found["is_there"].append((f"is there a {thing.colour} {thing.shape}?", "yes"))
+            near = [(colour, thing.shape) for colour in COLOURS] + [(thing.colour, shape) for shape in SHAPES]
+            colour, shape = rng.choice([pair for pair in near if pair not in pairs and not is_new(pair[1], pair[0])])
+            found["is_there"].append((f"is there a {colour} {shape}?", "no"))
+            if shapes.count(thing.shape) == 1:
+                found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
+                found["which_colour"].append((f"which colour is the {thing.shape}?", thing.colour))
+        for shape in (rng.choice(SHAPES), *rng.sample(shapes, min(1, len(shapes)))):
+            found["how_many"].append((f"how many {plural(shape)} are there?", NUMBERS[shapes.count(shape)]))
+        if self.word:
+            found["read"].append(("what is the word?", self.word))
+        return found
 
 
 MOST = 5  # things in a picture, before those that are to be counted
 
 
+def asked_of(number: int, held_out: bool) -> tuple[str, str, bool]:
+    """Kind and size of what the scene of that number asks about, and whether it is new."""
+    kind, turn = KINDS[number % len(KINDS)], number // len(KINDS)
+    sizes = tuple(WORD_SIZES if kind == "read" else OBJECT_SIZES)
+    return kind, sizes[turn % len(sizes)], held_out and turn // TURNS % 2 == 0
+
+
 def scene(seed: int, number: int, held_out: bool, most: int = MOST) -> Scene:
     """The scene of that number, with at most so many things before those that are to be counted."""
     rng = Random(f"{seed}-{number}-{held_out}")  # seeded by text, which Random hashes the same on every machine
-    kind, turn = KINDS[number % len(KINDS)], number // len(KINDS)
-    new = held_out and turn // TURNS % 2 == 0
-    sizes = tuple(WORD_SIZES if kind == "read" else OBJECT_SIZES)
-    size = sizes[turn % len(sizes)]
+    kind, size, new = asked_of(number, held_out)
     looks = {
         "background": NEW_BACKGROUND if new else rng.choice(BACKGROUNDS),
         "font": NEW_FONT if new else rng.choice(FONTS),
@@ -114,12 +153,12 @@ def scene(seed: int, number: int, held_out: bool, most: int = MOST) -> Scene:
     places = rng.sample(range(9), 9)
     word = ""
     if kind == "read":
-        word = _word(rng, new)
-        things = tuple(Thing(*_pair(rng, False), place) for place in places[: rng.randint(0, 2)])[:most]
+        word = word_of(rng, new)
+        things = tuple(Thing(*pair_of(rng, False), place) for place in places[: rng.randint(0, 2)])[:most]
         question, answer = "what is the word?", word
     else:
-        asked = Thing(*_pair(rng, new), places[0])
-        others = [Thing(*_pair(rng, False, without=asked), place) for place in places[1 : rng.randint(2, MOST)]][
+        asked = Thing(*pair_of(rng, new), places[0])
+        others = [Thing(*pair_of(rng, False, without=asked), place) for place in places[1 : rng.randint(2, MOST)]][
             : most - 1
         ]  # of other shapes
         things = (asked, *others)
@@ -129,47 +168,23 @@ def scene(seed: int, number: int, held_out: bool, most: int = MOST) -> Scene:
         elif kind == "which_colour":
             question, answer = f"which colour is the {asked.shape}?", asked.colour
         elif kind == "how_many":
-            question, count = f"how many {_plural(asked.shape)} are there?", rng.randint(0, 4)
+            question, count = f"how many {plural(asked.shape)} are there?", rng.randint(0, 4)
             answer = NUMBERS[count]
-            more = [Thing(asked.shape, _colour(rng, asked.shape), place) for place in places[5 : 4 + count]]
+            more = [Thing(asked.shape, colour_of(rng, asked.shape), place) for place in places[5 : 4 + count]]
             things = (*((asked,) if count else ()), *others, *more)
         elif kind == "is_there":
             there = rng.random() < 0.5
             question = f"is there a {asked.colour} {asked.shape}?"
             answer = "yes" if there else "no"
-            if not there:  # the shape in another colour, or the colour on another shape
-                if rng.random() < 0.5:
-                    seen = [c for c in COLOURS if not is_new(asked.shape, c) and c != asked.colour]
-                    near = Thing(asked.shape, rng.choice(seen), asked.place)
-                else:
-                    shapes = [s for s in SHAPES if not is_new(s, asked.colour) and s != asked.shape]
-                    near = Thing(rng.choice(shapes), asked.colour, asked.place)
-                things = (near, *others)
+            if not there:
+                things = (near_to(rng, asked), *others)
     return Scene(question, answer, kind, size, new, things, word, **looks, drawn=rng.getrandbits(32))
 
 
 def questions(drawn: Scene, count: int) -> list[tuple[str, str]]:
-    """Up to `count` questions about a training scene with their answers: its own, then others of all kinds in turn.
-
-    None is about a colour and shape that training leaves out.
-    """
+    """Up to `count` questions about a training scene with their answers: its own, then others of all kinds in turn."""
     rng = Random(drawn.drawn)
-    shapes = [thing.shape for thing in drawn.things]
-    pairs = {(thing.colour, thing.shape) for thing in drawn.things}
-    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
-    for thing in drawn.things:
-        found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
-        found["is_there"].append((f"is there a {thing.colour} {thing.shape}?", "yes"))
-        near = [(colour, thing.shape) for colour in COLOURS] + [(thing.colour, shape) for shape in SHAPES]
-        colour, shape = rng.choice([pair for pair in near if pair not in pairs and not is_new(pair[1], pair[0])])
-        found["is_there"].append((f"is there a {colour} {shape}?", "no"))
-        if shapes.count(thing.shape) == 1:
-            found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
-            found["which_colour"].append((f"which colour is the {thing.shape}?", thing.colour))
-    for shape in (rng.choice(SHAPES), *rng.sample(shapes, min(1, len(shapes)))):
-        found["how_many"].append((f"how many {_plural(shape)} are there?", NUMBERS[shapes.count(shape)]))
-    if drawn.word:
-        found["read"].append(("what is the word?", drawn.word))
+    found = drawn.others(rng)
     asked = {drawn.question: drawn.answer}
     for kind in KINDS:
         rng.shuffle(found[kind])
@@ -179,11 +194,20 @@ def questions(drawn: Scene, count: int) -> list[tuple[str, str]]:
     return list(asked.items())[:count]
 
 
-def _plural(shape: str) -> str:
+def near_to(rng: Random, asked: Thing) -> Thing:
+    """The shape in another colour, or the colour on another shape, as training may have it."""
+    if rng.random() < 0.5:
+        seen = [c for c in COLOURS if not is_new(asked.shape, c) and c != asked.colour]
+        return Thing(asked.shape, rng.choice(seen), asked.place)
+    shapes = [s for s in SHAPES if not is_new(s, asked.colour) and s != asked.shape]
+    return Thing(rng.choice(shapes), asked.colour, asked.place)
+
+
+def plural(shape: str) -> str:
     return shape + ("es" if shape == "cross" else "s")
 
 
-def _pair(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, str]:
+def pair_of(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, str]:
     """A shape and a colour that training leaves out or has; of another shape than `without`."""
     while True:
         shape, colour = rng.choice(SHAPES), rng.choice(tuple(COLOURS))
@@ -191,11 +215,11 @@ def _pair(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, st
             return shape, colour
 
 
-def _colour(rng: Random, shape: str) -> str:
+def colour_of(rng: Random, shape: str) -> str:
     return rng.choice([colour for colour in COLOURS if not is_new(shape, colour)])
 
 
-def _word(rng: Random, new: bool) -> str:
+def word_of(rng: Random, new: bool) -> str:
     while True:
         word = rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CONSONANTS)
         if is_new_word(word) == new:
@@ -232,7 +256,7 @@ def _background(name: str, side: int, rng: Random) -> Any:
     return small.resize((side, side), Image.Resampling.BICUBIC)
 
 
-def _shape(pen: Any, shape: str, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+def draw_shape(pen: Any, shape: str, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
     """Within the circle of radius r around (x, y)."""
 
     def corners(count: int, turn: float, radii: tuple[float, ...] = (1.0,)) -> list[tuple[float, float]]:
