@@ -26,6 +26,7 @@ from fathom.audiovideo.configuration import MovaConfig
 from fathom.audiovideo.cost import forward_flops
 from fathom.audiovideo.guidance import branches, guided
 from fathom.audiovideo.joint import MovaModel, joint_forward
+from fathom.decoding.graphs import warm_and_record
 from fathom.writing import write_json
 
 
@@ -83,16 +84,7 @@ def replayed(run: Callable[[], None], weights: list[torch.Tensor]) -> Callable[[
             weight.grad = None
         run()
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return warm_and_record(step)
 
 
 def steps(model: MovaModel, clips: int, rounds: int, device: str, recorded: bool = False) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from scipy.optimize import least_squares
 from scipy.stats import t
 
@@ -175,12 +175,14 @@ def draw(predicted: dict[str, Any], heading: str, path: Path) -> None:
         axes.errorbar(held["flops"], row["predicted"], yerr=bars, color=look.light, capsize=4, linewidth=1)
         axes.plot(held["flops"], held["score"], look.marker, color=look.light, markerfacecolor="none", markersize=10)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel(f"held-out {heading}")
     axes.set_title("filled: fitted; bars: predicted; hollow: measured, not fitted", fontsize=9)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     with whole(path) as partial:
         figure.savefig(partial, format="png")
 
@@ -189,17 +191,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="results.json of comparisons on one text")
     parser.add_argument("--methods", nargs="+", help="only these, as a report describes them; else all with four sizes")
+    parser.add_argument("--leave-out", nargs="+", default=[], help="names of rows that are no size of the series")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     files = [Results.load(path) for path in args.results]
     texts = {file.validation for file in files}
     if len(texts) > 1:
         raise SystemExit(f"the files are judged on different texts: {', '.join(sorted(texts))}")
-    runs = [run for file in files for run in file.runs]
+    runs = [run for file in files for run in file.runs if run.method not in args.leave_out]
     score = files[0].scores[0]
     kept: dict[Any, Path] = {}
     given = [(run, path) for path, file in zip(args.results, files, strict=True) for run in file.runs]
     for run, path in sorted(given, key=lambda one: one[0].date or ""):
+        if run.method in args.leave_out:
+            continue
         row = describe_options(run.options), run.non_embedding_params, run.seed, run.budget, run.again
         if kept.setdefault(row, path) != path:
             print(f"{run.method}, seed {run.seed}, is in {kept[row]} and {path}: taken from {path}, the newer")

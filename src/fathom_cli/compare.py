@@ -36,7 +36,9 @@ def command(
     for table in found:
         typer.echo(f"\n{TITLES[table.budget]}")
         for row in table.rows:
-            scores = ", ".join(f"{row.mean(score.name):.3f} {score.unit}" for score in results.scores)
+            scores = ", ".join(
+                f"{row.mean(score.name):.3f} {score.unit_of(row.first.exact)}" for score in results.scores
+            )
             typer.echo(f"  {row.method:<20} {scores}")
         reference = f"{results.task_class.reference_name} model"
         typer.echo(f"  {reference:<20} {results.reference:.3f} {results.scores[0].unit}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import av
 import numpy as np
@@ -13,11 +14,13 @@ from PIL import Image
 
 from fathom.audiovideo import clips as clip_files
 from fathom.audiovideo.clips import ClipFolder, duration, read_clip, read_recording, write_clip
+from fathom.audiovideo.configuration import MovaConfig
 from fathom.audiovideo.generator import Generator
 from fathom.audiovideo.pipeline import fitted_picture
 from fathom.data import DataConfig
 from fathom.tasks import audiovideo
 from fathom.tasks.audiovideo import AudioVideo
+from fathom.train.run_folder import content
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +145,13 @@ def test_latents_are_made_anew_when_what_they_are_made_of_changes(tmp_path):
     index.write_text("".join(json.dumps({"file": f"{n}.mp4", "caption": "a ball"}) + "\n" for n in (0, 1)))
     first = prepared(folder, cache)
     assert prepared(folder, cache).train.folder == first.train.folder
+    first_again = shutil.copytree(folder, tmp_path / "copy")
     index.write_text("".join(json.dumps({"file": f"{n}.mp4", "caption": "a ring"}) + "\n" for n in (1, 0)))
     second = prepared(folder, cache)
     assert second.train.captions == ["a ring", "a ring"]
     assert torch.allclose(second.train[0]["video"], first.train[1]["video"], atol=2e-2)
+    assert content(first)[0] == first.files != second.files  # what says that a finished run read other clips
+    assert first.files == prepared(first_again, cache).files
     for options in ({"sample_rate": 16_000}, {"width": 48}, {"frames": 17}):
         assert prepared(folder, cache, **options).codec != second.codec
 
@@ -178,3 +184,11 @@ def test_captions_are_as_long_in_training_as_in_sampling(tmp_path):
         assert prepared("generated", tmp_path, text_length=length).train[0]["input_ids"].shape == (length,)
     with pytest.raises(ValueError, match=r"model.text_length=64: the task's clips have 32"):
         task().model_config({**fields, "text_length": 64}, data, None)
+
+
+@pytest.mark.parametrize("patch", [[1, 2, 2], [1, 1, 1], [1, 4, 2]])
+def test_a_batch_has_the_tokens_of_the_model_whatever_its_patches(patch):
+    config = MovaConfig(preset="tiny", patch_size=patch)
+    video = torch.zeros(3, *config.video_shape)
+    tokens = video[:, 0].numel() // (patch[1] * patch[2]) + 3 * config.audio_shape[1]
+    assert AudioVideo().tokens({"video": video}, config) == tokens

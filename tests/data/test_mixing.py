@@ -47,6 +47,17 @@ def test_an_index_has_its_block_whatever_the_length(mixture):
     assert any(not torch.equal(short[i]["input_ids"], other[i]["input_ids"]) for i in range(50))
 
 
+def test_a_batch_has_the_blocks_of_its_indices_read_one_by_one(mixture):
+    _, data = mixture
+    order = data.train.ordered(seed=3, length=50, numbered=True)
+    indices = [7, 0, 31, 7, 12, 49]
+    for index, block in zip(indices, order.__getitems__(indices), strict=True):
+        number, rank = int(order.chosen[index]), int(order.rank[index])
+        own = list(data.train.sources.values())[number][order.parts[number].position(rank)]
+        assert block["domains"] == number and torch.equal(block["input_ids"], own["input_ids"])
+        assert block["draw"].tolist() == [3, index]
+
+
 def test_a_pass_reads_every_block_of_a_source_once(mixture):
     _, data = mixture
     order = data.train.ordered(seed=0, length=4 * len(data.train.sources["sky"]))

@@ -178,6 +178,7 @@ def test_recipes_that_say_nonsense_are_refused(methods, said, tmp_path):
         ),
         ("training", {"trains": "lora"}, "training.trains='lora': each stage says what trains"),
         ("training", {"lr": [1e-3, 1e-2]}, "growths sweep no rates"),
+        ("training", {"lora": {"rank": 2}}, "training.lora: no stage trains 'lora'"),
         ("training", {"eval_every": 5}, "training.eval_every=5: held_out is scored after a stage"),
         ("data", {"atoms": "scientific"}, "give base.data.atoms"),
         ("data", {"tokenizer": {"bpe": 300}}, "growths do not read it, but base.data.tokenizer"),

@@ -311,7 +311,7 @@ def test_a_bound_above_an_exact_value_is_never_called_worse(tmp_path):
     gap = table.rows[1].minus(table.rows[0])
     assert gap.undecided and not gap.clear and table.rows[0].minus(table.rows[1]).undecided
     said = verdict(table)
-    assert "vanilla has 2.000 bits per byte, exactly; the upper bound of loop is 20.0 % above" in said.headline
+    assert "vanilla has 2.000 bits per byte (exact); the upper bound of loop is 20.0 % above" in said.headline
     assert any("it does not say which is better" in detail for detail in said.details)
     page = write_report(found, tmp_path).read_text()
     assert "upper bound, standard error 0.0123" in page and "a bound above an exact value" in page

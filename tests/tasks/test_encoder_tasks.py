@@ -23,11 +23,13 @@ from fathom_cli import main
 
 LED = {"attention_window": [8] * 2, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1}
 LED |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+NYSTROM = {"family": "nystromformer", "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
 OTHERS = {
     "led": ("seq2seq", LED),
     "longt5": ("seq2seq", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "local_radius": 7}),
     "t5": ("seq2seq", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
     "fnet": ("classification", {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}),
+    "nystromformer": ("classification", {**NYSTROM, "num_hidden_layers": 1, "num_landmarks": 4}),
 }  # fmt: skip
 
 
@@ -51,6 +53,27 @@ def test_transformers_own_models_are_contestants(family, tmp_path):
     sizes = loaded.task.sizes(config, 24, torch.float32)
     assert sizes.parameters == sum(p.numel() for p in model.parameters()) > sizes.non_embedding > 0
     assert sizes.flops_per_token > 0
+
+
+def test_nystromformers_landmarks_do_not_read_padding_as_keys(tmp_path):
+    """By hand, with one landmark a row and without the convolution: its keys are the real tokens alone."""
+    model = {**NYSTROM, "num_hidden_layers": 1, "num_landmarks": 1}
+    loaded = load("classification", tmp_path, model=model, methods=[{"name": "nystrom", "family": "nystromformer"}])
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    made = loaded.task.model_class.from_config(model_config(loaded, loaded.methods[0], data.tokenizer)).eval()
+    batch = loaded.task.collate([data.train[0]])
+    count, attention, seen = int(batch["attention_mask"].sum()), made.nystromformer.encoder.layer[0].attention.self, []
+    torch.nn.init.zeros_(attention.conv.weight)
+    attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output[0])))
+    loaded.task.forward(made, **batch)
+    (x, out) = seen[0]
+    q, k, v = (layer(x).view(-1, 2, 8).transpose(0, 1) for layer in (attention.query, attention.key, attention.value))
+    keys, values = k[:, :count], v[:, :count]
+    expected = (q.mean(1, keepdim=True) @ keys.mT / 8**0.5).softmax(
+        -1
+    ) @ values  # one landmark: its other kernels are 1
+    assert 0 < count < 24
+    torch.testing.assert_close(out[0], expected.transpose(0, 1).flatten(1).expand(24, -1))
 
 
 def test_the_loss_is_the_mean_over_targets_and_smoothed_in_training_alone(tmp_path):
@@ -160,6 +183,9 @@ def test_denoising_rows_hold_the_text(tmp_path):
         ("seq2seq", {"task": {"name": "seq2seq", "mask_share": 2.0}}, "mask_share=2.0"),
         ("classification", {"task": {"name": "classification", "label_field": "kind"}}, "kind=None: needs a whole"),
         ("classification", {"model": {"family": "bart"}}, "model.family='bart': task 'classification' has"),
+        ("classification", {"model": NYSTROM | {"num_landmarks": 7}}, "num_landmarks=7: must divide data.block_s"),
+        ("classification", {"model": NYSTROM | {"num_landmarks": 24}}, "as many landmarks as tokens, attention is pl"),
+        ("classification", {"model": NYSTROM | {"segment_means_seq_len": 64}}, "rows have data.block_size=24"),
         ("causal_lm", {"methods": [{"name": "x", "family": "led"}]}, "unknown key methods.x.family"),
         ("sft", {"methods": ["fourier"]}, "unknown key methods.fourier.encoder"),
     ],

@@ -10,7 +10,7 @@ import yaml
 from cases import recipe
 
 from fathom.tasks import lookup
-from fathom.train import load_recipe, train_run, trainer
+from fathom.train import load_recipe, train_run
 from tiny_checkpoint import save_masked
 
 
@@ -35,22 +35,6 @@ def test_what_a_stage_refuses(tmp_path):
     loaded = load_recipe(tmp_path / "recipe.yaml")
     with pytest.raises(ValueError, match="encoder and decoder read one tokenizer; name"):
         loaded.task.model_config({**loaded.model}, loaded.data, None)
-
-
-def test_shards_are_refused(tmp_path, monkeypatch):
-    """Under FSDP the parts that make vectors would be asked for by themselves, with their weights in shards."""
-    plain = trainer.FathomTrainer.__init__
-
-    def sharded(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        self.is_fsdp_enabled = True
-
-    monkeypatch.setattr(trainer.FathomTrainer, "__init__", sharded)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe("contextual_decoder", tmp_path / "a")))
-    loaded = load_recipe(tmp_path / "recipe.yaml")
-    data = loaded.task.prepare(loaded.data, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"'contextual_decoder' under FSDP: .* use DDP"):
-        train_run(loaded, loaded.methods[0], seed=0, folder=tmp_path / "run", data=data)
 
 
 def test_documents_as_rows_teach_their_length(tmp_path):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import UMT5Config, UMT5EncoderModel
 
 from fathom.audiovideo.bridge import Blocks, Bridge, exchange
@@ -339,6 +340,8 @@ class MovaModel(nn.Module):
                     some = (x if x is None else x[rows] for x in given)
                     part = self.velocities(expert, *some)
                     of_video[rows], of_audio[rows] = (found.to(video.dtype) for found in part)
+                elif isinstance(self, FSDPModule):  # other ranks may run it, and gather its weights with this one
+                    self.velocities(expert, *(x if x is None else x[:1] for x in given))
         losses = [
             F.mse_loss(found.float(), noise.float() - clean.float(), reduction="none").flatten(1).mean(1)
             for found, noise, clean in ((of_video, video_noise, video), (of_audio, audio_noise, audio))

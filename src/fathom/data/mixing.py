@@ -70,6 +70,8 @@ class MixedBlocks(torch.utils.data.Dataset):
             mine = self.chosen == number
             self.rank[mine] = np.arange(mine.sum())
         counts = np.bincount(self.chosen, minlength=len(sources)).tolist()
+        self.whole = datasets.concatenate_datasets(list(sources.values())).with_format("torch")
+        self.starts = np.cumsum([0, *map(len, sources.values())]).tolist()
         self.parts = [ShuffledBlocks(blocks, seed, n) for blocks, n in zip(sources.values(), counts, strict=True)]
         for name, epochs in self.epochs.items():
             cap = self.caps.get(name)
@@ -106,6 +108,14 @@ class MixedBlocks(torch.utils.data.Dataset):
         return (self[index] for index in range(self.length))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        number = int(self.chosen[index])
-        block = {**self.parts[number][int(self.rank[index])], "domains": number}
-        return {**block, "draw": torch.tensor([self.seed, index])} if self.numbered else block
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # one read, not one a block or a source
+        numbers = [int(self.chosen[index]) for index in indices]
+        places = [self.parts[n].position(int(self.rank[i])) for n, i in zip(numbers, indices, strict=True)]
+        blocks = self.whole.__getitems__([self.starts[n] + place for n, place in zip(numbers, places, strict=True)])
+        for block, number, index in zip(blocks, numbers, indices, strict=True):
+            block["domains"] = number
+            if self.numbered:
+                block["draw"] = torch.tensor([self.seed, index])
+        return blocks

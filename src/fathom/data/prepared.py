@@ -45,6 +45,7 @@ class PreparedData:
     notes: tuple[str, ...] = ()  # what was done to the data that a reader of the results should know
     # of held-out texts with names: the size of each, in the order in which they lie in `validation`
     validation_parts: tuple[HeldOut, ...] = ()
+    files: str = ""  # digest of what rows name and do not hold, such as pictures
 
 
 class HeldOut(NamedTuple):

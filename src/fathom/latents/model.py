@@ -8,6 +8,7 @@ A stage trains its part alone; no gradient crosses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,19 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
         attention_mask: Tensor | None = None,
         labels: Int[Tensor, "B L"] | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        vectors: Callable[[Any, Tensor, Tensor | None], Tensor] | None = None,
+        held_out: bool = False,
         **options: Any,
     ) -> FathomOutput:
         """The loss of a stage over labels other than −100, and for vectors with `padding="targets"` over padding;
         `options` are arguments of `diffusion_losses` or `decoder_output`. Without labels the decoder's logits, [:, i]
-        of token i."""
+        of token i.
+
+        All that a stage computes goes through here, as weights that are sharded over processes are whole only within.
+
+        vectors: makes what the decoder reads, z of (this model, x₀, mask), without gradient and autocast.
+        held_out: `held_out_errors` over labels in place of the denoiser's loss, without autocast.
+        """
         mask = None if attention_mask is None else attention_mask.bool()
         if stage not in STAGES:
             raise ValueError(f"stage={stage!r}: must be one of {', '.join(STAGES)}")
@@ -189,12 +198,19 @@ class FathomForLatentDiffusion(Published, PreTrainedModel):  # type: ignore[misc
             targets: dict[str, Any] = (
                 {} if labels is None else {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
             )
+            if vectors is not None:
+                with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+                    options["z"] = vectors(self, self.space.encode(input_ids, mask), mask)
             out = self.decoder_output(input_ids, mask, **options, **targets)
             return FathomOutput(loss=out.loss, logits=out.logits)
-        each = self.diffusion_losses(input_ids, mask, **options)
         own = torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE
         learned = own
-        if self.options.padding == "targets" and mask is not None:
+        if held_out:
+            with torch.autocast(input_ids.device.type, enabled=False):
+                each = self.held_out_errors(input_ids, mask, **options)
+        else:
+            each = self.diffusion_losses(input_ids, mask, **options)
+        if not held_out and self.options.padding == "targets" and mask is not None:
             learned = own | ~mask  # that a text has ended is learned, too
         loss = (each * learned).sum() / learned.sum().clamp(min=1)
         if num_items_in_batch is not None:  # weighted by its labels among the batches of a step

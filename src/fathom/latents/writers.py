@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
+from fathom.evaluate.samples import entropy
 from fathom.latents.encoder import Latents
 from fathom.latents.heads import Contextual
 from fathom.latents.recovery import RecoveryConfig, trained_head
@@ -217,12 +217,6 @@ def measured(
         "overlap": float(found.mean()) if len(found) else 0.0, **costs, "text": texts[0],
     }  # fmt: skip
     return row, texts
-
-
-def entropy(row: Sequence[int]) -> float:
-    """−Σ p log p of the tokens of a text by their own counts, in nats."""
-    counts = Counter(row)
-    return -sum(n / len(row) * math.log(n / len(row)) for n in counts.values())
 
 
 def stretches(rows: Int[Tensor, "N L"]) -> np.ndarray:

@@ -140,7 +140,9 @@ def compare(path: Path, output: Path, jobs: int = 1, say: Callable[[str], None] 
                 ]
                 results = replace(results, failures=failures, runs=runs)
                 results.save(folder / "results.json")
-                said = ", ".join(f"{outcome.scores[score.name]:.3f} {score.unit}" for score in task.scores)
+                said = ", ".join(
+                    f"{outcome.scores[score.name]:.3f} {score.unit_of(outcome.exact)}" for score in task.scores
+                )
                 say(f"{job}: {said} ({len(finished)} done)")
     if not finished:
         raise ValueError(f"no run of {path} finished; the first failure: {failures[0]}")

@@ -43,7 +43,7 @@ from fathom.tasks.causal_lm import CausalLM
 from fathom.tasks.sft import SFT
 from fathom.train import MethodConfig, Recipe, Training, model_config
 from fathom.train.loading import build, check_keys, parse_yaml
-from fathom.train.recipe import Trains
+from fathom.train.recipe import LowRank, Trains
 
 TEXT = CausalLM()
 BASE = "base"
@@ -157,6 +157,9 @@ class Growths:
         learns = any(stage.task != TEXT for way in self.methods for stage in way.stages)
         if self.asked is not None and not learns:
             raise ValueError("asked: no stage learns answers, so nothing would be asked; leave it out, or add a task")
+        low_rank = any(stage.trains == "lora" for way in self.methods for stage in way.stages)
+        if self.training.lora != LowRank() and not low_rank:
+            raise ValueError("training.lora: no stage trains 'lora'; set trains: lora in one, or leave it out")
 
     def _check_training(self) -> None:
         """Refuse what growths would not read."""

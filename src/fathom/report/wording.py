@@ -112,7 +112,7 @@ def duration(seconds: float) -> str:
 
 def scored(row: Row) -> str:
     """'2.005 bits per byte'."""
-    return f"{row.result:.3f} {row.score.unit}"
+    return f"{row.result:.3f} {row.score.unit_of(row.first.exact)}"
 
 
 def verdict(table: Table) -> Verdict:
@@ -163,11 +163,11 @@ def _headline(best: Row, base: Row, table: Table) -> str:
         if gap.clear:
             return f"At {where}, nothing beats {base.method}: {value}; {second.method} is {_apart(gap)}."
         if gap.undecided:
-            return f"At {where}, {base.method} has {value}, exactly; {_bound_above(second, gap)}"
+            return f"At {where}, {base.method} has {value}; {_bound_above(second, gap)}"
         return f"At {where}, {base.method} ({value}) and {second.method} cannot be told apart."
     gap = best.minus(base)
     if gap.undecided:
-        return f"At {where}, {best.method} has {value}, exactly; {_bound_above(base, base.minus(best))}"
+        return f"At {where}, {best.method} has {value}; {_bound_above(base, base.minus(best))}"
     if not gap.clear:
         return f"At {where}, {best.method} ({value}) cannot be told from {base.method}: {_signed(gap, table)}."
     gain = f"{value}, {_apart(gap)} {base.method}"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 GENERATED = "generated"
 HELD_OUT = 1_000_000  # number of the first generated clip that is held out
 NOISE_SEED = 0  # of held-out clips
+FILES_SEEN = 256  # of a folder, to tell it from another one
 BATCH = 16  # clips that are encoded, judged or made at once
 FAR = 500.0  # ms that stand for the offset of clips in which no sound belongs to an event
 DRAWN = ("actions", "materials", "colours", "thing_sizes")  # options that say what a generated thing may be
@@ -276,9 +277,10 @@ class AudioVideo(Task):
 
         rows = None if held_out is None else latents(held_out)
         notes = tuple(clips.note for clips in (train, held_out) if clips is not None and clips.note)
+        digests = [clips.digest for clips in (train, held_out) if clips is not None and clips.digest]
         return PreparedClips(
             latents(train), rows, tokenizer, 0 if rows is None else len(rows), 0 if rows is None else rows.nbytes,
-            notes=notes, codec=codec_folder,
+            notes=notes, codec=codec_folder, files=cache_key(*digests) if digests else "",
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _clips(self, data: DataConfig, name: str) -> Clips | None:
@@ -309,7 +311,11 @@ class AudioVideo(Task):
         files = [[row, stat.st_size, stat.st_mtime_ns] for row, stat in zip(folder.rows, stats)]
         read_as = [self._sizes(), self.sample_rate, self.loudness, sources("clips")]
         note = f"Left out of {source}: {len(folder.dropped)} files that are too short." if folder.dropped else ""
-        return Clips(folder.__getitem__, count, ["folder", str(source), files, read_as, count], note, folder.caption)
+        clips = Clips(folder.__getitem__, count, ["folder", str(source), files, read_as, count], note, folder.caption)
+        some = range(0, len(folder.rows), max(1, len(folder.rows) // FILES_SEEN))
+        read = [hashlib.sha256((Path(source) / folder.rows[index]["file"]).read_bytes()).hexdigest() for index in some]
+        clips.digest = cache_key(folder.rows, [stat.st_size for stat in stats], read)
+        return clips
 
     def _codec_folder(self, train: Clips, cache: Path) -> Path:
         if self.codec != "pca":
@@ -349,9 +355,8 @@ class AudioVideo(Task):
         noise = {"video_noise": torch.stack(video), "audio_noise": torch.stack(audio)}
         return {**batch, **noise, "uniform": torch.stack(uniform)}
 
-    def tokens(self, batch: Mapping[str, Tensor]) -> int:
-        shape = batch["video"].shape
-        return len(batch["video"]) * (math.prod(shape[2:]) // 4 + batch["audio"].shape[-1])
+    def tokens(self, batch: Mapping[str, Tensor], config: Any) -> int:
+        return len(batch["video"]) * sum(config.tokens)
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         return batch["labels"]
@@ -468,7 +473,10 @@ class Clips:
     """`count` clips that are made or read on access; `key` identifies the clips and the code that makes them.
 
     caption: function from a clip's number to its caption, where that is known without reading the clip.
+    digest: of files, by all names and sizes and some contents; none of clips that are made.
     """
+
+    digest = ""
 
     def __init__(self, get: Any, count: int, key: list[Any], note: str, caption: Any = None) -> None:
         self.get, self.count, self.key, self.note, self.caption = get, count, key, note, caption

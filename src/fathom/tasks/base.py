@@ -52,6 +52,10 @@ class Score:
     def heading(self) -> str:
         return self.name.replace("_", " ")
 
+    def unit_of(self, exact: bool | None) -> str:
+        """The unit after a value that is exact or an upper bound; None where a task has one kind only."""
+        return self.unit if exact is None else f"{self.unit} ({'exact' if exact else 'upper bound'})"
+
     def loss(self, value: float) -> float:
         """The value, negated if higher is better: something to minimise."""
         return value if self.better == "lower" else -value
@@ -115,7 +119,7 @@ class Task:
     checkpoint_fields: ClassVar[tuple[str, ...] | None] = None
     invariants: ClassVar[tuple[str, ...]] = ()
     alternates: ClassVar[bool] = False  # whether parts of a model take no part in some training steps
-    shards: ClassVar[bool] = True  # whether all that it computes goes through the model's forward, which FSDP needs
+    shards: ClassVar[tuple[str, ...] | None] = None  # classes whose weights FSDP gathers together; None: the layers'
     adds_tokens: ClassVar[bool] = False  # whether its models have tokens that a tokenizer need not have
     asked_by_lm_eval: ClassVar[bool] = False  # whether its models answer lm_eval's questions
     pads: ClassVar[bool] = True  # whether rows of a training batch may be filled up with padding
@@ -197,7 +201,7 @@ class Task:
         """The training that a run of `recipe` begins with, and whose model it then trains; None: there is none."""
         return None
 
-    def processor(self, data: PreparedData) -> Any:
+    def processor(self, data: PreparedData, config: Any) -> Any:
         """The object saved beside a trained model: the tokenizer, or a processor that holds it."""
         return data.tokenizer
 
@@ -278,8 +282,8 @@ class Task:
         batch without targets, which then weighs nothing."""
         return model(**batch)
 
-    def tokens(self, batch: Mapping[str, Tensor]) -> int:
-        """The number of tokens in a batch."""
+    def tokens(self, batch: Mapping[str, Tensor], config: Any) -> int:
+        """The number of tokens in a batch of a model with that config."""
         return batch["input_ids"].numel()
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:

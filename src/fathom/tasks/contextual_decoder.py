@@ -8,6 +8,7 @@ denoiser, with Gaussian noise added, or as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,20 +156,17 @@ class ContextualDecoding(LatentTask):
         return model.process.corrupt(x0, self.t_min + (self.t_max - self.t_min) * drawn, noise)
 
     def forward(self, model: Any, **batch: Any) -> Any:
-        own = getattr(model, "module", model)
         ids, items = batch["input_ids"], batch.pop("num_items_in_batch", None)
         given = {name: batch[name] for name in ("attention_mask",) if name in batch}
-        mask = given["attention_mask"].bool() if given else None
-        with torch.no_grad():
-            x0 = own.space.encode(ids, mask)
-            generators = None if "t" in batch else row_generators(ids)
-            z = self.corrupted(own, x0, mask, batch.get("t"), generators)
+        generators = None if "t" in batch else row_generators(ids)
+        vectors = functools.partial(self.corrupted, t=batch.get("t"), generators=generators)
         dropped = None
         if self.word_dropout and "t" in batch:
             dropped = torch.rand(ids.shape, device=ids.device) < self.word_dropout
         return model(
-            ids, stage=self.stage, labels=batch["labels"], num_items_in_batch=items, z=z, dropped=dropped, **given
-        )
+            ids, stage=self.stage, labels=batch["labels"], num_items_in_batch=items, vectors=vectors, dropped=dropped,
+            **given,
+        )  # fmt: skip
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         from fathom.latents.controls import controls

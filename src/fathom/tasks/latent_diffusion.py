@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
 from fathom.data import PreparedData
-from fathom.data.packing import IGNORED
 from fathom.latents.cost import denoiser_flops, encoder_flops
 from fathom.latents.process import EARLIEST, row_generators, row_noise
 from fathom.models.hf_versions import FathomOutput
@@ -73,22 +73,18 @@ class LatentDiffusion(LatentTask):
     def forward(self, model: Any, **batch: Any) -> Any:
         items, ids = batch.pop("num_items_in_batch", None), batch["input_ids"]
         given = {name: batch[name] for name in ("attention_mask",) if name in batch}
+        given |= {"stage": self.stage, "labels": batch["labels"], "num_items_in_batch": items}
         if "t" in batch:
             t = EARLIEST + (1 - EARLIEST) * batch["t"]
-            twice = bool(torch.rand(()) < self.self_condition)
-            return model(
-                ids, stage=self.stage, labels=batch["labels"], num_items_in_batch=items, t=t, self_condition=twice,
-                **given,
-            )  # fmt: skip
-        own = getattr(model, "module", model)
-        kept = batch["labels"] != IGNORED
-        mask = given["attention_mask"].bool() if given else None
-        generators, total = row_generators(ids), 0.0
+            # one draw for all processes: they run the same collectives
+            twice = bool(broadcast(torch.rand(()).to(ids.device)) < self.self_condition)
+            return model(ids, t=t, self_condition=twice, **given)
+        generators, total = row_generators(ids), torch.zeros((), device=ids.device)
         for draw in range(self.draws):
             t = torch.full((len(ids),), (draw + 0.5) / self.draws, device=ids.device)
-            noise = row_noise(generators, ids.shape[1], own.config.latent_dim)
-            total = total + (own.held_out_errors(ids, mask, t, noise) * kept).sum() / self.draws
-        return FathomOutput(loss=total / (kept.sum().clamp(min=1) if items is None else items))
+            noise = row_noise(generators, ids.shape[1], getattr(model, "module", model).config.latent_dim)
+            total = total + model(ids, t=t, noise=noise, held_out=True, **given).loss / self.draws
+        return FathomOutput(loss=total)
 
     def score(self, data: PreparedData, loss: float | None, checkpoint: Path) -> dict[str, float | None]:
         return {"denoising_error": loss}

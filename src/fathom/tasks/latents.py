@@ -44,7 +44,7 @@ class LatentTask(Task):
     unwrapped: bool
     held_out = "held-out text"
     reference_name = "unigram"
-    shards = False  # vectors are made, and held-out estimates judged, by parts of the model
+    shards = ("Denoiser",)  # adaLN and the decoder's memory run parts of layers
     numbered = True  # a row's time follows from the seed and its number
     checkpoint_fields = ("decoder", "codar")
 

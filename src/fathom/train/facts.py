@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fathom.train.result import TrainResult
 
 
-def training_facts(recipe: Recipe, method: MethodConfig, result: TrainResult, data: PreparedData) -> dict[str, Any]:
+def training_facts(
+    recipe: Recipe, method: MethodConfig, result: TrainResult, data: PreparedData, config: Any
+) -> dict[str, Any]:
     """Recipe, data, length and scores of a run, as JSON. Local files are given by name, without their path."""
     checkpoint = recipe.model.get("checkpoint")
     training = {**_said(recipe.training), "tokens": result.tokens, "lr": result.lr}
@@ -48,7 +50,7 @@ def training_facts(recipe: Recipe, method: MethodConfig, result: TrainResult, da
             {
                 "name": score.name,
                 "value": result.scores.get(score.name),
-                "unit": score.unit,
+                "unit": score.unit_of(recipe.task.exact(config)),
                 "meaning": score.meaning.format(block_size=recipe.data.block_size),
             }
             for score in recipe.task.scores

@@ -187,9 +187,10 @@ class Training:
     compile: bool | Literal["layers", "graphs"] = False
     gradient_checkpointing: bool = False
     # adafactor (arXiv 1804.04235): second moments by rows and columns, no first moment, updates clipped at an RMS of 1;
-    # the step is the learning rate, not scaled by the size of a tensor. It reads no betas. muon (arXiv 2502.16982): the
-    # matrices of blocks by torch.optim.Muon, all else by AdamW, at one learning rate; not under FSDP, not with lora.
-    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    # the step is the learning rate; with adafactor_scaled, as T5 was trained, times the RMS of the tensor, at least
+    # 1e-3. They read no betas. muon (arXiv 2502.16982): the matrices of blocks by torch.optim.Muon, all else by AdamW,
+    # at one learning rate; not under FSDP, not with lora.
+    optimizer: Literal["adamw", "adafactor", "adafactor_scaled", "muon"] = "adamw"
     fused: bool = True  # AdamW as one kernel
     log_every: int = 10  # steps
     eval_every: int | None = None  # steps; None: at the end only
@@ -231,7 +232,7 @@ class Training:
         unread = {
             "decay_ratio": (self.schedule != "wsd", f"schedule={self.schedule!r} has no decay of its own; use 'wsd'"),
             "min_lr_ratio": (self.schedule == "constant", "schedule='constant' ends at the peak; use 'cosine'"),
-            "betas": (self.optimizer == "adafactor", "optimizer='adafactor' reads none; use 'adamw'"),
+            "betas": ("adafactor" in self.optimizer, f"optimizer={self.optimizer!r} reads none; use 'adamw'"),
         }
         for name, (without, why) in unread.items():
             value = getattr(self, name)

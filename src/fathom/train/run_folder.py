@@ -74,9 +74,10 @@ def identity(
 
 def content(data: PreparedData) -> list[str]:
     """Digests of token ids and labels in some rows of every data set that is trained on, and of what is held out; of
-    the whole where it is short. A text that changes moves all that follows it to other rows."""
+    the whole where it is short, and the digest of files that rows name. A text that changes moves all that follows it
+    to other rows."""
     parts = list(data.train.sources.values()) if isinstance(data.train, MixedBlocks) else [data.train]
-    digests = []
+    digests = [data.files] if data.files else []
     for rows in (*parts, data.validation):
         if not isinstance(rows, datasets.Dataset) or not len(rows):  # made as they are read, by options of run.json
             continue
@@ -104,7 +105,7 @@ def claim(folder: Path, spec: dict[str, Any], write: bool) -> None:
             if option.default is not dataclasses.MISSING:
                 stored.setdefault(f"task.{option.name}", json.loads(json.dumps(option.default)))
         stored["processes"] = wanted["processes"]
-        stored.setdefault("data.content", wanted["data.content"])
+        stored["data.content"] = stored.get("data.content") or wanted["data.content"]  # earlier: none
         changed = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
         if changed:
             key, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""

@@ -76,13 +76,14 @@ class FathomTrainer(Trainer):
         flops_per_token: float,
         targets_per_sequence: float,
         muon: bool = False,
+        scaled: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(data_collator=task.collate, **kwargs)
-        self.task, self.metrics, self.muon = task, metrics, muon
+        self.task, self.metrics, self.muon, self.scaled = task, metrics, muon, scaled
         self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
         if self.is_fsdp_enabled:
-            _leave_shared_tables_together(self.model)  # type: ignore[arg-type]
+            _leave_together(self.model, task.shards)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -113,7 +114,10 @@ class FathomTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if not self.muon or self.optimizer is not None:
-            return super().create_optimizer(model)
+            made = super().create_optimizer(model)
+            for group in made.param_groups if self.scaled else ():
+                group["scale_parameter"] = True  # of Adafactor, which transformers' arguments leave off
+            return made
         trained: Any = self.model if model is None else model
         matrices, decayed = matrices_of_blocks(trained), set(self.get_decay_parameter_names(trained))
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -130,7 +134,7 @@ class FathomTrainer(Trainer):
         return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return round(self.flops_per_token * self.task.tokens(inputs))
+        return round(self.flops_per_token * self.task.tokens(inputs, self.model.config))  # type: ignore[union-attr]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -270,16 +274,18 @@ def train_run(
         flops_per_token=flops_per_token,
         targets_per_sequence=data.validation_targets / len(data.validation) if data.validation is not None else 1.0,
         muon=training.optimizer == "muon",
+        scaled=training.optimizer == "adafactor_scaled",
         model=model,
         args=arguments,
         train_dataset=order,
         eval_dataset=data.validation,
-        processing_class=task.processor(data),
+        processing_class=task.processor(data, config),
     )
-    if trainer.is_fsdp_enabled and not task.shards:
-        raise ValueError(f"task {task.name!r} under FSDP: it runs parts of the model by themselves; use DDP (torchrun)")
     if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
         raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
+    reason = ends_on_its_own(getattr(model, "depth", None)) if trainer.is_fsdp_enabled else ""
+    if reason:
+        raise ValueError(f"depth method {config.depth['name']!r} under FSDP: {reason}, or use DDP (torchrun)")
     if trainer.is_fsdp_enabled and trainer.muon:
         raise ValueError("training.optimizer='muon' under FSDP: it needs whole matrices; use DDP (torchrun) or 'adamw'")
     trainer.remove_callback(PrinterCallback)
@@ -307,8 +313,8 @@ def train_run(
         torch.cuda.empty_cache()
     if arguments.should_save:
         reported = report(folder, method.name, seed, lr, parameters, data, task)
-        facts = training_facts(recipe, method, reported, data)
-        describe(folder / MODEL, task.config_of(folder / MODEL), parameters, facts)
+        config = task.config_of(folder / MODEL)
+        describe(folder / MODEL, config, parameters, training_facts(recipe, method, reported, data, config))
         reported.save()
     PartialState().wait_for_everyone()
     result = TrainResult.load(folder)
@@ -316,16 +322,34 @@ def train_run(
     return result
 
 
-def _leave_shared_tables_together(model: nn.Module) -> None:
-    """Keep accelerate from sharding a shared input table by itself. torch refuses that where other modules hold the
-    table, too, as encoder and decoder of BART and T5 do; without its address it is sharded with parameters outside
-    layers.
+def ends_on_its_own(depth: Any) -> str:
+    """Why processes may run a depth method's stack different numbers of times, so that under FSDP one would wait for
+    weights that another no longer gathers, and what else to choose; "" where they do not."""
+    options = getattr(depth, "options", None)
+    if depth is not None and depth.adaptive and depth.segments:  # others of these methods run all steps in training
+        return "processes whose tokens stop at different steps would wait for each other; use another method"
+    settles = getattr(options, "prefill", None) == "jacobi"  # of held-out texts
+    if settles and (options.sweeps is None or options.tolerance is not None):  # type: ignore[union-attr]
+        return "processes whose held-out texts settle at different sweeps would wait for each other; set sweeps alone"
+    return ""
+
+
+def _leave_together(model: Any, classes: tuple[str, ...] | None) -> None:
+    """Keep accelerate from sharding by itself what is run by itself, or held twice: it is sharded with all that lies
+    outside layers, and whole within the model's forward.
+
+    classes: those that are sharded each by itself, and nothing else; None: layers, and tables. But torch refuses a
+    table where other modules hold it, too, as encoder and decoder of BART and T5 do.
     """
-    table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
-    holders = sum(getattr(module, "weight", None) is table for module in model.modules())
-    if table is not None and holders > 2:  # itself and a tied head
-        model.get_input_embeddings = lambda: None  # type: ignore[assignment]
-        model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    if classes is not None:
+        model._no_split_modules = list(classes)
+    else:
+        table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+        holders = sum(getattr(module, "weight", None) is table for module in model.modules())
+        if table is None or holders <= 2:  # itself and a tied head
+            return
+    model.get_input_embeddings = lambda: None
+    model.get_output_embeddings = lambda: None
 
 
 def sequences_per_process(training: Training) -> int:
@@ -387,7 +411,7 @@ def _arguments(
         adam_beta2=training.betas[1],
         adam_epsilon=training.eps,
         max_grad_norm=training.grad_clip,
-        optim="adafactor" if training.optimizer == "adafactor" else f"adamw_torch{'_fused' if training.fused else ''}",
+        optim="adafactor" if "adafactor" in training.optimizer else f"adamw_torch{'_fused' if training.fused else ''}",
         use_cpu=not torch.accelerator.is_available(),  # bf16 on a CPU must be asked for
         bf16=training.precision == "bf16",
         torch_compile=training.compile is True,
