@@ -63,6 +63,7 @@ PARSED = (
     "fathom serve MODEL --cache treekv --budget 1024",  # until it is stopped; run by tests/serve
     "fathom compare recipes/sft_cpu.yaml",  # a minute
     "fathom compare recipes/seq2seq_cpu.yaml",  # two minutes
+    "fathom compare recipes/context_cpu.yaml --jobs 2",  # two minutes
     "fathom compare recipes/tables_demo.yaml",  # six minutes
     "fathom latents run recipes/codar_cpu.yaml",  # minutes; run by tests/latents. It trains:
     'fathom generate runs/codar_cpu/seed-0/decoder/model --prompt "The old man" --steps 50',
@@ -83,7 +84,7 @@ PARSED = (
     "fathom evaluate runs/mine/pondering-seed0/model --tasks lambada_openai,piqa",  # downloads
     "fathom evaluate MODEL --long niah,vt --lengths 1k,4k --cache treekv --budget 256 --json",  # tests/evaluate
 )
-SETUP = re.compile(r"make |pip |source |tensorboard |lm_eval |python -m venv |python recipes/|OMP_NUM_THREADS=1 ")
+SETUP = re.compile(r"make |pip |npm |source |tensorboard |lm_eval |python -m venv |python recipes/|OMP_NUM_THREADS=1 ")
 
 
 def fences(page: str, language: str) -> list[str]:
