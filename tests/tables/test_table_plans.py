@@ -151,7 +151,7 @@ def test_a_turned_plan_turns_the_description(tmp_path):
     assert isinstance(generator.method, PromptMize)
     tables = [Table((("food", food), ("near", where))) for food in FOODS[:2] for where in PLACES[:2]]
     examples = [(table, " ".join(values)) for table in tables for values in (table.values, table.values[::-1])]
-    generator.fit_generator(examples, Stage(steps=150, batch_size=8, lr=5e-3))
+    generator.fit_generator(examples, Stage(steps=150, batch_size=8, lr=3e-3))
     said = [
         generator.describe(tables, [p] * 4, beams=1, max_new_tokens=12) for p in (["food", "near"], ["near", "food"])
     ]
