@@ -39,6 +39,20 @@ def load(name: str, folder: Path, /, **sections):
     return load_recipe(folder / "recipe.yaml")
 
 
+@pytest.mark.parametrize("heads", [{}, {"num_attention_heads": None}], ids=["kept", "null"])
+def test_a_method_does_without_a_field_that_its_family_has_not(heads, tmp_path):
+    model = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    method = {"name": "other", "family": "fnet", **heads}
+    loaded = load("classification", tmp_path, model=model, methods=[method])
+    data = loaded.task.prepare(loaded.data, tmp_path / ".data")
+    if heads:
+        config = model_config(loaded, loaded.methods[0], data.tokenizer)
+        assert config.hidden_size == 16 and not hasattr(config, "num_attention_heads")
+    else:
+        with pytest.raises(ValueError, match=r"'fnet' has no such field; .* num_attention_heads: null"):
+            model_config(loaded, loaded.methods[0], data.tokenizer)
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_transformers_own_models_are_contestants(family, tmp_path):
     task, fields = OTHERS[family]

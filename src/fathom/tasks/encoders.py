@@ -67,9 +67,13 @@ class EncoderTask(Task):
             raise ValueError(f"model.family={family!r}: task {self.name!r} has {', '.join(self.families)}")
         kind = self.families[family]
         known = {field.name for field in dataclasses.fields(kind)}
-        unknown = [name for name in fields if name not in known]
+        unknown = [name for name, value in fields.items() if name not in known and value is not None]
         if unknown:
-            raise ValueError(f"model.{unknown[0]}={fields[unknown[0]]!r}: family {family!r} has no such field")
+            raise ValueError(
+                f"model.{unknown[0]}={fields[unknown[0]]!r}: family {family!r} has no such field; "
+                f"a method without it says {unknown[0]}: null"
+            )
+        fields = {name: value for name, value in fields.items() if name in known}
         if tokenizer is None and isinstance(data.tokenizer, str):
             tokenizer = self.with_specials(load_tokenizer(data.tokenizer))
         found: dict[str, Any] = {"max_position_embeddings": data.block_size + 1}
