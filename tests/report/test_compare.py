@@ -61,6 +61,12 @@ def finished(tmp_path_factory):
     return folder, path, results, said
 
 
+@pytest.fixture
+def no_page(monkeypatch):
+    """The page's plots take longer than the runs, and every comparison that ends draws them."""
+    monkeypatch.setattr(engine, "write_report", lambda results, folder: None)
+
+
 def recipe_and_plan(finished):
     folder, path, _, _ = finished
     recipe = load_recipe(path)
@@ -107,14 +113,14 @@ def test_pictures_of_the_held_out_text_are_in_the_report(finished):
     assert (folder / "tiny" / "plots" / "loop_depth_map.png").stat().st_size > 10_000
 
 
-def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch):
+def test_a_run_keeps_the_commit_it_began_with(finished, monkeypatch, no_page):
     folder, path, results, _ = finished
     (folder / "tiny" / results.runs[0].folder / "measured.json").unlink()
     monkeypatch.setattr(measure, "provenance", lambda runs: {"versions": {}, "commit": "later", "device": "other"})
     assert compare(path, folder, say=lambda line: None) == results
 
 
-def test_a_run_that_starts_again_is_signed_again(finished, tmp_path, monkeypatch):
+def test_a_run_that_starts_again_is_signed_again(finished, tmp_path, monkeypatch, no_page):
     """Killed before its first checkpoint: metrics of the first attempt are there, nothing to go on from."""
     folder, path, results, _ = finished
     shutil.copytree(folder, tmp_path / "runs")
@@ -128,7 +134,7 @@ def test_a_run_that_starts_again_is_signed_again(finished, tmp_path, monkeypatch
     assert {run.folder for run in again.runs if run.commit == "later"} == {results.runs[0].folder}
 
 
-def test_a_run_measured_before_there_were_pictures_is_measured_again(finished):
+def test_a_run_measured_before_there_were_pictures_is_measured_again(finished, no_page):
     folder, path, results, _ = finished
     file = folder / "tiny" / results.runs[-1].folder / "measured.json"
     measured = json.loads(file.read_text())
@@ -191,7 +197,7 @@ def test_the_sweep_is_kept_and_its_best_rate_used(finished):
     assert not [trial for trial in results.trials if trial.method == "loop"]
 
 
-def test_several_processes_give_the_same_results(finished):
+def test_several_processes_give_the_same_results(finished, no_page):
     folder, path, results, _ = finished
     lost = folder / "tiny" / results.runs[0].folder / "result.json"
     before = json.loads(lost.read_text())
@@ -247,6 +253,7 @@ def test_finished_runs_are_asked_downstream_tasks_and_not_trained_again(finished
     assert "even (no signal)" in page and "within two standard errors of guessing on even" in page
 
     monkeypatch.setattr("fathom.evaluate.downstream.evaluate_tasks", None)  # nor asked again
+    monkeypatch.setattr(engine, "write_report", lambda results, folder: None)
     assert compare(asked, folder, say=lambda line: None).downstream == results.downstream
 
 
@@ -277,7 +284,7 @@ def test_a_task_without_an_accuracy_is_refused_before_anything_trains(finished, 
         compare(recipe, tmp_path, say=lambda line: None)
 
 
-def test_a_row_is_finished_before_the_next_is_swept(finished, tmp_path, monkeypatch):
+def test_a_row_is_finished_before_the_next_is_swept(finished, tmp_path, monkeypatch, no_page):
     done = []
     trial, run = engine.try_lr, engine.measure
     monkeypatch.setattr(
@@ -308,6 +315,7 @@ def test_a_failed_run_is_reported_and_stops_no_other(finished, monkeypatch):
     assert {run.method for run in partly.runs} == {"vanilla"}
     assert len(partly.failures) == 4 and "no space left on device" in partly.failures[0]
     monkeypatch.undo()
+    monkeypatch.setattr(engine, "write_report", lambda results, folder: None)
     assert compare(path, folder, say=lambda line: None) == results
 
 
