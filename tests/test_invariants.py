@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,13 @@ class Case:
 
     def model(self, **fields: typing.Any) -> FathomForCausalLM:
         return tiny_model(self.family, **{self.registry: self.section, **fields})
+
+    def traced_model(self) -> FathomForCausalLM:
+        """With as little to trace as shows every kind of pass: a compiler unrolls layers and sweeps, all of one code.
+        What connects layers keeps two of them, and so does vanilla depth."""
+        section = {key: min(3, value) if key == "sweeps" else value for key, value in self.section.items()}
+        alone = self.registry == "depth" and self.name != SECTIONS["depth"].plain[0]
+        return self.model(**{self.registry: section}, **({"num_hidden_layers": 1} if alone else {}))
 
 
 def cases() -> list[typing.Any]:
@@ -254,16 +262,16 @@ def test_parameters_are_vanillas_and_the_documented_ones(case, model):
 
 
 @every_case
-@pytest.mark.parametrize("split", [(1,) * 11, (10, 1), (4, 7), (1, 6, 4)], ids=str)
-def test_cached_decode_equals_the_full_forward(case, model, split):
+@torch.no_grad()
+def test_cached_decode_equals_the_full_forward(case, model):
     ids = tokens(2, 11)
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
+    expected = model(ids, use_cache=False).logits
+    for split in ((1,) * 11, (10, 1), (4, 7), (1, 6, 4)):
         cache, pieces = DynamicCache(), []
         for chunk in ids.split(split, dim=1):
             pieces.append(model(chunk, past_key_values=cache, use_cache=True).logits)
-    assert cache.get_seq_length() == 11
-    assert_close(torch.cat(pieces, dim=1), expected)
+        assert cache.get_seq_length() == 11
+        assert_close(torch.cat(pieces, dim=1), expected)
 
 
 @every_case
@@ -365,12 +373,10 @@ def test_a_cropped_cache_continues_exactly(case, model):
 
 @every_case
 def test_assisted_decoding_equals_greedy(case, model):
-    ids = tokens(1, 6)
+    ids = tokens(1, 6).repeat(1, 2)  # which a look-up finds
     expected = new_tokens_of(model, ids).tolist()
     assert new_tokens_of(model, ids, assistant_model=tiny_model(case.family, seed=7)).tolist() == expected
-    assert new_tokens_of(model, ids.repeat(1, 2), prompt_lookup_num_tokens=3).tolist() == (
-        new_tokens_of(model, ids.repeat(1, 2)).tolist()
-    )
+    assert new_tokens_of(model, ids, prompt_lookup_num_tokens=3).tolist() == expected
 
 
 # ---------------------------------------------------------------- saving
@@ -416,19 +422,25 @@ def test_gradients_equal_finite_differences_in_float64(case):
     loss, gradients = loss_and_gradients(model, ids)
     assert loss.dtype == torch.float64
     generator = torch.Generator().manual_seed(0)
-    step = 1e-5
-    for name, parameter in model.named_parameters():
-        assert gradients[name] is not None, f"{name} is not used"
-        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        values = []
+    step, own, together = 2e-6, method_parameters(model), {}
+    for name in gradients:  # a direction through all of a layer's ordinary weights finds a fault in any of them
+        layer = None if name in own else re.match(r"model\.layers\.\d+", name)
+        together.setdefault(layer[0] if layer else name, []).append(name)
+    for place, names in together.items():
+        parameters, directions, slope, values = [], [], 0.0, []
+        for name in names:
+            assert gradients[name] is not None, f"{name} is not used"
+            parameters.append(model.get_parameter(name))
+            directions.append(torch.randn(parameters[-1].shape, generator=generator, dtype=torch.float64))
+            slope += (gradients[name] * directions[-1]).sum().item()
         for sign in (1, -1):
             with torch.no_grad():
-                parameter.add_(sign * step * direction)
+                torch._foreach_add_(parameters, directions, alpha=sign * step)
                 torch.manual_seed(5)
                 values.append(model(input_ids=ids, labels=ids).loss.item())
-                parameter.sub_(sign * step * direction)
-        slope, expected = (gradients[name] * direction).sum().item(), (values[0] - values[1]) / (2 * step)
-        assert abs(slope - expected) <= 1e-6 * max(abs(expected), 1e-2), (name, slope, expected)
+                torch._foreach_sub_(parameters, directions, alpha=sign * step)
+        expected = (values[0] - values[1]) / (2 * step)
+        assert abs(slope - expected) <= 5e-7 * max(abs(expected), 1e-2), (place, slope, expected)
 
 
 @every_case
@@ -488,19 +500,18 @@ def compiled_equals_eager(model: FathomForCausalLM, backend: str) -> None:
 @pytest.mark.parametrize("case", [p for p in cases() if p.values[0].family == FAMILIES[0]])
 def test_a_compiled_training_step_equals_eager(case):
     """Dynamo traces it whole; each variant on one family, as a trace costs seconds."""
-    compiled_equals_eager(case.model().train(), "eager")
+    compiled_equals_eager(case.traced_model().train(), "eager")
 
 
 @pytest.mark.parametrize("case", [p for p in cases() if p.values[0].is_first and p.values[0].family == FAMILIES[1]])
 def test_compiled_scoring_equals_eager(case):
-    compiled_equals_eager(case.model(), "aot_eager")
+    compiled_equals_eager(case.traced_model(), "aot_eager")
 
 
 @pytest.mark.parametrize("case", [p for p in cases() if p.values[0].family == FAMILIES[0]])
 def test_a_training_step_whose_layers_are_compiled_equals_eager(case):
     """As `training.compile: layers` does it; tests/models/test_flat_steps.py has those that `graphs` compiles apart."""
-    fields = {"num_hidden_layers": 1} if case.registry == "depth" else {}  # layers share their graphs
-    model, ids = case.model(**fields).train(), tokens(2, 7)
+    model, ids = case.traced_model().train(), tokens(2, 7)
     loss, gradients = loss_and_gradients(model, ids)
     torch._dynamo.reset()
     compile_layers(model, "eager")
