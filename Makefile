@@ -16,7 +16,7 @@ demo: .venv/.installed
 
 test: .venv/.tests-installed
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n 2 $(ARGS)
+		$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: ARGS += -m ""
 test-all: test

@@ -57,7 +57,7 @@ class Case:
     def traced_model(self) -> FathomForCausalLM:
         """With as little to trace as shows every kind of pass: a compiler unrolls layers and sweeps, all of one code.
         What connects layers keeps two of them, and so does vanilla depth."""
-        section = {key: min(3, value) if key == "sweeps" else value for key, value in self.section.items()}
+        section = {key: min(3, value) if key == "sweeps" and value else value for key, value in self.section.items()}
         alone = self.registry == "depth" and self.name != SECTIONS["depth"].plain[0]
         return self.model(**{self.registry: section}, **({"num_hidden_layers": 1} if alone else {}))
 
