@@ -51,7 +51,6 @@ def make(
       fathom video make runs/mova_demo/both/tokens-2592000-seed-0/model --prompt "a red block flashes" -o clip.mp4
     """
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     from fathom.audiovideo import MovaPipeline
     from fathom.audiovideo.clips import Clip, write_clip
@@ -65,9 +64,7 @@ def make(
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
     picture = None if image is None else read(image)
     refuse_other_families(str(checkpoint), ("fathom_mova",), "a model that task audiovideo has trained")
-    disable_progress_bar()  # of reading weights
     pipeline = MovaPipeline.from_pretrained(checkpoint)
-    pipeline.set_progress_bar_config(disable=json_output)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if offload:
         pipeline.enable_model_cpu_offload(device=place)
