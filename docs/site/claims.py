@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -394,7 +393,6 @@ def draw(shown: list[Point], path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Description": digest(shown)})
 
 

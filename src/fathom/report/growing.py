@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.cost import parameter_counts
@@ -406,5 +405,5 @@ def show(results: dict[str, Any], path: Path) -> Path:
     axes.set_ylabel(f"{last}, bits per byte")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     with whole(path) as part:
-        FigureCanvasAgg(figure).print_png(part)
+        figure.savefig(part, format="png")
     return path
