@@ -30,14 +30,14 @@ Before = Annotated[
 
 def load(checkpoint: str, device: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises OSError or ValueError with a remedy."""
-    import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     import fathom  # noqa: F401  its models are known to the Auto classes then
     from fathom.evaluate.load_model import refuse_other_families
+    from fathom.models.device import device_of
 
     refuse_other_families(checkpoint, ("fathom_t5", "t5"), "a model that task text_to_sql has trained")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device_of(device)
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     return model.to(place).eval(), AutoTokenizer.from_pretrained(checkpoint)
 

@@ -56,6 +56,7 @@ def make(
     from fathom.audiovideo.clips import Clip, write_clip
     from fathom.audiovideo.metrics import score as measure
     from fathom.evaluate.load_model import refuse_other_families
+    from fathom.models.device import device_of
     from fathom_cli.vision import read
 
     if output.suffix != ".mp4":
@@ -65,7 +66,7 @@ def make(
     picture = None if image is None else read(image)
     refuse_other_families(str(checkpoint), ("fathom_mova",), "a model that task audiovideo has trained")
     pipeline = MovaPipeline.from_pretrained(checkpoint)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device_of(device)
     if offload:
         pipeline.enable_model_cpu_offload(device=place)
     else:
