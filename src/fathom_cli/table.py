@@ -132,10 +132,14 @@ def score(
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
         found = summary([verdict(*pair, databases, more) for pair in pairs], questions)
+    if len({question.interaction for question in questions}) == len(questions):  # no question follows another
+        del found["interaction_exact"], found["interaction_execution"]
     if json_output:
         typer.echo(json.dumps(found, indent=2))
         return
     for name in ("exact", "execution", "runs", "interaction_exact", "interaction_execution"):
+        if name not in found:
+            continue
         value = found[name]
         of = f" of {found[f'{name}_of']:,}" if f"{name}_of" in found else ""
         typer.echo(f"{name:24}{'not known' if value is None else f'{value:.3f}'}{of}")
