@@ -48,7 +48,7 @@ def make(
 
     \b
     Example:
-      fathom video make runs/mova_demo/both/tokens-2592000-seed-0/model --prompt "a red block flashes" -o clip.mp4
+      fathom video make runs/mova_demo/both/tokens-1760000-seed-0/model --prompt "a red block flashes" -o clip.mp4
     """
     import torch
 
