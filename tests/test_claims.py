@@ -81,6 +81,10 @@ def test_a_point_is_the_gain_over_what_it_is_set_against(folder: Path) -> None:
     claim = {**with_number(minus=other), "plot": {"number": "gap", "better": "lower", "against": "b"}}
     (point,) = claims.points([claims.written(claim)])
     assert point.gain == pytest.approx(-100 * 0.25 / 2.25) and point.interval is None
+    b = {"file": "raw.json", "path": other}
+    two = {**CLAIM, "numbers": {**CLAIM["numbers"], "b": b}, "ours": "{gap} and {b}"}
+    plot = {"number": "gap", "minus": "b", "better": "lower", "against": "b"}
+    assert claims.points([claims.written({**two, "plot": plot})]) == [point]
     recorded = with_number(of=other, error=["error"])["numbers"]["gap"] | {"path": ["gap"]}
     claim = {**CLAIM, "numbers": {"gap": recorded}, "plot": {"number": "gap", "better": "higher", "against": "b"}}
     (point,) = claims.points([claims.written(claim)])
@@ -150,6 +154,11 @@ def test_a_raw_file_that_does_not_say_where_it_comes_from_is_named_and_left_out(
     else:
         (folder / "origins.yml").write_text(f"raw.json: {{{missing}: abc1234}}\n")
         assert claims.written(CLAIM)["commits"] == ("≤ abc1234" if missing == "commit" else "abcdef1")
+
+
+def test_a_commit_stated_by_hand_is_of_a_file_that_names_none() -> None:
+    for name, told in yaml.safe_load((claims.RESULTS / "origins.yml").read_text(encoding="utf-8")).items():
+        assert claims.origin(name, "a command") == [f"≤ {told['commit']}"], f"{name} says it itself"
 
 
 @pytest.mark.parametrize("said", [None, "", [], [None, ""]], ids=str)

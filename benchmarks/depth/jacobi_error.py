@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from speed import environment
 
@@ -117,7 +116,6 @@ def settled(model: Any, ids: torch.Tensor, exact: torch.Tensor, repeats: int = 5
 
 def draw(found: dict[str, Any], name: str, path: Path) -> None:
     figure = Figure(figsize=(5.5, 3.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     js, errors = zip(*((row["sweeps"], row["relative_rmse"]) for row in found["rows"]))
     measured = f"{name}, × {found['factor']:.3f} a sweep" if found["factor"] else name

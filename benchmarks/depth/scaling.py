@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from scipy.optimize import least_squares
@@ -161,7 +160,6 @@ def predict(found: dict[str, list[Point]]) -> dict[str, Any]:
 
 def draw(predicted: dict[str, Any], heading: str, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.4), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     looks = styles([row["method"] for row in predicted["methods"]])
     for row in predicted["methods"]:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fathom import FathomForCausalLM, FathomForMaskedDiffusion
-from fathom.diffusion import POLICIES, Fourier
+from fathom.diffusion import POLICIES, DiffusionGenerationConfig, Fourier
 from fathom.diffusion.base import Policy, View
 from fathom.diffusion.passes import sampling_attention
-from fathom.diffusion.sampling import DiffusionGenerationConfig, Sampler
+from fathom.diffusion.sampling import Sampler
 
 # Orders of unmasking that the benchmarks compare: policies of a fixed number a step, and FourierSampler's ablations.
 ORDERS: dict[str, Any] = {

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -313,13 +312,15 @@ class Point:
 
 
 def points(rows: list[dict[str, Any]]) -> list[Point]:
-    """Those of claims whose `plot` names a difference: {number: which, better: lower or higher, against: words}, or
-    where it lies, as under `numbers`."""
+    """Those of claims with a `plot`: {number: one of its numbers [, minus: another], better: lower or higher, against:
+    words}. A picture cannot show what its row does not say."""
     found = []
     for row in (row for row in rows if "plot" in row):
-        plot = dict(row["plot"])
-        better, against = plot.pop("better"), plot.pop("against")
-        one = row["numbers"][plot["number"]] if "number" in plot else number(plot)
+        plot, numbers = row["plot"], row["numbers"]
+        one, better, against = numbers[plot["number"]], plot["better"], plot["against"]
+        if "minus" in plot:
+            other = numbers[plot["minus"]].value
+            one = Number("", one.value - other, other=other)
         if not one.other or better not in ("lower", "higher"):
             raise ClaimError(f"{row['name']}: plot needs a difference, what it is from, and better: lower or higher")
         per_cent = (-100 if better == "lower" else 100) / one.other
@@ -392,7 +393,6 @@ def draw(shown: list[Point], path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Description": digest(shown)})
 
 

@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import traceback
 from typing import Any
@@ -87,6 +88,8 @@ def main() -> None:
     if arguments[:1] == ["--version"]:
         print(f"fathom {importlib.metadata.version('fathom-lm')}")
         return
+    if not sys.stderr.isatty():
+        _hide_progress_bars()
     try:
         app(arguments, prog_name="fathom")
     except KeyboardInterrupt:  # while a verb is still being imported; the verbs and typer see to the rest
@@ -97,6 +100,18 @@ def main() -> None:
             traceback.print_exc()
         print(f"fathom: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _hide_progress_bars() -> None:
+    """Those of the libraries that the verbs use, here and in the processes that they start: a pipe or a log cannot
+    redraw a line."""
+    for library in ("HF_HUB", "HF_DATASETS"):
+        os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    if "transformers" in sys.modules:  # under `python -m fathom`; it looked at the environment when it was imported
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def _one_line(error: Exception) -> str:

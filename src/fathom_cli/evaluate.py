@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,8 +145,6 @@ def command(
     if tasks is None and (task_dir or limit or num_fewshot is not None or apply_chat_template):
         raise ValueError("--task-dir, --limit, --num-fewshot and --apply-chat-template go with --tasks")
 
-    from transformers.utils import logging
-
     from fathom.evaluate import (
         evaluate_tasks,
         evaluate_text,
@@ -156,8 +153,6 @@ def command(
         read_documents,
     )
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     if texts:
         domains = [read_documents(path) for path in texts]
         model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
@@ -316,7 +311,6 @@ def _long(
     json_output: bool,
 ) -> None:
     """`--long`."""
-    from transformers.utils import logging
 
     from fathom.data.config import EMBEDDED
     from fathom.data.packing import encode
@@ -337,8 +331,6 @@ def _long(
     method = None if cache is None else parse_method(cache, budget, option)
     documents = list(Source(EMBEDDED, argument="data.validation").documents() if text is None else read_documents(text))
     filler = "\n\n".join(documents)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     model, tokenizer = load_checkpoint(checkpoint, device, trust_remote_code)
     found: dict = {}
     if "position" in given:  # first: it is the one to refuse a text, before the tasks have taken their time

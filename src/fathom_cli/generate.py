@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,15 +85,12 @@ def command(
 
     import torch
     from transformers import TextStreamer
-    from transformers.utils import logging
 
     from fathom.diffusion.base import is_diffusion, own_blocks
     from fathom.evaluate import load_checkpoint
     from fathom.evaluate.load_model import load_config
     from fathom.latents import FathomLatentConfig
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     if load_config(checkpoint).model_type == FathomLatentConfig.model_type:
         others = {"stream": stream or None, "top-k": top_k, "block-length": block_length, "policy": policy,
                   "block-cache": block_cache, "set": settings, "tools": tools}  # fmt: skip

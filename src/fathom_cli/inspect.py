@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +41,6 @@ def command(
       fathom inspect runs/mine/depth_attention-seed0/model --text book.txt --output inspect
     """
     import torch
-    from transformers.utils import logging
 
     from fathom.evaluate import load_checkpoint, read_documents
     from fathom.evaluate.load_model import load_config, load_encoder
@@ -52,8 +50,6 @@ def command(
     from fathom.report.page import describe_options
     from fathom.report.pictures import write_inspection
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     documents = read_documents(text)
     stands_alone = not Path(checkpoint).is_dir() or Path(checkpoint, "config.json").is_file()  # is no peft adapter
     encoder = stands_alone and Spectrum.offered(load_config(checkpoint))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +46,6 @@ def command(
     Example:
       fathom judge MASKED TWIN --judge HuggingFaceTB/SmolLM2-135M --text books.txt --block-cache none,dual
     """
-    from transformers.utils import logging
 
     from fathom.evaluate import load_checkpoint, read_documents
     from fathom.evaluate.samples import SamplesConfig, compare_samples, draw
@@ -61,8 +59,6 @@ def command(
         None if steps is None else _numbers("--steps", steps, int), _words(policy), _words(block_cache), block_length,
         batch_size, seed,
     )  # fmt: skip
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     documents = read_documents(text)
     models = {name: load_checkpoint(one, device) for name, one in zip(names, checkpoints, strict=True)}
     output.mkdir(parents=True, exist_ok=True)

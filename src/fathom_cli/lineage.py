@@ -43,9 +43,9 @@ def _bars(quiet: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
 
 def _place(device: str | None) -> str:
-    import torch
+    from fathom.models.device import device_of
 
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return str(device_of(device))
 
 
 def _print_json(record: dict[str, Any]) -> None:

@@ -30,14 +30,14 @@ Before = Annotated[
 
 def load(checkpoint: str, device: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises OSError or ValueError with a remedy."""
-    import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     import fathom  # noqa: F401  its models are known to the Auto classes then
     from fathom.evaluate.load_model import refuse_other_families
+    from fathom.models.device import device_of
 
     refuse_other_families(checkpoint, ("fathom_t5", "t5"), "a model that task text_to_sql has trained")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device_of(device)
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     return model.to(place).eval(), AutoTokenizer.from_pretrained(checkpoint)
 
@@ -132,10 +132,14 @@ def score(
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
         found = summary([verdict(*pair, databases, more) for pair in pairs], questions)
+    if len({question.interaction for question in questions}) == len(questions):  # no question follows another
+        del found["interaction_exact"], found["interaction_execution"]
     if json_output:
         typer.echo(json.dumps(found, indent=2))
         return
     for name in ("exact", "execution", "runs", "interaction_exact", "interaction_execution"):
+        if name not in found:
+            continue
         value = found[name]
         of = f" of {found[f'{name}_of']:,}" if f"{name}_of" in found else ""
         typer.echo(f"{name:24}{'not known' if value is None else f'{value:.3f}'}{of}")

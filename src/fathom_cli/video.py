@@ -48,15 +48,15 @@ def make(
 
     \b
     Example:
-      fathom video make runs/mova_demo/both/tokens-2592000-seed-0/model --prompt "a red block flashes" -o clip.mp4
+      fathom video make runs/mova_demo/both/tokens-1760000-seed-0/model --prompt "a red block flashes" -o clip.mp4
     """
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     from fathom.audiovideo import MovaPipeline
     from fathom.audiovideo.clips import Clip, write_clip
     from fathom.audiovideo.metrics import score as measure
     from fathom.evaluate.load_model import refuse_other_families
+    from fathom.models.device import device_of
     from fathom_cli.vision import read
 
     if output.suffix != ".mp4":
@@ -65,10 +65,8 @@ def make(
         raise FileNotFoundError(f"--output {output}: no folder {output.parent}; make it first")
     picture = None if image is None else read(image)
     refuse_other_families(str(checkpoint), ("fathom_mova",), "a model that task audiovideo has trained")
-    disable_progress_bar()  # of reading weights
     pipeline = MovaPipeline.from_pretrained(checkpoint)
-    pipeline.set_progress_bar_config(disable=json_output)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device_of(device)
     if offload:
         pipeline.enable_model_cpu_offload(device=place)
     else:

@@ -46,15 +46,15 @@ def chosen(method: str, tokens: int | None, ratio: str | None, rescale: str | No
 
 def load(model: str, device: str | None) -> tuple[Any, Any]:
     """Model and processor. Raises OSError or ValueError with what to do."""
-    import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from fathom.evaluate.load_model import refuse_other_families
+    from fathom.models.device import device_of
     from fathom.vision.families import FAMILIES, REFUSED
 
     known = (*FAMILIES, *(f"fathom_{name}" for name in FAMILIES), *REFUSED)  # REFUSED: said why, once it is loaded
     refuse_other_families(model, known, f"one of {', '.join(family.title for family in FAMILIES.values())}")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device_of(device)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(model, dtype="auto")
     return loaded.to(place).eval(), AutoProcessor.from_pretrained(model)
 

@@ -206,7 +206,8 @@ def test_one_block_of_single_tokens_is_a_plain_loop():
 
 
 def test_temperature_samples_the_softmax_and_zero_is_the_limit():
-    from fathom.diffusion.sampling import DiffusionGenerationConfig, Sampler, truncate
+    from fathom.diffusion import DiffusionGenerationConfig
+    from fathom.diffusion.sampling import Sampler, truncate
 
     tested = model()
     logits = torch.tensor([2.0, 0.5, -1.0, 1.0], dtype=torch.float64)

@@ -160,7 +160,7 @@ def decode_speed(
         result["bytes"] = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in held)
         return {**result, **_measure(static_step, graph, repeats, batch, device)}
     with compress(model, known):
-        cache = build_cache_for(model, known)
+        cache = _new_cache(model)
         fill(cache, model, batch, context + 1 if method == BUFFER else context)
         if method == BUFFER:
             for layer in cache.compressed_layers():
@@ -175,7 +175,7 @@ def decode_speed(
         return {**result, **_measure(step, graph, repeats, batch, device, cache)}
 
 
-def build_cache_for(model: nn.Module, method: CacheMethod) -> CompressedCache:
+def _new_cache(model: nn.Module) -> CompressedCache:
     """An empty cache for a model that is under `compress`."""
     binding = versions.attention_modules(versions.causal_lm(model))[0].__dict__["_fathom_binding"]
     return binding.new_cache()

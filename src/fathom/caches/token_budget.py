@@ -104,9 +104,6 @@ class TokenBudget(CacheMethod):
             return None
         return PART if step is None else max(1, PART // step) * step
 
-    def layer_budget(self, context: LayerContext) -> int:
-        return self.budget
-
     def layer_bytes(self, shape: CacheShape, prompt: int, generated: int = 0, layer: int = 0) -> int:
         slots = min(prompt + generated, self.budget)
         return slots * (shape.token_bytes() + self.slot_statistics(shape) * shape.batch * shape.kv_heads)
@@ -143,7 +140,7 @@ class SlotState(State):
     def __init__(self, method: TokenBudget, context: LayerContext):
         super().__init__()
         self.method, self.context = method, context
-        self.budget = method.layer_budget(context)
+        self.budget = method.budget
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.received: Tensor | None = None

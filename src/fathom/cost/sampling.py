@@ -27,7 +27,7 @@ import torch
 from fathom.cost.flops import flop_terms, method_counts
 from fathom.diffusion import DKVCache, Dual, Prefix, SparseDLLM
 from fathom.diffusion.base import Block
-from fathom.diffusion.sampling import DiffusionGenerationConfig, aligned, for_blocks
+from fathom.diffusion.generation_config import DiffusionGenerationConfig, aligned, for_blocks
 from fathom.models.configuration import FathomConfig
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fathom.curation.config import MODELS, Curation
 from fathom.evaluate.load_model import load_checkpoint
 from fathom.evaluate.text import text_loss, with_prefix
+from fathom.models.device import device_of
 
 WINDOW = 1024  # tokens that a perplexity is computed over at a time
 QUESTION = (
@@ -65,9 +66,8 @@ class ClassFilter(BaseFilter):
         assert config.classifier_model is not None
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config.classifier_model)
-        place = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForSequenceClassification.from_pretrained(config.classifier_model)
-        self.model = model.to(place).eval()
+        self.model = model.to(device_of()).eval()
         known = list(self.model.config.id2label.values())
         if not set(config.classes) <= set(known):
             raise ValueError(f"classes={list(config.classes)!r}: {config.classifier_model} says {', '.join(known)}")

@@ -60,7 +60,7 @@ def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole
     config, of_model = model._prepare_generation_config(kwargs.get("generation_config"), **given)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode in CHUNKED and set(of_model) <= OF_TOKENS and config.use_cache is not False:
-        size = _chunk(model, config, kwargs, cut)
+        size = _chunk(config, kwargs, cut)
         if size is not None:
             config.prefill_chunk_size = size
             kwargs = _with_config(kwargs, prefill_chunk_size=size)
@@ -112,7 +112,7 @@ def _reason(model: Any, config: GenerationConfig, mode: Any, kwargs: dict[str, A
     return ""
 
 
-def _chunk(model: Any, config: GenerationConfig, kwargs: dict[str, Any], cut: Cut) -> int | None:
+def _chunk(config: GenerationConfig, kwargs: dict[str, Any], cut: Cut) -> int | None:
     """Tokens of the prompt to read at once; None: all, or as the caller says."""
     inputs = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
     if config.prefill_chunk_size is not None or inputs is None or inputs.ndim != 2:

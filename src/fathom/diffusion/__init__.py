@@ -17,13 +17,14 @@ from fathom.diffusion.dynamic import Dynamic
 from fathom.diffusion.entropy import Entropy
 from fathom.diffusion.entropy_bounded import EntropyBounded
 from fathom.diffusion.fourier import Fourier
+from fathom.diffusion.generation_config import DiffusionGenerationConfig
 from fathom.diffusion.left_to_right import LeftToRight
 from fathom.diffusion.longllada import LongLLaDA
 from fathom.diffusion.low_confidence import LowConfidence
 from fathom.diffusion.margin import Margin
 from fathom.diffusion.prefix import Prefix
 from fathom.diffusion.random_order import RandomOrder
-from fathom.diffusion.sampling import DiffusionGenerationConfig, DiffusionOutput, generate
+from fathom.diffusion.sampling import DiffusionOutput, generate
 from fathom.diffusion.sparse_dllm import SparseDLLM
 from fathom.diffusion.threshold import Threshold
 

@@ -121,7 +121,7 @@ class Shortening(Encoder):
         return Cut(self, first, lengths - first, kept, length - first, most, order)
 
     def forward(self, x, mask, layers, first=0):
-        options, places = self.options, options_places(self.options, self.host, len(layers))
+        options, places = self.options, filter_layers(self.options, self.host)
         mask = two_sided(mask)
         if options.padding == "leak" and mask is not None:
             x = x * mask[..., None].to(x.dtype)
@@ -161,7 +161,7 @@ class Shortening(Encoder):
             return None
         if global_residual(self.options, self.host):
             return mask
-        for _ in options_places(self.options, self.host, layers):
+        for _ in filter_layers(self.options, self.host):
             mask = self.cut(mask, mask.shape[1], mask.device, first).mask
         return mask
 
@@ -176,7 +176,7 @@ class Shortening(Encoder):
         found = []
         for index in range(layers):
             before = length
-            if index in options_places(options, config.host, layers):
+            if index in filter_layers(options, config.host):
                 length = first + kept_tokens(options, length, first)
             found.append((before, length))
         return found
@@ -207,10 +207,10 @@ class Shortening(Encoder):
         reason = super().unsupported(config, options)
         if reason is None:
             last = config.num_hidden_layers - 1
-            past = [layer for layer in options_places(options, config.host, last + 1) if layer > last]
+            past = [layer for layer in filter_layers(options, config.host) if layer > last]
             if past:
                 reason = (
-                    f"filter_layers={list(options_places(options, config.host, last + 1))}: the last layer is {last}; "
+                    f"filter_layers={list(filter_layers(options, config.host))}: the last layer is {last}; "
                     "give layers up to it"
                 )
         return reason
@@ -225,7 +225,7 @@ def kept_tokens(options: Any, lengths: Any, first: int) -> Any:
     return torch.minimum(kept, lengths - first) if isinstance(kept, Tensor) else min(kept, lengths - first)
 
 
-def options_places(options: Any, host: str, layers: int) -> tuple[int, ...]:
+def filter_layers(options: Any, host: str) -> tuple[int, ...]:
     """The shortening layers: those of the options, or the host's default."""
     return PLACES[host] if options.filter_layers is None else options.filter_layers
 

@@ -6,7 +6,6 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,6 +25,7 @@ from fathom.models.checkpoints import depth_attention as depth_attention_checkpo
 from fathom.models.checkpoints.adapter import find_adapter
 from fathom.models.checkpoints.stock import STOCK, check_names, damage_named
 from fathom.models.configuration import FathomConfig
+from fathom.models.device import device_of
 from fathom.models.encoder_configs import FathomEncoderConfig
 from fathom.models.local_paths import refuse_absent
 
@@ -54,7 +54,7 @@ def load_checkpoint(
         ValueError: unreadable config; a family that is no causal language model; damaged or missing weights; no
             tokenizer, or one with more ids than the model has embeddings; a device that is not there.
     """
-    place = _device(device)
+    place = device_of(device)
     local = Path(checkpoint).expanduser().is_dir()
     weights, adapter = find_adapter(checkpoint, {}) if local else (checkpoint, None)
     config = load_config(weights, trust_remote_code)
@@ -100,7 +100,7 @@ def load_encoder(checkpoint: str, device: str | None = None) -> tuple[Any, PreTr
 
     Raises what `load_checkpoint` does.
     """
-    place, config = _device(device), load_config(checkpoint)
+    place, config = device_of(device), load_config(checkpoint)
     made: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
     if config.model_type == FathomEncoderConfig.model_type:
         made = AutoModelForSequenceClassification
@@ -191,15 +191,6 @@ def _tokenizer(checkpoint: str, trust_remote_code: bool) -> PreTrainedTokenizerB
             f"{checkpoint}: no tokenizer could be loaded ({_first_line(error)}); "
             "save the one it was trained with into the folder"
         ) from error
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={name!r}: not on this machine ({_first_line(error)})") from error
-    return place
 
 
 def _first_line(error: Exception) -> str:

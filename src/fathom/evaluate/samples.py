@@ -353,7 +353,6 @@ def line(row: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path, colours: dict[str, str], theme: str) -> None:
     """Perplexity at the data's entropy against passes and against tokens/s, with the data's own as a line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
@@ -368,7 +367,6 @@ def draw(result: dict[str, Any], path: Path, colours: dict[str, str], theme: str
         )
     marks = styles(list(lines))
     figure = Figure(figsize=(8.4, 3.8), dpi=150, facecolor=colours["page"], layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, quantity, label in zip(
         figure.subplots(1, 2, sharey=True), ("nfe", "tokens_per_second"), ("forward passes", "tokens/s"), strict=True
     ):

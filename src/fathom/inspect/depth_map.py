@@ -21,7 +21,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -161,7 +160,6 @@ class DepthMap(Picture):
         maps = down * max(1.4, row * len(self.rows) + 0.5) + 0.8
         bars = 0.2 * SHOWN + 0.9 if self.most else 0.0
         figure = Figure(figsize=(width, maps + bars), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
         figure.set_layout_engine("constrained", wspace=0.05, hspace=0.05)
         upper: Any = figure
         if bars:

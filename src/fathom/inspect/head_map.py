@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -123,9 +122,7 @@ class HeadMap(Picture):
         return lines
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"], layout="constrained")
         shares, curves, noise = figure.subplots(1, 3)
         dressed(shares, "Share of attention by distance", colours)
         dressed(curves, "What alike queries and keys score", colours)

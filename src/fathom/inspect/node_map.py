@@ -12,7 +12,6 @@ import dataclasses
 from typing import Any, Self
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -98,9 +97,7 @@ class NodeMap(Picture):
     def figure(self, colours):
         levels, blocks = self.levels, len(self.lists)
         most = int(levels.max())
-        figure = Figure(figsize=(11, 5.2), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 5.2), dpi=160, facecolor=colours["page"], layout="constrained")
         cells, lines = figure.subplots(1, 2, width_ratios=[1.5, 1])
         dressed(cells, "The resolution at which a block reads another", colours)
         dressed(lines, "Share of the text, by reading block", colours)

@@ -11,7 +11,6 @@ import html
 from typing import Any, Self
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.diffusion.base import is_diffusion
@@ -113,9 +112,7 @@ class RevealMap(Picture):
         return [*lines, "The first block, darker where a token is revealed later:", self.prompt + shaded]
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 4.2), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 4.2), dpi=160, facecolor=colours["page"], layout="constrained")
         heat, classes = figure.subplots(1, 2, width_ratios=[1.3, 1])
         dressed(heat, "Share of blocks that reveal a place at a step", colours)
         dressed(classes, "Mean step", colours)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -67,9 +66,7 @@ class RoutingHistory(Picture):
         ]
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 3.4), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 3.4), dpi=160, facecolor=colours["page"], layout="constrained")
         panels = figure.subplots(1, 3 if self.information else 2)
         map_ = LinearSegmentedColormap.from_list("load", [colours["page"], colours["accent"]])
         loads = np.array(self.loads).T * len(self.loads[0])

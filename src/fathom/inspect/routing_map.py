@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -134,9 +133,9 @@ class RoutingMap(Picture):
         return lines
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 1.8 + 0.22 * len(self.loads)), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(
+            figsize=(11, 1.8 + 0.22 * len(self.loads)), dpi=160, facecolor=colours["page"], layout="constrained"
+        )
         experts, groups = figure.subplots(1, 2, width_ratios=[1.6, 1])
         map_ = LinearSegmentedColormap.from_list("load", [colours["page"], colours["accent"]])
         loads = np.array(self.loads) * self.groups * self.slices

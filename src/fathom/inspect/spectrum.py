@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -110,9 +109,7 @@ class Spectrum(Picture):
         return lines
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"], layout="constrained")
         curves, shares, means = figure.subplots(1, 3)
         dressed(curves, "Energy below a frequency", colours)
         dressed(shares, "Energy at low frequencies, by depth", colours)

@@ -20,7 +20,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.evaluate.steps_run import is_adaptive, steps_run
@@ -138,9 +137,7 @@ class StepMap(Picture):
         return range(1, self.most + 1)
 
     def figure(self, colours):
-        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"])
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained")
+        figure = Figure(figsize=(11, 3.6), dpi=160, facecolor=colours["page"], layout="constrained")
         counts, by_loss, classes = figure.subplots(1, 3, width_ratios=[1, 1.1, 1.5])
         for axes, title in zip(
             (counts, by_loss, classes),

@@ -156,10 +156,6 @@ class LatentSpace(nn.Module):
             return F.normalize(z, dim=-1) * z.shape[-1] ** 0.5
         return (z - self.mean) / self.deviation
 
-    def denormalise(self, x: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """The inverse of `normalise`; with "l2" the length is lost."""
-        return x if self.options.normalisation == "l2" else x * self.deviation + self.mean
-
     def encode(self, input_ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"] | None = None) -> Float[Tensor, "B L k"]:
         """x₀ in fp32 or wider. Raises ValueError before the norm was fitted."""
         features = self.features(input_ids, mask)

@@ -29,6 +29,7 @@ from fathom.latents.stock_decoder import StockDecoder
 from fathom.models import registry
 from fathom.models.checkpoints.stock import check_names
 from fathom.models.configuration import FathomConfig
+from fathom.models.device import device_of
 from fathom.models.hf_versions import FathomOutput
 from fathom.models.model_card import Published
 from fathom.ops.cross_entropy import IGNORE
@@ -349,9 +350,8 @@ def load_encoder(checkpoint: str | Path) -> PreTrainedModel:
 
 def load(checkpoint: str | Path, device: str | None = None) -> tuple[Any, Any]:
     """A trained model, in eval mode, and its tokenizer. Raises OSError or ValueError for a folder without them."""
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = FathomForLatentDiffusion.from_pretrained(checkpoint, dtype="auto")
-    return model.to(place).eval(), AutoTokenizer.from_pretrained(checkpoint)
+    return model.to(device_of(device)).eval(), AutoTokenizer.from_pretrained(checkpoint)
 
 
 def new_config(encoder: str | Path | PreTrainedModel, tokenizer: Any, **fields: Any) -> FathomLatentConfig:

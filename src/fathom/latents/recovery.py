@@ -168,11 +168,9 @@ def scored(
 
 def draw(found: dict[str, Any], path: Path, title: str, colours: dict[str, str]) -> None:
     """Draw NLL and free-running accuracy against the noise level, with one line for each head."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.6), dpi=150, facecolor=colours["page"], layout="constrained")
-    FigureCanvasAgg(figure)
     marks = dict(zip(HEADS, "vosD^x", strict=True))
     for axes, quantity, label in zip(
         figure.subplots(1, 2), ("nll", "free_accuracy"), ("nats per token", "tokens right, written alone"), strict=True

@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fathom.diffusion.base import check_tokens
-from fathom.diffusion.sampling import check_kinds, configured, seeds
+from fathom.diffusion.generation_config import check_kinds, configured
+from fathom.diffusion.sampling import seeds
 from fathom.latents.encoder import Latents
 from fathom.latents.process import LATEST, Process
 

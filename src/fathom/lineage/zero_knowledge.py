@@ -22,7 +22,6 @@ import json
 import math
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,6 @@ class Proven:
 
     digests: dict[str, str]
     row_sums: np.ndarray
-
-
-def available() -> bool:
-    """Whether the packages of the extra are installed."""
-    return bool(find_spec("ezkl") and find_spec("onnx"))
 
 
 def _packages() -> tuple[Any, Any]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fathom.cost import parameter_counts
@@ -30,6 +29,7 @@ from fathom.evaluate import load_checkpoint
 from fathom.evaluate.tool_calls import evaluate_tool_calls, read_questions
 from fathom.growth.grow import grow
 from fathom.models.causal_lm import FathomForCausalLM
+from fathom.models.device import device_of
 from fathom.report.growths import (
     BASE,
     TEXT,
@@ -212,8 +212,7 @@ def model_of(recipe: Growths, folder: Path, unit: str) -> Path:
 
 def scores(model: Path, held: dict[str, dict[str, PreparedData]], precision: str) -> dict[str, Any]:
     """Bits per byte of every held-out text, in blocks as in training, and the mean of each group."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = FathomForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()  # type: ignore[arg-type]
+    network = FathomForCausalLM.from_pretrained(model, dtype=torch.float32).to(device_of()).eval()  # type: ignore[arg-type]
     texts: dict[str, dict[str, float]] = {}
     for group, members in held.items():
         for name, data in members.items():
@@ -406,5 +405,5 @@ def show(results: dict[str, Any], path: Path) -> Path:
     axes.set_ylabel(f"{last}, bits per byte")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     with whole(path) as part:
-        FigureCanvasAgg(figure).print_png(part)
+        figure.savefig(part, format="png")
     return path

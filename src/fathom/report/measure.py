@@ -13,6 +13,7 @@ import torch
 from fathom.data import PreparedData
 from fathom.evaluate.downstream import Accuracy
 from fathom.inspect import StepMap, offered
+from fathom.models.device import device_of
 from fathom.report.plan import Planned, inference_flops
 from fathom.report.provenance import provenance
 from fathom.report.results import Run
@@ -70,7 +71,7 @@ def downstream_scores(
         kept = {"digest": None}
     if kept["digest"] != digest:
         made: Any = recipe.task.class_of(model_config(recipe, method, data.tokenizer))
-        model = made.from_pretrained(result.model).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model = made.from_pretrained(result.model).eval().to(device_of())
         found = recipe.downstream.measure(model, data.tokenizer)
         kept = {"digest": digest, "scores": {name: dataclasses.asdict(score) for name, score in found.items()}}
         _write(path, kept)
@@ -90,7 +91,7 @@ def _describe(
         if line.get("loss") is not None
     ]
     model: Any = task.class_of(config).from_pretrained(result.model)
-    model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    model.eval().to(device_of())
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
     tail = history[-max(1, len(history) // 10) :]
     pictures = {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -161,7 +160,6 @@ def front(table: Table) -> list[Row]:
 def _write(plot: Callable[[Axes, str], None], theme: str, path: Path) -> Path:
     colours = THEMES[theme]
     figure = Figure(figsize=(4.8, 3.4), dpi=200, facecolor=colours["page"], layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=colours["page"])
     plot(axes, theme)
     for side in ("top", "right"):

@@ -31,7 +31,6 @@ class Question:
         query: the right query.
         database: its name.
         interaction: number of the dialogue that it is a turn of.
-        goal: whether it states a whole dialogue at once; such questions are trained on but never scored.
         spoken: what files say about the words of the turns.
     """
 
@@ -39,7 +38,6 @@ class Question:
     query: str
     database: str
     interaction: int = 0
-    goal: bool = False
     spoken: tuple[Turn, ...] | None = None
 
 
@@ -194,7 +192,8 @@ def questions_of(
     coreference: Any = None,
     parses: Any = None,
 ) -> Iterator[Question]:
-    """The questions of row `number`: one, or with "interaction" every turn of a dialogue (`goals`: and its goal).
+    """The questions of row `number`: one, or with "interaction" every turn of a dialogue; with `goals` also its goal,
+    which states the dialogue at once and is learned but never scored.
 
     Raises ValueError that names the row and the field.
     """
@@ -217,7 +216,7 @@ def questions_of(
         said = None if spoken is None else spoken[:last]
         yield Question(turns[:last], queries[last - 1], row[database], number, spoken=said)
     if goals and "final" in row:
-        yield Question((final["utterance"],), final["query"], row[database], number, goal=True)
+        yield Question((final["utterance"],), final["query"], row[database], number)
 
 
 def read_gold(path: str | Path) -> list[Question]:

@@ -130,7 +130,7 @@ class Source:
                 break
         else:
             if whole:
-                raise ValueError(self._too_long(tokenizer, turns[-1], schema, database, len(ids)))
+                raise ValueError(self._too_long(tokenizer, turns[-1], schema, len(ids)))
             lost = len(ids) - self.tokens
             ids, offsets = [*ids[: self.tokens - 1], ids[-1]], [*offsets[: self.tokens - 1], (0, 0)]
             cut = f"the last {lost} tokens of the schema"
@@ -142,7 +142,7 @@ class Source:
         owner = token_items(text, offsets)
         return Encoded(ids, table, np.where(owner >= 0, places[owner], -1), places, text, cut)
 
-    def _too_long(self, tokenizer: Any, question: str, schema: Schema, database: Any, tokens: int) -> str:
+    def _too_long(self, tokenizer: Any, question: str, schema: Schema, tokens: int) -> str:
         bare = write([""], schema, {}).text
         alone = (
             len(tokenizer(bare, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]) + 1

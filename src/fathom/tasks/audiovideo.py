@@ -29,6 +29,7 @@ from fathom.audiovideo.cost import forward_flops
 from fathom.data import DataConfig, PreparedData, load_tokenizer
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
+from fathom.models.device import device_of
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
 
@@ -390,7 +391,7 @@ class AudioVideo(Task):
         if loss is None:
             return values
         model = self.model_class.from_pretrained(checkpoint)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         errors = self.errors(model, data)
         made = [found for _, found in self._made(model, data, self.made)]
         means = {}

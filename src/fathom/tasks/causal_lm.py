@@ -21,6 +21,7 @@ from fathom.evaluate.text import bits_per_byte
 from fathom.evaluate.unigram import unigram_loss
 from fathom.models.causal_lm import FathomForCausalLM
 from fathom.models.configuration import FathomConfig
+from fathom.models.device import device_of
 from fathom.tasks.base import Sample, Score, Task, register_task
 
 SCORED_BLOCKS = 16  # a forward
@@ -65,9 +66,9 @@ class CausalLM(Task):
         """Bits per byte, and of each named held-out text by itself, as "bits_per_byte of NAME"."""
         scores = {"bits_per_byte": bits_of_loss(data, loss)}
         if data.validation_parts:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             model: Any = FathomForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-            scores.update({f"{OF}{name}": bits for name, bits in bits_of_parts(model.to(device).eval(), data).items()})
+            parts = bits_of_parts(model.to(device_of()).eval(), data)
+            scores.update({f"{OF}{name}": bits for name, bits in parts.items()})
         return scores
 
     def remarks(self, scores: Mapping[str, float | None]) -> list[str]:

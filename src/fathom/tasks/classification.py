@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, FNetConfig, Nystrom
 from fathom.cost.encoders import classifier_flops
 from fathom.data import DataConfig, PreparedData, Source
 from fathom.data.prepared import cache_key, make_tokenizer
+from fathom.models.device import device_of
 from fathom.models.encoder_configs import FathomEncoderConfig
 from fathom.models.method import check_range
 from fathom.tasks.base import Sample, Score, register_task
@@ -161,7 +162,7 @@ class Classification(EncoderTask):
             return {"accuracy": None}
         assert data.validation is not None
         model = self.auto.from_pretrained(checkpoint)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         right = data.validation["labels"][:].tolist()
         found = self.classes_of(model, data, len(right))
         return {"accuracy": sum(a == b for a, b in zip(found, right, strict=True)) / len(right)}

@@ -20,6 +20,7 @@ from torch import Tensor
 from fathom.data import PreparedData
 from fathom.latents.cost import decoder_flops, denoiser_flops, encoder_flops
 from fathom.latents.process import EARLIEST, row_generators, row_noise
+from fathom.models.device import device_of
 from fathom.models.method import check_choice, check_number, check_range
 from fathom.tasks.base import Sample, Score, register_task
 from fathom.tasks.causal_lm import SAMPLE_TEMPERATURE, bits_of_loss, unigram_of_blocks
@@ -175,7 +176,7 @@ class ContextualDecoding(LatentTask):
         if data.validation is None:
             return {**found, **dict.fromkeys(score.name for score in self.scores[1:])}
         model = self.model_class.from_pretrained(checkpoint).eval()
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(device_of())
         rows = [data.validation[i] for i in range(min(self.examples, len(data.validation)))]
         batch = self.collate(rows)
         said = controls(model, batch["input_ids"].to(model.device), batch.get("attention_mask"), self)

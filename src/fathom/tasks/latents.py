@@ -23,6 +23,7 @@ from fathom.data.packing import IGNORED, Example, encode, pack_examples, target_
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.latents.configuration import FathomLatentConfig
+from fathom.models.device import device_of
 from fathom.tasks.base import Sizes, Task
 from fathom.tasks.masked_diffusion import mixed
 
@@ -104,7 +105,7 @@ class LatentTask(Task):
         if checkpoint is None:
             refuse_other_tokenizer(fields["encoder"], data.tokenizer)
             model = kind.from_encoder(fields["encoder"], config)
-            place = "cuda" if torch.cuda.is_available() else "cpu"
+            place = device_of()
             model.space.to(place).fit(batches(data, config, place))
         else:
             refuse_other_tokenizer(checkpoint, data.tokenizer)
@@ -207,7 +208,7 @@ def padded_rows(source: Source, tokenizer: Any, data: DataConfig, most: int | No
     return datasets.Dataset.from_file(str(folder / "blocks.arrow")).with_format("torch")
 
 
-def batches(data: PreparedData, config: FathomLatentConfig, place: str) -> Any:
+def batches(data: PreparedData, config: FathomLatentConfig, place: torch.device) -> Any:
     """(input_ids, mask) of the rows that the norm is fitted to."""
     size = len(data.train[0]["input_ids"])
     rows = itertools.islice(iter(data.train), max(1, FIT_TOKENS // size))

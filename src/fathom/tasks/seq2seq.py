@@ -25,6 +25,7 @@ from fathom.cost.encoders import memory_bytes, seq2seq_flops
 from fathom.data import DataConfig, PreparedData, Source, token_byte_lengths
 from fathom.data.packing import IGNORED
 from fathom.data.prepared import cache_key, make_tokenizer
+from fathom.models.device import device_of
 from fathom.models.encoder_configs import FathomBartConfig, FathomLongT5Config
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, register_task
@@ -280,7 +281,7 @@ class Seq2Seq(EncoderTask):
             return values
         assert data.validation is not None
         model = self.auto.from_pretrained(checkpoint)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         names = [score.name for score in self.scores[1:]]
         scorer = RougeScorer(names, use_stemmer=True)
         rows = range(min(self.answers, len(data.validation)))

@@ -34,6 +34,7 @@ from fathom.data.prepared import build_once, cache_key, make_tokenizer, named_te
 from fathom.data.templates import HEADINGS, INPUT, TEMPLATES, takes_tools
 from fathom.data.tokenizer import tokenizer_hash
 from fathom.models.configuration import FathomConfig
+from fathom.models.device import device_of
 from fathom.models.method import check_choice, check_number, check_range
 from fathom.tasks.base import Sample, Score, Task, register_task
 from fathom.tasks.causal_lm import bits_of_loss, unigram
@@ -234,7 +235,7 @@ class SFT(Task):
         right = None
         if loss is not None:
             model: Any = self.model_class.from_pretrained(checkpoint)
-            model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+            model.eval().to(device_of())
             found = zip(data.questions, answers(model, data.questions, data.tokenizer), strict=True)
             right = sum(_is_right(question, ids, data.tokenizer) for question, ids in found) / len(data.questions)
         return {"answer_bits_per_byte": bits_of_loss(data, loss), "exact_match": right}

@@ -31,6 +31,7 @@ from fathom.data import DataConfig, PreparedData, Source, load_tokenizer, token_
 from fathom.data.packing import IGNORED
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
+from fathom.models.device import device_of
 from fathom.models.method import check_range
 from fathom.tables.text.base import SlotMethod
 from fathom.tables.text.configuration import FathomTableBartConfig, FathomTableT5Config
@@ -430,7 +431,7 @@ class TableToText(EncoderTask):
         for role, folder in data.kept.items():  # what it describes with later
             if reads(model.config.method, role):
                 shutil.copytree(folder, checkpoint / role, dirs_exist_ok=True)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         count = min(self.answers, len(data.validation))
         said = [sample.text for sample in self._answers(model, data, count)]
         values |= {"target_bits_per_byte": bits_of_loss(data, loss)}

@@ -26,6 +26,7 @@ from fathom.data import Source as Rows
 from fathom.data.packing import IGNORED
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
+from fathom.models.device import device_of
 from fathom.models.encoder_configs import FathomT5Config
 from fathom.models.method import check_range
 from fathom.models.registry import ENCODER_PLAIN, RELATIONS, build_options, lookup
@@ -302,7 +303,7 @@ class TextToSQL(EncoderTask):
             return values
         assert isinstance(data, Questions)
         model = self.auto.from_pretrained(checkpoint)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         asked = data.asked[: self.answers]
         with self._databases() as databases:
             answers = zip(self._answers(model, data, len(asked), databases), asked, strict=True)

@@ -32,6 +32,7 @@ from fathom.data.config import EMBEDDED
 from fathom.data.packing import IGNORED
 from fathom.data.prepared import build_once, cache_key, make_tokenizer
 from fathom.data.tokenizer import tokenizer_hash
+from fathom.models.device import device_of
 from fathom.models.local_paths import refuse_absent
 from fathom.models.method import check_number, check_range
 from fathom.tasks.base import Sample, Score, Sizes, Task, register_task
@@ -372,7 +373,7 @@ class VQA(Task):
         if loss is None:
             return values
         model = self.model_class.from_pretrained(checkpoint)
-        model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model.eval().to(device_of())
         right, asked = Counter[str](), Counter[str]()
         for drawn, _, fits in self.answers(model, data, self.questions):
             sized = f"{'words' if drawn.kind == 'read' else 'objects'}_{drawn.size}"

@@ -12,7 +12,6 @@ Under dropout, A reads the network's output before it is dropped; the released c
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,11 +171,6 @@ def places(model_config: dict[str, Any], placement: str) -> str:
         layers = {"encoder": model_config["encoder_layers"] - 1, "decoder": model_config["decoder_layers"] - 1}
         return "|".join(rf"(.*\.)?{side}\.layers\.{number}\.final_layer_norm" for side, number in layers.items())
     return last
-
-
-def is_knowledge(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
-    return re.search(rf"(^|\.){NAME}\.", name) is not None
 
 
 def _register() -> None:

@@ -47,12 +47,6 @@ def _words_of(sentence: str) -> list[re.Match[str]]:
     return [w for w in _WORD.finditer(sentence) if not any(a <= w.start() < b for a, b in masks)]
 
 
-def unmask(masked: str, hidden: Sequence[str]) -> str:
-    """The sentence again."""
-    parts = masked.split(MASK)
-    return "".join(part + word for part, word in zip(parts, [*hidden, ""], strict=True))
-
-
 def mask_fill(sentence: str, table: Table, unit: str = "run", source: str = "values") -> tuple[str, list[str]] | None:
     """The sentence with the table's words masked, and the masked words.
 
