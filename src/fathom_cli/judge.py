@@ -54,6 +54,10 @@ def command(
     from fathom.writing import write_json
 
     names = _names(checkpoints)
+    if Path(judge).resolve() in [Path(name).resolve() for name in checkpoints]:
+        raise ValueError(
+            f"--judge {judge}: is one of the models that write, and likes what it would write itself; give another"
+        )
     config = SamplesConfig(
         samples, prompt_tokens, max_new_tokens, _numbers("--temperatures", temperatures, float),
         None if steps is None else _numbers("--steps", steps, int), _words(policy), _words(block_cache), block_length,
@@ -75,12 +79,15 @@ def command(
         typer.echo((output / "judged.json").read_text(encoding="utf-8").rstrip())
         return
     typer.echo("\nTokens a second at equal quality")
-    if not result["equal_quality"]:
-        typer.echo("  of no model: none has the data's entropy; give wider --temperatures, or more --samples")
     for best in result["equal_quality"]:
         sure = "" if best["kept"] else "; the interval of its quality goes beyond 1.02"
         speed = f"{best['tokens_per_second']:,.0f}, {best['times']:.2f} times one token a step"
         typer.echo(f"  {best['model']}: {speed} ({best['way']}){sure}")
+    for name in [name for name in names if name not in {best["model"] for best in result["equal_quality"]}]:
+        typer.echo(
+            f"  {name}: unknown, as its first way is not seen on both sides of the data's entropy; give wider "
+            "--temperatures, or more --samples"
+        )
     typer.echo(f"Judged: {output / 'judged.json'}, {output / 'judged.png'}")
 
 

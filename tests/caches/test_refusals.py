@@ -203,6 +203,18 @@ def test_other_rows_than_those_of_the_cache(method):
             assert torch.equal(again, model(ids[:held, :1], **{CACHE_NAME: fresh}).logits)
 
 
+@torch.no_grad()
+def test_beams_after_a_padded_turn_are_told_of_their_rows():
+    """Not of their padding, which is that of other rows."""
+    model, ids = get_model("llama"), torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    mask, method = torch.ones_like(ids), TreeKV(budget=8)
+    mask[1, :5] = 0
+    with compress(model, method):
+        cache = prefill(model, ids[:, :12], attention_mask=mask[:, :12])[CACHE_NAME]
+        with pytest.raises(ValueError, match="has 4 rows, but the cache holds 2"):
+            model.generate(ids, attention_mask=mask, **{CACHE_NAME: cache}, num_beams=2, max_new_tokens=2)
+
+
 def test_models():
     sliding = MistralForCausalLM(MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES))
     with pytest.raises(ValueError, match="no full-attention layer"), compress(sliding, TreeKV()):

@@ -71,6 +71,17 @@ def test_a_cache_that_grows_is_compiled_once_more_and_then_for_any_room(recorder
     assert recorder.recordings > 4 and counters["stats"]["unique_graphs"] == 2
 
 
+def test_any_number_of_models_is_compiled(recorder: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one function, of which torch compiles a few forms and runs further ones as they are, or fails."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    how = CompileConfig(backend="eager", fullgraph=True)
+    for number, dtype in enumerate((torch.float32, torch.float64), 1):
+        model = tiny_model(num_hidden_layers=1).to(dtype)
+        same(generated(model, how, new=3), generated(model, None, new=3))
+        assert counters["stats"]["unique_graphs"] == number
+    assert torch._dynamo.config.recompile_limit == 1
+
+
 @pytest.mark.slow
 def test_inductor_gives_the_same_tokens(recorder: Repeats) -> None:
     model = tiny_model(num_hidden_layers=2)
@@ -91,6 +102,11 @@ def test_layers_that_are_not_alike_run_as_they_are_and_it_is_said(
     else:
         same(generated(model, how), generated(model, None))
     assert "compile_config is not used" in caplog.text and not counters["stats"] and recorder.recordings
+
+
+def test_beams_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model().generate(tokens(1, 4), max_new_tokens=2, num_beams=2, compile_config=CompileConfig())
+    assert "compile_config is not used: mode beam_search" in caplog.text
 
 
 def test_a_device_that_records_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:

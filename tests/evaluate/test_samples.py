@@ -9,6 +9,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fathom import FathomConfig, FathomForCausalLM, FathomForMaskedDiffusion
 from fathom.data import train_bpe
@@ -22,6 +24,7 @@ from fathom.evaluate.samples import (
     compare_samples,
     equal_quality,
     judged,
+    read,
     side_of,
     written,
 )
@@ -63,6 +66,25 @@ def test_the_judge_reads_continuations_after_their_prompts(folder):
             log_probs = reader(input_ids=ids).logits[0].double().log_softmax(-1)
         expected = [-log_probs[place - 1, ids[0, place]].item() for place in range(1 + len(before), ids.shape[1])]
         assert count == len(after) and nats == pytest.approx(sum(expected), rel=1e-5)
+
+
+def spaced():
+    """A tokenizer like Llama 2's: words begin with a space, which the first one of a text has not."""
+    tokens = ["<s>", "</s>", "▁the", "▁sea", "s", *"▁ab"]
+    made = Tokenizer(models.Unigram([(token, -1.0) for token in tokens], unk_id=0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def test_a_continuation_keeps_its_space_and_its_characters(folder):
+    assert read([2], [3, 4], spaced()) == ("the", " seas")
+    assert read([2, 3], [4], spaced()) == ("the sea", "s")
+    tokenizer = load_checkpoint(str(folder / "run" / "twin" / "model"), "cpu")[1]
+    for text in ("naïve Ünder", "«日本» — a"):
+        ids = tokenizer(text)["input_ids"]
+        for at in range(len(ids)):
+            before, after = read(ids[:at], ids[at:], tokenizer)
+            assert before + after == text and text.startswith(before)
 
 
 def test_writers_are_compared_at_the_entropy_of_the_data():
@@ -134,11 +156,24 @@ def test_texts_have_one_length_and_follow_from_the_seed(folder):
         assert ways == (
             [Way()] if name == "twin" else [Way("low_confidence", *pair, 8) for pair in (("none", 8), ("dual", 4))]
         )
-        once, again = (written(model, prompts, ways[-1], config, 1.3) for _ in range(2))
+        once, again = (written(model, tokenizer, prompts, ways[-1], config, 1.3) for _ in range(2))
         assert (
             once.ids.shape == (3, 8) and torch.equal(once.ids, again.ids) and once.nfe == (8 if name == "twin" else 4)
         )
         assert not (once.ids == tokenizer.eos_token_id).any() and len(set(map(tuple, once.ids.tolist()))) == 3
+
+
+def test_an_autoregressive_model_samples_from_its_own_distribution(folder):
+    """Whatever its checkpoint's generation config asks for; and EOS is left out that only the tokenizer knows."""
+    model, tokenizer = load_checkpoint(str(folder / "run" / "twin" / "model"), "cpu")
+    prompts = torch.tensor([tokenizer(TEXT)["input_ids"][:4]])
+    config = SamplesConfig(samples=2, prompt_tokens=4, new_tokens=30)
+    plain = written(model, tokenizer, prompts, Way(), config, 1.0).ids
+    asked = {"repetition_penalty": 1e6, "num_beams": 2, "min_p": 0.9, "eos_token_id": None}
+    model.generation_config.update(**asked)
+    model.config.eos_token_id = None
+    assert torch.equal(written(model, tokenizer, prompts, Way(), config, 1.0).ids, plain)
+    assert all(getattr(model.generation_config, name) == value for name, value in asked.items())
 
 
 def test_the_verb(folder, monkeypatch, capsys):
@@ -174,6 +209,8 @@ def test_the_verb(folder, monkeypatch, capsys):
         assert code == 2 and message in err and err.count("\n") == 1, err
     code, _, err = run_cli(monkeypatch, capsys, "judge", runs / "twin", runs / "twin" / "model", *asked[3:], *text)
     assert code == 2 and "the same checkpoint twice" in err, err
+    code, _, err = run_cli(monkeypatch, capsys, *asked[:3], "--judge", f"{runs}/x/../twin/model", *text)
+    assert code == 2 and "is one of the models that write" in err and err.count("\n") == 1, err
 
 
 def test_what_cannot_be_compared_is_refused(folder):
@@ -181,14 +218,39 @@ def test_what_cannot_be_compared_is_refused(folder):
     sizes = {"samples": 3, "prompt_tokens": 4, "new_tokens": 8}
     bare = copy.deepcopy(judge[1])
     bare.bos_token = bare.eos_token = None
-    for models, reader, options, message in (
+    broken = {}
+    for name, (model, tokenizer) in (("m", masked), ("t", twin), ("j", judge)):
+        broken[name] = copy.deepcopy(model), tokenizer
+        broken[name][0].model.norm.weight.data.fill_(math.nan)
+    short = copy.deepcopy(judge[0]), judge[1]
+    short[0].config.max_position_embeddings = 8
+    others = copy.deepcopy(twin[1])  # which reads the first document alike
+    others.add_tokens(["keel: 40"])
+    for writers, reader, options, message in (
         ({"m": masked, "j": judge}, twin, {}, "j: reads text by another tokenizer than m"),
         ({"t": twin}, masked, {}, "no exact loss"),
         ({"t": twin}, (judge[0], bare), {}, "no BOS and no EOS"),
+        ({"t": twin}, (judge[0], spaced()), {}, "a space before every text"),
+        ({"t": twin}, short, {}, r"judge: a text has \d+ of its tokens, more than its 8 positions"),
+        ({"t": twin}, broken["j"], {}, "judge: its losses are not finite"),
+        ({"m": broken["m"]}, judge, {}, "m: its logits of the held-out text are not numbers"),
+        ({"m": masked, "t": broken["t"]}, judge, {}, "t: its logits of the held-out text are not numbers"),
+        ({"m": masked, "o": (twin[0], others)}, judge, {}, "o: reads text by another tokenizer than m"),
+        ({"t": twin}, judge, {"temperatures": (0.5, math.inf)}, "finite and rising"),
         ({"m": masked}, judge, {"samples": 5000}, "not 5000"),
         ({"m": masked}, judge, {"new_tokens": 100_000}, "positions"),
         ({"m": masked}, judge, {"block_length": 3}, "multiple of block_length=3"),
         ({"m": masked}, judge, {"policies": ("margn",)}, "did you mean 'margin'"),
+        (
+            {"m": masked},
+            judge,
+            {"policies": ("entropy", "fourier_sampler"), "block_caches": ("dkv_cache",)},
+            "use anoth",
+        ),
     ):
+        said: list[str] = []
         with pytest.raises(ValueError, match=message):
-            compare_samples(models, reader, [TEXT * 2], SamplesConfig(**{**sizes, **options}))
+            compare_samples(
+                writers, reader, ["The sea. ", TEXT * 2], SamplesConfig(**{**sizes, **options}), said.append
+            )
+        assert not said, "refused before anything is written"

@@ -91,6 +91,10 @@ def test_special_tokens_are_the_tokenizers(recipe, data) -> None:
             "name: tiny\ntraining: {tokens: 1, optimizer: adafactor, betas: [0.9, 0.9]}",
             r"training.betas=\(0.9, 0.9\): optimizer='adafactor' reads none",
         ),
+        (
+            "name: tiny\ntraining: {tokens: 1, optimizer: adafactor_scaled, eps: 1e-6}",
+            "training.eps=1e-06: optimizer='ad",
+        ),
         ("name: tiny\ntraining: {tokens: 1, lora: {rank: 4}}", "training.lora: nothing trains 'lora'"),
         ("name: tiny\ntraining: {tokens: 1, eval_every: 5}\ndata: {validation: null}", "eval_every=5: data.validation"),
         (MINIMAL + "data: {shuffle_buffer: 10}", "data.shuffle_buffer=10: blocks on disk are shuffled as a whole"),

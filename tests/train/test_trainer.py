@@ -416,7 +416,8 @@ def test_muon_refuses_what_it_does_not_serve(recipe, data, folder, method, messa
         train_run(recipe(optimizer="muon"), method, seed=0, folder=folder, data=data)
 
 
-def test_muon_refuses_shards_and_low_rank(recipe, data, folder, monkeypatch) -> None:
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "adafactor_scaled"])
+def test_what_needs_whole_matrices_refuses_shards(optimizer, recipe, data, folder, monkeypatch) -> None:
     plain = FathomTrainer.__init__
 
     def sharded(self, *args, **kwargs):
@@ -424,8 +425,11 @@ def test_muon_refuses_shards_and_low_rank(recipe, data, folder, monkeypatch) -> 
         self.is_fsdp_enabled = True
 
     monkeypatch.setattr(FathomTrainer, "__init__", sharded)
-    with pytest.raises(ValueError, match=r"'muon' under FSDP: it needs whole matrices; use DDP"):
-        train_run(recipe(optimizer="muon"), VANILLA, seed=0, folder=folder, data=data)
+    with pytest.raises(ValueError, match=rf"'{optimizer}' under FSDP: it needs whole matrices; use DDP"):
+        train_run(recipe(optimizer=optimizer), VANILLA, seed=0, folder=folder, data=data)
+
+
+def test_muon_refuses_low_rank(recipe) -> None:
     with pytest.raises(ValueError, match="'muon' with trains='lora'"):
         dataclasses.replace(recipe(optimizer="muon"), methods=(MethodConfig("vanilla", trains="lora"),))
 

@@ -497,13 +497,17 @@ class CompressedLayer(CacheLayerMixin):
         self.finish(key_states, value_states)
         return keys.to(self.output_dtype), values.to(self.output_dtype)  # the model's own attention wants its queries'
 
-    def check_call(self, rows: int, length: int) -> None:
-        """Refuse rows that are not the cache's, and tokens that do not fit, before a call changes anything."""
+    def check_rows(self, rows: int) -> None:
+        """Refuse rows that are not the cache's."""
         if self.seen and rows != self.batch_size:
             raise ValueError(
                 f"input_ids has {rows} rows, but the cache holds {self.batch_size}: the same rows must go on, or "
                 "choose and repeat those of the cache (batch_select_indices, batch_repeat_interleave)"
             )
+
+    def check_call(self, rows: int, length: int) -> None:
+        """Refuse rows that are not the cache's, and tokens that do not fit, before a call changes anything."""
+        self.check_rows(rows)
         split = self.groups_version != self.groups.version  # in this call
         states = [self.states[parent] for parent in self.groups.parents] if split else self.states
         for state, pads in zip(states, self.groups.pads):
@@ -639,6 +643,7 @@ class CompressedCache(Cache):
     def begin(self, attention_mask: Tensor | None, rows: int, length: int) -> None:
         """Begin a forward of `length` tokens: read its padding, and refuse what cannot be stored."""
         layers = self.compressed_layers()
+        layers[0].check_rows(rows)  # before their padding is compared, which other rows have not
         self.before = Before(
             layers[0].seen,
             dict(vars(self.groups)),

@@ -19,6 +19,8 @@ from fathom.decoding.versions import CACHE_NAME
 
 # The step is recorded anyhow, so modes that would record what they compile are those without it.
 UNRECORDED = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+# Graphs of one function, which serves all models, dtypes and modes of a process. Beyond them it would run uncompiled.
+GRAPHS = 256
 
 
 class OneLayer:
@@ -63,7 +65,7 @@ def compiled_layers(model: Any, cache: Any, how: CompileConfig) -> Iterator[None
     run = compiled(how.backend, UNRECORDED.get(how.mode, how.mode), how.fullgraph, how.dynamic, options)
 
     def call(layer: Any, *args: Any, cache_layer: int, **kwargs: Any) -> Any:
-        if kwargs[CACHE_NAME] is not cache:  # of another thread
+        if kwargs.get(CACHE_NAME) is not cache:  # of another thread
             return layer._call_impl(*args, cache_layer=cache_layer, **kwargs)
         return run(layer, args, {**kwargs, CACHE_NAME: OneLayer(cache.layers[cache_layer])})
 
@@ -72,7 +74,8 @@ def compiled_layers(model: Any, cache: Any, how: CompileConfig) -> Iterator[None
     try:
         for layer in layers:
             layer._compiled_call_impl = functools.partial(call, layer)
-        yield
+        with torch._dynamo.config.patch(recompile_limit=max(GRAPHS, torch._dynamo.config.recompile_limit)):
+            yield
     finally:
         for layer, its_own in zip(layers, before, strict=True):
             layer._compiled_call_impl = its_own

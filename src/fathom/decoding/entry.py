@@ -67,6 +67,8 @@ def generate(model: Any, stock: Callable[..., Any], *args: Any, cut: Cut = whole
     reason = _reason(model, config, mode, kwargs, of_model)
     if reason:
         say(f"transformers' own loop runs this generate(): {reason}")
+        if config.compile_config is not None and mode not in PLAIN:  # of others transformers says it
+            switch.logger.warning("compile_config is not used: %s", reason)
         return stock(**kwargs)
     if config.stop_strings is not None:  # transformers hands no tokenizer on beside `custom_generate`
         tokenizer = kwargs.pop("tokenizer", None)

@@ -5,8 +5,9 @@
 
 A judge likes texts of few different words. So every writer is sampled at temperatures at which its entropy lies clearly
 below and above that of held-out continuations of the same prompts, and its perplexity at theirs is interpolated,
-linearly in log perplexity. Short texts have little to tell entropies by: give them 48 tokens or more. All intervals are
-of 95 %, by drawing prompts anew, the same for all writers.
+linearly in log perplexity. The judge splits prompt and continuation into tokens each by itself. Short texts have little
+to tell entropies by: give them 48 tokens or more. All intervals are of 95 %, by drawing prompts anew, the same for all
+writers.
 
 Equal quality: a way to write keeps it where its perplexity is at most 1.02 times that of its model's one token a step
 without a cache. Speed counts whole answers as a user gets them.
@@ -15,6 +16,7 @@ without a cache. Speed counts whole answers as a user gets them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections import Counter
@@ -27,9 +29,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
+from transformers import GenerationConfig
 
+from fathom.data.packing import encode
 from fathom.diffusion import DiffusionGenerationConfig
 from fathom.diffusion.base import is_diffusion, own_blocks
+from fathom.diffusion.sampling import Sampler
+from fathom.evaluate.text import positions
 from fathom.models.method import check_range
 from fathom.writing import whole
 
@@ -68,8 +74,10 @@ class SamplesConfig:
         for name in ("samples", "prompt_tokens", "new_tokens", "batch_size"):
             check_range("judge", name, getattr(self, name), 2 if name == "samples" else 1)
         rising = list(self.temperatures) == sorted(set(self.temperatures)) and self.temperatures[:1] > (0,)
-        if not rising or len(self.temperatures) < 2:
-            raise ValueError(f"judge option temperatures={self.temperatures}: must be two or more above 0, rising")
+        if not rising or len(self.temperatures) < 2 or not all(map(math.isfinite, self.temperatures)):
+            raise ValueError(
+                f"judge option temperatures={self.temperatures}: must be two or more above 0, finite and rising"
+            )
 
     def ways(self, model: Any) -> list[Way]:
         """The ways in which this model writes, the slow one that others are held against first."""
@@ -79,10 +87,7 @@ class SamplesConfig:
         evenly = [most // n for n in (1, 2, 4, 8) if most % n == 0 and most // n % (most // block or 1) == 0]
         steps = sorted(self.steps or evenly, reverse=True)
         pairs = dict.fromkeys([("none", most), *((cache, number) for cache in self.block_caches for number in steps)])
-        found = [Way(policy, *pair, block) for policy in self.policies for pair in pairs]
-        for way in found:  # refused before anything is written
-            DiffusionGenerationConfig(self.new_tokens, **dataclasses.asdict(way))
-        return found
+        return [Way(policy, *pair, block) for policy in self.policies for pair in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,29 +135,40 @@ def compare_samples(
     """Rows for every model and way, and of each model the fastest way that keeps quality.
 
     models: by name, (model, tokenizer); all tokenizers must read the text alike. judge: a causal language model and its
-    tokenizer. `keep` gets the result so far after every row.
+    tokenizer, which may be another. `keep` gets the result so far after every row.
 
     A row has model, way, nfe, tokens_per_second, temperatures (at which the texts lie on both sides of the data's
     entropy) and perplexity there with `low` and `high`, None where none lie clearly so; and `over_reference`,
     the quotient of perplexities with its interval, and `kept`: True, False, or None where the interval holds 1.02.
 
-    Raises ValueError for tokenizers that differ, a text or a model too short, and a judge that is a diffusion model
-    or whose tokenizer has neither BOS nor EOS.
+    Raises ValueError for tokenizers that differ, a text, a model or a judge too short, outputs that are no numbers, and
+    a judge that is a diffusion model or whose tokenizer has neither BOS nor EOS, or cannot go on within a word.
     """
     if is_diffusion(judge[0]):
         raise ValueError("judge: a diffusion model has no exact loss of a text; use a causal language model")
     if judge[1].bos_token_id is None and judge[1].eos_token_id is None:
         raise ValueError("judge: its tokenizer has no BOS and no EOS token for it to begin with; use another judge")
+    parts, whole = encode(["a", "b"], judge[1]), encode(["ab"], judge[1])
+    if judge[1].decode([*parts[0], *parts[1]]) != judge[1].decode(whole[0]):
+        raise ValueError("judge: its tokenizer puts a space before every text, so no word goes on; use another judge")
     first, (_, tokenizer) = next(iter(models.items()))
     length = config.prompt_tokens + config.new_tokens
-    for name, (model, own) in models.items():
-        if own(documents[0][:2000])["input_ids"] != tokenizer(documents[0][:2000])["input_ids"]:
-            raise ValueError(f"{name}: reads text by another tokenizer than {first}, so entropies do not compare")
-        limit = getattr(model.config, "max_position_embeddings", None)
+    for name, (model, _) in models.items():
+        limit = positions(model)
         if limit is not None and length > limit:
             raise ValueError(f"{name}: texts of {length} tokens are longer than the model's {limit} positions")
-    rows = stretches(documents, tokenizer, length, config.samples)
+    ids = stream(documents, tokenizer)
+    for name, (_, own) in models.items():
+        if own is not tokenizer and stream(documents, own) != ids:
+            raise ValueError(f"{name}: reads text by another tokenizer than {first}, so entropies do not compare")
+    rows = stretches(ids, length, config.samples)
     ways = [(name, way) for name, (model, _) in models.items() for way in config.ways(model)]
+    for name, (model, _) in models.items():
+        refuse_no_numbers(name, model, rows[:1])
+    for name, way in ways:  # refused before anything is written
+        if way.policy is not None:
+            one = rows[:1, : config.prompt_tokens].to(models[name][0].device)
+            Sampler(models[name][0], one, None, DiffusionGenerationConfig(config.new_tokens, **dataclasses.asdict(way)))
     prompts, true = rows[:, : config.prompt_tokens], rows[:, config.prompt_tokens :]
     data = judged(Texts(None, true, entropies(true)), prompts, tokenizer, judge, config.batch_size)
     wanted = float(data.entropies.mean())
@@ -165,12 +181,13 @@ def compare_samples(
     references: dict[tuple[str, str | None], Matched | None] = {}  # by model and policy: its first way
     near = min(range(len(config.temperatures)), key=lambda i: abs(config.temperatures[i] - 1))
     for name, way in ways:
+        own = models[name][1]
 
-        def write(i: int, model: Any = models[name][0], way: Way = way) -> Texts:
-            return written(model, prompts, way, config, config.temperatures[i])
+        def write(i: int, model: Any = models[name][0], own: Any = own, way: Way = way) -> Texts:
+            return written(model, own, prompts, way, config, config.temperatures[i])
 
         sides, near = around(write, len(config.temperatures), side_of(data), near)
-        sides = [judged(side, prompts, tokenizer, judge, config.batch_size) for side in sides]
+        sides = [judged(side, prompts, own, judge, config.batch_size) for side in sides]
         found = Matched.between(sides, data, draws) if len(sides) == 2 else None
         reference = references.setdefault((name, way.policy), found)
         row: dict[str, Any] = {
@@ -179,7 +196,7 @@ def compare_samples(
             "at": [{"temperature": side.temperature, "entropy": float(side.entropies.mean()),
                     "perplexity": math.exp(side.log_perplexity())} for side in sides],
             "perplexity": None, "over_reference": None, "kept": None,
-            "text": tokenizer.decode(sides[0].ids[0], skip_special_tokens=True),
+            "text": own.decode(sides[0].ids[0], skip_special_tokens=True),
         }  # fmt: skip
         if found is not None:
             row["perplexity"] = found.said()
@@ -252,39 +269,76 @@ def side_of(data: Texts) -> Callable[[Texts], int]:
 
 
 @torch.no_grad()
-def written(model: Any, prompts: Int[Tensor, "n P"], way: Way, config: SamplesConfig, temperature: float) -> Texts:
+def refuse_no_numbers(name: str, model: Any, rows: Int[Tensor, "n L"]) -> None:
+    """Raise ValueError for a model whose logits are no numbers, of which a sampler would draw the first token."""
+    if bool(model(input_ids=rows.to(model.device)).logits.isnan().any()):
+        raise ValueError(
+            f"{name}: its logits of the held-out text are not numbers; its weights are damaged, or overflow"
+        )
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a text, for the model or for its tokenizer."""
+    config = getattr(model, "generation_config", None)
+    found = [getattr(one, "eos_token_id", None) for one in (config, model.config, tokenizer)]
+    return sorted({end for ends in found if ends is not None for end in (ends if isinstance(ends, list) else [ends])})
+
+
+@torch.no_grad()
+def written(
+    model: Any, tokenizer: Any, prompts: Int[Tensor, "n P"], way: Way, config: SamplesConfig, temperature: float
+) -> Texts:
     """Continuations of all prompts. EOS is never written, so that all have the same length."""
-    found, nfe = [], config.new_tokens
+    found, nfe, ends = [], config.new_tokens, end_tokens(model, tokenizer)
+    of_checkpoint = getattr(model, "generation_config", None)
+    if way.policy is None:
+        model.generation_config = GenerationConfig()  # its own may penalise or leave out tokens, or ask for beams
     start = time.perf_counter()
-    for at in range(0, len(prompts), config.batch_size):
-        some = prompts[at : at + config.batch_size].to(model.device)
+    try:
+        for at in range(0, len(prompts), config.batch_size):
+            some = prompts[at : at + config.batch_size].to(model.device)
+            if way.policy is None:
+                torch.manual_seed(config.seed + at)
+                ids = model.generate(
+                    some, attention_mask=torch.ones_like(some), do_sample=True, temperature=temperature, top_k=0,
+                    top_p=1.0, max_new_tokens=config.new_tokens, suppress_tokens=ends or None,
+                )  # fmt: skip
+            else:
+                out = model.generate(
+                    some, max_new_tokens=config.new_tokens, temperature=temperature, seed=config.seed + at,
+                    suppress_eos="logit" if ends else None, eos_token_id=ends or None, return_dict_in_generate=True,
+                    **dataclasses.asdict(way),
+                )  # fmt: skip
+                ids, nfe = out.sequences, sum(out.nfe.values())
+            found.append(ids[:, prompts.shape[1] :].cpu())
+    finally:
         if way.policy is None:
-            torch.manual_seed(config.seed + at)
-            ids = model.generate(
-                some, attention_mask=torch.ones_like(some), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-                min_new_tokens=config.new_tokens, max_new_tokens=config.new_tokens,
-            )  # fmt: skip
-        else:
-            out = model.generate(
-                some, max_new_tokens=config.new_tokens, temperature=temperature, seed=config.seed + at,
-                suppress_eos=None if model.config.eos_token_id is None else "logit", return_dict_in_generate=True,
-                **dataclasses.asdict(way),
-            )  # fmt: skip
-            ids, nfe = out.sequences, sum(out.nfe.values())
-        found.append(ids[:, prompts.shape[1] :].cpu())
+            model.generation_config = of_checkpoint
     seconds = time.perf_counter() - start
     new = torch.cat(found)
     return Texts(temperature, new, entropies(new), nfe, seconds)
 
 
+def read(prompt: list[int], new: list[int], tokenizer: Any) -> tuple[str, str]:
+    """The texts of a prompt and of what follows it. By themselves new tokens may lack the space that they begin with,
+    and both the character that they share."""
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *new]))
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+    return whole[:shared], whole[shared:]
+
+
 @torch.no_grad()
 def judged(texts: Texts, prompts: Int[Tensor, "n P"], tokenizer: Any, judge: tuple[Any, Any], batch: int) -> Texts:
-    """The same texts with the judge's nats and tokens, each after its prompt."""
+    """The same texts with the judge's nats and tokens, each after its prompt. Raises ValueError where they are longer
+    than the judge's positions, or it gives no numbers."""
     reader, own = judge
-    pairs = [
-        [own(tokenizer.decode(part, skip_special_tokens=True), add_special_tokens=False)["input_ids"] for part in pair]
-        for pair in zip(prompts.tolist(), texts.ids.tolist(), strict=True)
-    ]
+    pairs = [encode([*read(*both, tokenizer)], own) for both in zip(prompts.tolist(), texts.ids.tolist(), strict=True)]
+    longest, limit = 1 + max(sum(map(len, pair)) for pair in pairs), positions(reader)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"judge: a text has {longest} of its tokens, more than its {limit} positions; give fewer --prompt-tokens "
+            "or --max-new-tokens, or another judge"
+        )
     start = own.bos_token_id if own.bos_token_id is not None else own.eos_token_id
     nats, order = np.zeros(len(pairs)), sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
     for at in range(0, len(order), batch):
@@ -296,12 +350,21 @@ def judged(texts: Texts, prompts: Int[Tensor, "n P"], tokenizer: Any, judge: tup
         for loss, i in zip(losses, some, strict=True):
             before, new = map(len, pairs[i])
             nats[i] = float(loss[before : before + new].sum())
-    return dataclasses.replace(texts, nats=nats, tokens=np.array([len(new) for _, new in pairs]))
+    tokens = np.array([len(new) for _, new in pairs])
+    if not np.isfinite(nats).all():
+        raise ValueError("judge: its losses are not finite; its weights are damaged, or overflow: use another judge")
+    if not tokens.any():
+        raise ValueError(f"temperature {texts.temperature}: all texts are empty, so the judge has nothing to read")
+    return dataclasses.replace(texts, nats=nats, tokens=tokens)
 
 
-def stretches(documents: Sequence[str], tokenizer: Any, length: int, count: int) -> Int[Tensor, "n L"]:
-    """`count` stretches of `length` tokens, evenly spread over the documents. Raises ValueError where they overlap."""
-    ids = [token for text in documents for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+def stream(documents: Sequence[str], tokenizer: Any) -> list[int]:
+    """The tokens of all documents, one after the other."""
+    return [token for ids in encode(list(documents), tokenizer) for token in ids]
+
+
+def stretches(ids: Sequence[int], length: int, count: int) -> Int[Tensor, "n L"]:
+    """`count` stretches of `length` tokens, evenly spread. Raises ValueError where they overlap."""
     if len(ids) < count * length:
         raise ValueError(f"--text: {len(ids):,} tokens hold {len(ids) // length} texts of {length}, not {count}")
     starts = [i * (len(ids) - length) // (count - 1) for i in range(count)]

@@ -135,7 +135,7 @@ def evaluate_text(
     if not texts or not all(texts):
         raise ValueError("text is empty: give at least one character")
     token_byte_lengths(tokenizer)  # type: ignore[arg-type]  # refuses a tokenizer that can lose bytes
-    window = min(window, _positions(model) or window)
+    window = min(window, positions(model) or window)
     stride = max(1, window // 2) if stride is None else stride
     if is_diffusion(model):
         return _bound(model, [with_prefix(tokenizer, one) for one in texts], texts, window, stride, batch_size)
@@ -190,7 +190,7 @@ def text_loss(
     ids = torch.as_tensor(token_ids, dtype=torch.int64)
     if len(ids) < 2:
         raise ValueError(f"token_ids has {len(ids)} tokens: at least 2 are needed, the first is context only")
-    limit = _positions(model)
+    limit = positions(model)
     if window < 1 or (limit is not None and window > limit):
         raise ValueError(f"window={window}: must be at least 1 and at most the model's {limit} positions")
     if not 1 <= stride <= window:
@@ -226,5 +226,6 @@ def scored_spans(length: int, window: int, stride: int) -> Iterator[tuple[int, i
         yield start, min(start + stride, length)
 
 
-def _positions(model: Any) -> int | None:
-    return getattr(model.config, "max_position_embeddings", None)
+def positions(model: Any) -> int | None:
+    """The most tokens that a model was made for; None where its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -188,8 +188,8 @@ class Training:
     gradient_checkpointing: bool = False
     # adafactor (arXiv 1804.04235): second moments by rows and columns, no first moment, updates clipped at an RMS of 1;
     # the step is the learning rate; with adafactor_scaled, as T5 was trained, times the RMS of the tensor, at least
-    # 1e-3. They read no betas. muon (arXiv 2502.16982): the matrices of blocks by torch.optim.Muon, all else by AdamW,
-    # at one learning rate; not under FSDP, not with lora.
+    # 1e-3. They read no betas and no eps. muon (arXiv 2502.16982): the matrices of blocks by torch.optim.Muon, all else
+    # by AdamW, at one learning rate; not with lora. Under FSDP only adamw runs.
     optimizer: Literal["adamw", "adafactor", "adafactor_scaled", "muon"] = "adamw"
     fused: bool = True  # AdamW as one kernel
     log_every: int = 10  # steps
@@ -232,7 +232,10 @@ class Training:
         unread = {
             "decay_ratio": (self.schedule != "wsd", f"schedule={self.schedule!r} has no decay of its own; use 'wsd'"),
             "min_lr_ratio": (self.schedule == "constant", "schedule='constant' ends at the peak; use 'cosine'"),
-            "betas": ("adafactor" in self.optimizer, f"optimizer={self.optimizer!r} reads none; use 'adamw'"),
+            **dict.fromkeys(
+                ("betas", "eps", "fused"),
+                ("adafactor" in self.optimizer, f"optimizer={self.optimizer!r} reads none; use 'adamw'"),
+            ),
         }
         for name, (without, why) in unread.items():
             value = getattr(self, name)

@@ -286,8 +286,11 @@ def train_run(
     reason = ends_on_its_own(getattr(model, "depth", None)) if trainer.is_fsdp_enabled else ""
     if reason:
         raise ValueError(f"depth method {config.depth['name']!r} under FSDP: {reason}, or use DDP (torchrun)")
-    if trainer.is_fsdp_enabled and trainer.muon:
-        raise ValueError("training.optimizer='muon' under FSDP: it needs whole matrices; use DDP (torchrun) or 'adamw'")
+    if trainer.is_fsdp_enabled and training.optimizer != "adamw":  # transformers' Adafactor mixes shards with tensors
+        raise ValueError(
+            f"training.optimizer={training.optimizer!r} under FSDP: it needs whole matrices; use DDP (torchrun) or "
+            "'adamw'"
+        )
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(
