@@ -65,7 +65,8 @@ def compiled_layers(model: Any, cache: Any, how: CompileConfig) -> Iterator[None
     run = compiled(how.backend, UNRECORDED.get(how.mode, how.mode), how.fullgraph, how.dynamic, options)
 
     def call(layer: Any, *args: Any, cache_layer: int, **kwargs: Any) -> Any:
-        if kwargs.get(CACHE_NAME) is not cache:  # of another thread
+        others = kwargs.get(CACHE_NAME) is not cache  # of another thread
+        if others:
             return layer._call_impl(*args, cache_layer=cache_layer, **kwargs)
         return run(layer, args, {**kwargs, CACHE_NAME: OneLayer(cache.layers[cache_layer])})
 
