@@ -22,28 +22,46 @@ from fathom.train import TrainResult, load_recipe, train_run
 from sharded_on_cpu import ENVIRONMENT
 
 TOLERANCE = 1e-4  # of losses: sums over ranks are rounded in another order
+# methods of depth whose tokens, or held-out texts, take different numbers of steps on the two
+STEPS = {
+    "adaptive_latent_cot": {"steps": 2, "threshold": 0.45, "router_bias": 0.0, "router_per_step": True},
+    "adaponderlm": {"steps": 2, "threshold": 0.5},
+    "ponderlm2": {"random_sweeps": False},
+    "ponderlm3": {"random_sweeps": False},
+}
 DRAWN = {"masked_diffusion": 0.3, "latent_diffusion": 0.5, "contextual_decoder": 0.2, "audiovideo": 0.3}  # of the mean
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> dict[str, Path]:
     paths: dict[str, Path] = {}
-    for task in tasks():
+    for task in (*tasks(), *STEPS):
         folder = tmp_path_factory.mktemp(task)
-        written = recipe(task, folder)
+        written = recipe("causal_lm" if task in STEPS else task, folder)
         written["training"] |= {"log_every": 1}
+        if task in STEPS:
+            written["methods"] = [{"name": task, "depth": {"name": task, **STEPS[task]}}]
         paths[task] = folder / "recipe.yaml"
         paths[task].write_text(yaml.safe_dump(written))
     return paths
 
 
-def train_on_two(folder: str, paths: list[Path], more: dict[str, str]) -> None:
-    """One launch for all."""
+SHARDED = {**ENVIRONMENT, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def on_two(script: str, given: list[str], more: dict[str, str]) -> str:
+    """What a script that runs on two processes prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(Path(__file__).with_name("two_processes.py")), folder, *map(str, paths)]
+    command += [str(Path(__file__).with_name(script)), *given]
     environment: dict[str, Any] = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", **more}
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def train_on_two(folder: str, paths: list[Path], more: dict[str, str]) -> None:
+    """One launch for all."""
+    on_two("two_processes.py", [folder, *map(str, paths)], more)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +72,13 @@ def ddp(recipes) -> str:
 
 @pytest.fixture(scope="module")
 def fsdp2(recipes) -> str:
-    train_on_two("fsdp2", list(recipes.values()), {**ENVIRONMENT, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})
+    train_on_two("fsdp2", list(recipes.values()), SHARDED)
     return "fsdp2"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("task", tasks())
+@pytest.mark.parametrize("task", [*tasks(), *STEPS])
 def test_two_processes_learn_what_one_learns(recipes, way, task, request, monkeypatch) -> None:
     folder = request.getfixturevalue(way)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -83,3 +101,8 @@ def test_two_processes_learn_what_one_learns(recipes, way, task, request, monkey
         assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
         assert two.validation_loss == pytest.approx(one.validation_loss, rel=TOLERANCE)
     assert {path.name for path in two.model.iterdir()} == {path.name for path in one.model.iterdir()}
+
+
+@pytest.mark.slow
+def test_steps_of_others_change_nothing() -> None:
+    assert on_two("sharded_depth.py", [], SHARDED).count("10 equal") == 2
