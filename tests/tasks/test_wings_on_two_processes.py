@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from cases import recipe
+from safetensors.torch import load_file
 
 from fathom.tasks import tasks
 from fathom.train import TrainResult, load_recipe, train_run
@@ -49,19 +51,18 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
 SHARDED = {**ENVIRONMENT, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
-def on_two(script: str, given: list[str], more: dict[str, str]) -> str:
-    """What a script that runs on two processes prints."""
+def on_two(script: str, given: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A script that runs on two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(Path(__file__).with_name(script)), *given]
+    command += [str(Path(__file__).parent / script), *given]
     environment: dict[str, Any] = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", **more}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
 
 
 def train_on_two(folder: str, paths: list[Path], more: dict[str, str]) -> None:
     """One launch for all."""
-    on_two("two_processes.py", [folder, *map(str, paths)], more)
+    done = on_two("two_processes.py", [folder, *map(str, paths)], more)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -105,4 +106,25 @@ def test_two_processes_learn_what_one_learns(recipes, way, task, request, monkey
 
 @pytest.mark.slow
 def test_steps_of_others_change_nothing() -> None:
-    assert on_two("sharded_depth.py", [], SHARDED).count("10 equal") == 2
+    done = on_two("sharded_depth.py", [], SHARDED)
+    assert done.stdout.count("10 equal") == 2, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["latent_diffusion", "contextual_decoder", "adaptive_latent_cot"])
+def test_a_killed_run_ends_as_another(recipes, fsdp2, task, tmp_path) -> None:
+    """Under FSDP2, killed at step 4, one after its checkpoint: weights, their running mean and noise are those of a run
+    that nobody stopped, bit by bit."""
+    given = [str(recipes[task]), str(tmp_path / "run")]
+    killed = on_two("../train/processes_child.py", [*given, "4"], SHARDED)
+    assert killed.returncode != 0 and (tmp_path / "run/checkpoint-3/complete.json").exists(), killed.stderr[-4000:]
+    assert not (tmp_path / "run" / "result.json").exists()
+    done = on_two("../train/processes_child.py", given, SHARDED)
+    assert done.returncode == 0, done.stderr[-4000:]
+    resumed, whole = TrainResult.load(tmp_path / "run"), TrainResult.load(recipes[task].parent / fsdp2)
+    assert resumed is not None and whole is not None and resumed.interruptions == 1
+    losses = [{line["step"]: line["loss"] for line in run.history if "loss" in line} for run in (resumed, whole)]
+    assert losses[0] == losses[1] and resumed.scores == whole.scores
+    for path in whole.model.rglob("*.safetensors"):
+        others = load_file(resumed.model / path.relative_to(whole.model))
+        assert all(torch.equal(weight, others[name]) for name, weight in load_file(path).items()), path.name
