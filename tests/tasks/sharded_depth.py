@@ -1,5 +1,6 @@
-"""Tokens that stop on their own, in fp64 under FSDP2: torchrun starts it on two processes, whose rows stop at different
-steps. Losses and gradients are those of one model without shards on all rows, held-out outputs those on the same rows.
+"""Tokens that stop on their own, in fp64 under FSDP2 or DDP: torchrun starts it on two processes, whose rows stop at
+different steps. Losses and gradients are those of one model without shards on all rows, held-out outputs those on the
+same rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fathom.train.devices import leave_together
@@ -84,7 +86,8 @@ for depth, fields in CASES:
             for (name, weight), one in zip(sharded.named_parameters(), whole.parameters(), strict=True):
                 assert (weight.grad is None) == (one.grad is None), name
                 if one.grad is not None:
-                    assert_equal(weight.grad.full_tensor(), one.grad)
+                    gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+                    assert_equal(gradient, one.grad)
         else:
             assert_equal(out.logits, expected.logits)
             for name, value in expected.trace.items():

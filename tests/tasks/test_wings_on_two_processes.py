@@ -108,8 +108,9 @@ def test_two_processes_learn_what_one_learns(recipes, way, task, request, monkey
 
 
 @pytest.mark.slow
-def test_steps_of_others_change_nothing() -> None:
-    done = on_two("sharded_depth.py", [], SHARDED)
+@pytest.mark.parametrize("environment", [SHARDED, {}], ids=["fsdp2", "ddp"])
+def test_steps_of_others_change_nothing(environment) -> None:
+    done = on_two("sharded_depth.py", [], environment)
     assert done.stdout.count("10 equal") == 2, done.stderr[-4000:]
 
 
