@@ -161,6 +161,7 @@ def _plan(
     from fathom.cost.measured import DEVICES
     from fathom.cost.plan import STRATEGIES, larger_batches, layout_of, require_fit
     from fathom.models.registry import nearest
+    from fathom.train.devices import check_graphs, why_not_sharded
     from fathom.train.recipe import load_recipe, model_config
 
     if not model.endswith((".yaml", ".yml")):
@@ -187,11 +188,15 @@ def _plan(
             raise ValueError(
                 f"{model}: {method.name} trains {recipe.trains(method)!r}: --gpus plans trainings of all weights"
             )
+    check_graphs(training, gpus)
     compiled = "layers" if isinstance(training.compile, str) else "model" if training.compile else "no"
     rows, advice = [], []
     for method in recipe.methods:
         config = model_config(recipe, method)
-        wanted = [strategy] if strategy else list(STRATEGIES[: 1 if gpus == 1 else 2])
+        refused = why_not_sharded(recipe, method, config) if gpus > 1 else ""
+        if refused and strategy == "fsdp2":
+            raise ValueError(f"--strategy fsdp2: {method.name}: {refused}")
+        wanted = [strategy] if strategy else list(STRATEGIES[: 1 if gpus == 1 or refused else 2])
         for last, kind in zip([False] * (len(wanted) - 1) + [True], wanted, strict=True):
             layout = layout_of(
                 training.sequences, training.gradient_accumulation, gpus, kind,
@@ -202,7 +207,7 @@ def _plan(
                 break
             except ValueError as error:
                 if last:
-                    raise ValueError(f"{method.name}: {error}") from None
+                    raise ValueError(f"{method.name}: {error}" + f"; not fsdp2: {refused}" * bool(refused)) from None
         hours = None if training.tokens is None else training.tokens / found.tokens_per_second / 3600
         rows.append((method.name, found, hours))
         if found.layout.sequences * gpus != training.sequences:

@@ -134,3 +134,22 @@ def test_sweeps_whose_number_nobody_knows_are_named(run, tmp_path):
 
 def test_help_has_an_example(run):
     assert "fathom cost recipes/demo.yaml" in run("--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "strategy", "said"),
+    [
+        ({"depth": {"name": "adaponderlm", "gate_only": 0.2}}, "fsdp2", "--strategy fsdp2: twice: adaponderlm option"),
+        ({"depth": {"name": "adaponderlm", "gate_only": 0.2}}, "ddp", ""),
+        ({"depth": {"name": "adaponderlm", "gate_only": 0.2}}, None, ""),
+        ({"depth": {"name": "adaponderlm"}}, "fsdp2", ""),
+    ],
+)
+def test_what_train_refuses_on_several_devices_is_not_planned(run, recipe, changed, strategy, said):
+    text = RECIPE.replace("{name: twice, depth: {name: loop, passes: 2}}", json.dumps({"name": "twice", **changed}))
+    recipe.write_text(text)
+    code, out, err = run(recipe, "--gpus", 2, *(["--strategy", strategy] if strategy else []))
+    assert (code == 2 and said in err) if said else (code == 0 and (strategy or "ddp") in out)
+    recipe.write_text(text.replace("precision: bf16", "precision: bf16, compile: graphs"))
+    code, _, err = run(recipe, "--gpus", 2)
+    assert code == 2 and "training.compile='graphs' on 2 devices" in err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import TrainerCallback
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.cost import training_flops_per_token
@@ -121,6 +122,42 @@ def test_every_way_spends_the_same_and_its_stages_chain(tmp_path, monkeypatch, c
     cut = run_growths(loaded, tmp_path / "runs", say=said.append, minutes=0)
     assert [run["method"] for run in cut["runs"]] == ["base", "continued", "merge"]
     assert said[-1] == "2 stages did not begin: 0 minutes were over. Rerun the command to resume."
+
+
+@pytest.mark.slow
+def test_stages_that_were_killed_end_as_those_that_were_not(tmp_path, monkeypatch):
+    """Every stage is killed at its fifth step, two after its checkpoint, and goes on when the command runs again."""
+    router = {"trains": "router", "share": 0.2, "feed_forward": LOSS}
+    ways = [SURGERY, router, {"share": 0.3}, {"trains": "lora", "share": 0.3}]
+    training = {"tokens": 60 * STEP, "sequences": 2, "lr": 1e-2, "save_every": 3, "log_every": 1}
+    loaded = load_growths(recipe(tmp_path, methods=[{"name": "way", "stages": ways}], training=training))
+    whole = run_growths(loaded, tmp_path / "whole", say=lambda words: None)
+    begun, train = set(), growing.train_run
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    def once(*given, folder, **named):
+        callbacks = [] if folder in begun else [Dies()]
+        begun.add(folder)
+        return train(*given, folder=folder, callbacks=callbacks, **named)
+
+    monkeypatch.setattr(growing, "train_run", once)
+    deaths = 0
+    while True:
+        try:
+            resumed = run_growths(loaded, tmp_path / "killed", say=lambda words: None)
+            break
+        except KeyboardInterrupt:
+            deaths += 1
+    assert deaths == len(begun) == 4
+    for stage in whole["stages"]:
+        models = [model_of(loaded, tmp_path / side / "growths", stage) for side in ("whole", "killed")]
+        one, other = (FathomForCausalLM.from_pretrained(model).state_dict() for model in models)
+        assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one), stage
+    assert resumed["runs"][-1]["sky"] == pytest.approx(whole["runs"][-1]["sky"], abs=1e-6)
 
 
 def test_a_checkpoint_may_be_the_base_and_texts_point_its_router(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -26,8 +27,10 @@ from fathom.cost.flops import training_flops_per_token
 from fathom.data import PreparedData, prepare
 from fathom.feed_forward.dense import Dense
 from fathom.models.registry import REGISTRIES
+from fathom.tasks import lookup
 from fathom.tasks.causal_lm import CausalLM
 from fathom.train import MethodConfig, TrainResult, model_config, sweep_lr, train_run
+from fathom.train.devices import check_version, why_not_sharded
 from fathom.train.metrics import read_metrics
 from fathom.train.order import ShuffledBlocks
 from fathom.train.trainer import FathomTrainer, compile_layers
@@ -121,25 +124,26 @@ def test_batches_reach_a_gpu_without_waiting(recipe, data, folder, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    "depth",
+    ("depth", "task", "reason"),
     [
-        {"name": "adaptive_latent_cot", "steps": 1},
-        {"name": "ponderlm2"},
-        {"name": "ponderlm3", "sweeps": 9, "tolerance": 0.1},
+        ({"name": "adaponderlm", "gate_only": 0.4}, "causal_lm", "gate_only=0.4 under FSDP: .*; use DDP"),
+        ({"name": "ponderlm3", "prefill": "sequential"}, "sft", "prefill='sequential' under FSDP: .*; use prefill"),
+        ({"name": "ponderlm3", "prefill": "sequential"}, "causal_lm", ""),
+        ({"name": "adaptive_latent_cot"}, "sft", ""),
+        ({"name": "ponderlm2"}, "sft", ""),
     ],
 )
-def test_what_ends_on_its_own_is_not_sharded(depth, recipe, data, folder, monkeypatch) -> None:
-    """Under FSDP every step gathers weights, and processes that have stopped would skip it."""
-    plain = FathomTrainer.__init__
-
-    def sharded(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        self.is_fsdp_enabled = True
-
-    monkeypatch.setattr(FathomTrainer, "__init__", sharded)
+def test_what_is_not_sharded(depth, task, reason, recipe) -> None:
     method = MethodConfig("mine", {"depth": depth})
-    with pytest.raises(ValueError, match=rf"depth method '{depth['name']}' under FSDP: .* use DDP"):
-        train_run(recipe(), method, seed=0, folder=folder, data=data)
+    given: Any = SimpleNamespace(task=lookup(task), training=recipe().training, trains=lambda method: "all")
+    found = why_not_sharded(given, method, FathomConfig(depth=depth))
+    assert re.search(reason, found) if reason else not found
+
+
+def test_the_first_version_of_fsdp_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fsdp_version=1: .*; set fsdp_version: 2"):
+        check_version(SimpleNamespace(fsdp_version=1))
+    check_version(SimpleNamespace(fsdp_version=2))
 
 
 def test_held_out_loss_is_the_mean_over_targets(recipe, ragged, folder) -> None:

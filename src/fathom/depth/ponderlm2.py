@@ -166,7 +166,7 @@ class PonderLM2(DepthMethod):
     def jacobi(self, stack, embeddings, vocabulary) -> DepthOutput:
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
         thoughts, n = self.options.thoughts, self.slots
-        plan = Sweeps.of(self, embeddings)
+        plan = Sweeps.of(self, stack, embeddings)
         found: list[Tensor] = []  # the thoughts of stages 0, 1, …
         for m in range(1, n):
             with torch.set_grad_enabled(torch.is_grad_enabled() and m > plan.first):
@@ -252,6 +252,7 @@ class Sweeps:
 
     Attributes:
         method: the depth method that sweeps.
+        stack: of the new tokens.
         embeddings: of the new tokens.
         exact: number of sweeps after which all thoughts are exact.
         most: the most sweeps that run.
@@ -260,6 +261,7 @@ class Sweeps:
     """
 
     method: DepthMethod
+    stack: Stack
     embeddings: Float[Tensor, "B T d"]
     exact: int
     most: int
@@ -267,9 +269,9 @@ class Sweeps:
     first: int
 
     @classmethod
-    def of(cls, method: DepthMethod, embeddings: Float[Tensor, "B T d"]) -> Sweeps:
+    def of(cls, method: DepthMethod, stack: Stack, embeddings: Float[Tensor, "B T d"]) -> Sweeps:
         options, thoughts = method.options, method.options.thoughts
-        exact = thoughts * (embeddings.shape[1] - 1)
+        exact = stack.needed(thoughts * (embeddings.shape[1] - 1))  # more change nothing
         tolerance, first = options.tolerance, 0
         if method.training:
             most, tolerance = min(draw_sweeps(method, embeddings.device), exact), None
@@ -279,7 +281,7 @@ class Sweeps:
             most, tolerance = exact, tolerance or SETTLED
         else:
             most = min(options.sweeps, exact)
-        return cls(method, embeddings, exact, most, tolerance, first)
+        return cls(method, stack, embeddings, exact, most, tolerance, first)
 
     def run(self, sweep: Callable[[Any], Any], change: Callable[[Any, Any], Tensor], found: Any) -> tuple[Any, int]:
         """The result of the sweeps, and how many ran: all of them, or as many as were needed until nothing changed.
@@ -304,9 +306,12 @@ class Sweeps:
         if self.method.options.sweeps is None:
             tolerance = max(tolerance, 4 * product_spacing(self.embeddings))
         ran, last = 0, math.inf
-        while ran < self.most and last > tolerance:  # a NaN never settles
-            before, found = found, sweep(found)
-            ran, last = ran + 1, change(before, found).item()
+        goes_on = ran < self.most
+        while self.stack.needed(goes_on):
+            after = sweep(found)
+            if goes_on:
+                ran, last, found = ran + 1, change(found, after).item(), after
+                goes_on = ran < self.most and last > tolerance  # a NaN never settles
         if not last <= tolerance and self.most < self.exact:
             warnings.warn(
                 f"{self.method.name}: after sweeps={ran} a thought still changes by {last:.2g} of its norm, above "

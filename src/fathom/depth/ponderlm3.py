@@ -211,7 +211,7 @@ class PonderLM3(DepthMethod):
             executed = torch.where(run, s, 0.0)
             mixed = executed[..., :1] * h
             most = int(run.sum(-1).max()) if self.options.threshold else self.slots  # waits for the device
-            for k in range(1, most):
+            for k in range(1, stack.needed(most)):
                 h = stack.bind(h, stack.layout(self.slots, token, k, bias[..., k]))(h)
                 mixed = mixed + executed[..., k : k + 1] * h
             outputs.append(mixed.to(h.dtype))
@@ -223,7 +223,7 @@ class PonderLM3(DepthMethod):
         """Growing passes, sweeps, and the final pass, which alone writes the cache."""
         thoughts, length, n = self.options.thoughts, embeddings.shape[1], self.slots
         real = None if stack.attention_mask is None else stack.attention_mask[:, -length:].bool()
-        plan = Sweeps.of(self, embeddings)
+        plan = Sweeps.of(self, stack, embeddings)
         found: list[Tensor] = []  # the thoughts of stages 0, 1, …
         key_bias = None
         for m in range(1, n):

@@ -31,6 +31,11 @@ class FeedForward(Method):
         """The output for normalised x [B, T, d], alone or with a dict of tensors."""
         raise NotImplementedError  # abstract
 
+    @property
+    def communicates(self) -> bool:
+        """Whether a call waits for calls of other processes."""
+        return False
+
     @classmethod
     def describe(cls, means: dict[str, Tensor]) -> dict[str, Any]:
         """What metrics.jsonl gets from the values `by_layer`, each [layers, …] and a mean over forwards."""

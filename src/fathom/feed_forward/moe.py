@@ -319,6 +319,10 @@ class MixtureOfExperts(FeedForward):
             )
         return None
 
+    @property
+    def communicates(self) -> bool:
+        return bool(self.training and self.options.balance) and dist.is_available() and dist.is_initialized()
+
     def forward(self, x, tokens=None):
         rows = x.flatten(0, -2)
         seen = rows
@@ -360,7 +364,8 @@ class MixtureOfExperts(FeedForward):
         real = z.new_ones(len(z)) if tokens.real is None else tokens.real.flatten().to(z.dtype)
         if options.score == "sigmoid":
             p = p / p.sum(-1, keepdim=True)
-        number = real.sum().clamp(min=1)
+        number = real.sum()
+        whole, number = number, number.clamp(min=1)
         picked = torch.zeros_like(z).scatter(-1, chosen, 1.0)  # [N, E]: 1 where chosen
 
         def mean(value: Tensor) -> Tensor:
@@ -385,14 +390,14 @@ class MixtureOfExperts(FeedForward):
         if not self.training:
             return said
         if options.balance:
-            everywhere, whole = counts.detach(), number
-            processes = 1
-            if dist.is_available() and dist.is_initialized():
+            everywhere, processes = counts.detach(), 1
+            if self.communicates:
                 processes = dist.get_world_size()
                 summed = all_reduce(
-                    torch.cat((everywhere, number[None])), "sum", dist.distributed_c10d._get_default_group()
+                    torch.cat((everywhere, whole[None])), "sum", dist.distributed_c10d._get_default_group()
                 )
                 everywhere, whole = summed[:-1], summed[-1]
+            whole = whole.clamp(min=1)
             # P_e times this process's share of the tokens: averaged over processes, as losses are, it is that of all
             mean_p = (p * real[:, None]).sum(0) * processes / whole
             share = everywhere / (whole * options.active)

@@ -12,9 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -263,6 +266,14 @@ class Decoder(nn.Module):
         return embeddings if self.config.embed_scale == 1.0 else embeddings * self.config.embed_scale
 
 
+@torch.compiler.disable  # a number, by which the graph around it is chosen
+def _largest(number: int, device: torch.device) -> int:
+    """The largest of all processes' numbers."""
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest.item())
+
+
 @dataclasses.dataclass
 class Stack:
     """The layer stack with the positions, mask and cache of one forward; a depth method calls it pass by pass.
@@ -355,6 +366,19 @@ class Stack:
             for values in auxiliary:
                 self.note(values)
         return stream
+
+    def needed(self, number: int) -> int:
+        """The number of calls of the layers that are needed, or whether another is: the one place where methods ask, if
+        their data decides.
+
+        It is the number itself, unless processes must call the layers equally often: sharded layers (FSDP2) gather
+        their weights in every call, others sum up facts. Then it is the largest of all processes' numbers, and calls
+        that only others need must change nothing here. All processes must ask equally often, too.
+        """
+        layer: Any = self.decoder.layers[0]
+        if isinstance(layer, FSDPModule) or layer.mlp.communicates:
+            return _largest(number, self.position_ids.device)
+        return number
 
     def note(self, auxiliary: dict[str, Tensor]) -> None:
         """Keep the tensors by name that a layer returns beside its output."""

@@ -45,6 +45,7 @@ from fathom.ops.cudnn_attention import sound_attention
 from fathom.ops.vocabulary_mixture import mixture_of_chunk
 from fathom.tasks import Task
 from fathom.train import complete_checkpoints as checkpoints
+from fathom.train.devices import check_graphs, check_version, leave_together, why_not_sharded
 from fathom.train.facts import training_facts
 from fathom.train.metrics import Metrics
 from fathom.train.muon import MuonAndAdamW, matrices_of_blocks
@@ -83,7 +84,8 @@ class FathomTrainer(Trainer):
         self.task, self.metrics, self.muon, self.scaled = task, metrics, muon, scaled
         self.flops_per_token, self.targets_per_sequence = flops_per_token, targets_per_sequence
         if self.is_fsdp_enabled:
-            _leave_together(self.model, task.shards)
+            check_version(self.accelerator.state.fsdp_plugin)
+            leave_together(self.model, task.shards)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -219,11 +221,7 @@ def train_run(
         training, share, folder, lr, seed, steps, evaluate=data.validation is not None, alternates=task.alternates,
         project=recipe.name, run_name=f"{method.name} seed {seed} lr {lr:g} ({place(folder, recipe.name)})",
     )  # fmt: skip
-    if training.compile == "graphs" and arguments.world_size > 1:
-        raise ValueError(
-            f"training.compile='graphs' on {arguments.world_size} devices: gradients that lie in CUDA graphs are not "
-            "averaged over devices; use 'layers'"
-        )
+    check_graphs(training, arguments.world_size)
 
     folder.mkdir(parents=True, exist_ok=True)
     spec = identity(recipe, method, config, seed, lr, steps, tokens_per_step, data)
@@ -281,16 +279,9 @@ def train_run(
         eval_dataset=data.validation,
         processing_class=task.processor(data, config),
     )
-    if trainer.is_fsdp_enabled and recipe.trains(method) == "lora":
-        raise ValueError("training.trains='lora' under FSDP: its shards cannot be merged; use DDP (torchrun)")
-    reason = ends_on_its_own(getattr(model, "depth", None)) if trainer.is_fsdp_enabled else ""
+    reason = why_not_sharded(recipe, method, config) if trainer.is_fsdp_enabled else ""
     if reason:
-        raise ValueError(f"depth method {config.depth['name']!r} under FSDP: {reason}, or use DDP (torchrun)")
-    if trainer.is_fsdp_enabled and training.optimizer != "adamw":  # transformers' Adafactor mixes shards with tensors
-        raise ValueError(
-            f"training.optimizer={training.optimizer!r} under FSDP: it needs whole matrices; use DDP (torchrun) or "
-            "'adamw'"
-        )
+        raise ValueError(reason)
     trainer.remove_callback(PrinterCallback)
     display = ProgressDisplay(f"{method.name} seed {seed} lr {lr:g}", metrics)
     complete = checkpoints.CompleteCheckpoints(
@@ -323,36 +314,6 @@ def train_run(
     result = TrainResult.load(folder)
     assert result is not None  # written by the process that saves
     return result
-
-
-def ends_on_its_own(depth: Any) -> str:
-    """Why processes may run a depth method's stack different numbers of times, so that under FSDP one would wait for
-    weights that another no longer gathers, and what else to choose; "" where they do not."""
-    options = getattr(depth, "options", None)
-    if depth is not None and depth.adaptive and depth.segments:  # others of these methods run all steps in training
-        return "processes whose tokens stop at different steps would wait for each other; use another method"
-    settles = getattr(options, "prefill", None) == "jacobi"  # of held-out texts
-    if settles and (options.sweeps is None or options.tolerance is not None):  # type: ignore[union-attr]
-        return "processes whose held-out texts settle at different sweeps would wait for each other; set sweeps alone"
-    return ""
-
-
-def _leave_together(model: Any, classes: tuple[str, ...] | None) -> None:
-    """Keep accelerate from sharding by itself what is run by itself, or held twice: it is sharded with all that lies
-    outside layers, and whole within the model's forward.
-
-    classes: those that are sharded each by itself, and nothing else; None: layers, and tables. But torch refuses a
-    table where other modules hold it, too, as encoder and decoder of BART and T5 do.
-    """
-    if classes is not None:
-        model._no_split_modules = list(classes)
-    else:
-        table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
-        holders = sum(getattr(module, "weight", None) is table for module in model.modules())
-        if table is None or holders <= 2:  # itself and a tied head
-            return
-    model.get_input_embeddings = lambda: None
-    model.get_output_embeddings = lambda: None
 
 
 def sequences_per_process(training: Training) -> int:

@@ -199,6 +199,7 @@ class StepStack(Stack):
     arrival: torch.cuda.Event | None = None  # of those numbers
     unfinished: Callable[[], None] | None = None  # fills the cache, when it is known who ran
     again: bool = False  # more tokens went on than was foreseen: all steps once more, waited for
+    idle: int = 0  # last steps that no token runs here, only those of other processes (`needed`)
 
     def __post_init__(self) -> None:
         held: Any = None if self.cache is None else self.cache.layers[0]
@@ -268,8 +269,14 @@ class StepStack(Stack):
         assert isinstance(chosen, Chosen)
         live = self.real if chosen.index is None and chosen.live is None else chosen.live
         picked = choose(goes_on if live is None else goes_on & live)
-        if picked is None or chosen.index is None:
-            return picked and dataclasses.replace(picked, before=picked.index)
+        if not self.needed(picked is not None):
+            return None
+        if picked is None:
+            self.idle += 1
+            one = torch.zeros(len(goes_on), 1, dtype=torch.long, device=goes_on.device)
+            picked = Chosen(one, torch.zeros_like(one, dtype=torch.bool))
+        if chosen.index is None:
+            return dataclasses.replace(picked, before=picked.index)
         if picked.index is None:
             return Chosen(chosen.index, picked.live)
         return Chosen(chosen.index.gather(1, picked.index), picked.live, picked.index)
@@ -290,15 +297,17 @@ class StepStack(Stack):
         else:
             self.went_on.append([length] * rows if all_do else by_row.tolist())
             count = sum(self.went_on[-1])
+        if not self.needed(count):
+            self.places.append(0)
+            return None
+        known = isinstance(self.went_on[-1], list)
+        if known:
+            self.idle += count == 0
             if count == rows * length and not self.appends:  # all read what all have replaced: plain causal again
                 self.places.append(count)
                 return Chosen()
-        if not count:
-            self.places.append(0)
-            return None
         unit = BLOCK if self.graphs is None else -(-rows * length // (128 * BLOCK)) * BLOCK
         size = max(LEAST, -(-count // unit) * unit)
-        known = isinstance(self.went_on[-1], list)
         if not known:
             size = self.foresight.size(self.occasion, len(self.ran), size, size + 2 * unit)  # type: ignore[union-attr]
         size = min(len(some), size)
@@ -368,7 +377,7 @@ class StepStack(Stack):
     @property
     def reached(self) -> int:
         """The most steps that a token ran."""
-        return 1 + sum(map(any, self.went_on)) if self.flat else len(self.ran)
+        return 1 + sum(map(any, self.went_on)) if self.flat else len(self.ran) - self.idle
 
     # Compiled, the layers are a graph; all that is around them is not. They get the earlier slots joined, so that one
     # graph with dynamic sizes serves all steps.
@@ -455,6 +464,8 @@ class StepStack(Stack):
             auxiliary=self.auxiliary,
             tokens=self.facts_of(chosen),
         )
+        if self.idle:  # nobody here reads what its layers say
+            stack.hidden_states, stack.attentions, stack.auxiliary = None, None, {}
         if self.graphs is not None and self.flat and not self.watched:
             inputs = self.graphed(stack, inputs)
         if isinstance(chosen, Flat):
@@ -534,7 +545,9 @@ class StepStack(Stack):
         if self.numbers.shape[1] == 1 and not gaps and not self.flat:  # one new token sees everything
             return None
         first = None if self.first is None else chosen.take(self.first)
-        if isinstance(chosen, Flat) and chosen.live is not None:  # others see what the last does, in its blocks
+        if (
+            isinstance(chosen, Flat) and chosen.live is not None and not self.idle
+        ):  # others see what the last does, in its blocks
             query = query.where(chosen.live, query.where(chosen.live, -1).max())
             first = first if first is None else first.where(chosen.live, first.where(chosen.live, -1).max())
         key = torch.cat((*past, *keys), dim=1)
