@@ -90,9 +90,8 @@ class Schema:
         numbers = {*primary, *(number for pair in foreign for number in pair)}
         if not numbers <= set(range(len(columns))) or not {c.table for c in columns} <= set(range(-1, len(tables))):
             raise ValueError(f"{entry['db_id']}: a key or a column is of a number that there is not")
-        names = collections.Counter((c.table, c.name.lower()) for c in columns)
-        names.update((None, name.lower()) for name in tables)
-        twice = [name for (_, name), count in names.items() if count > 1]
+        names = [(c.table, c.name.lower()) for c in columns] + [(len(tables), name.lower()) for name in tables]
+        twice = [name for (_, name), count in collections.Counter(names).items() if count > 1]
         if twice:
             raise ValueError(f"{entry['db_id']}: has {twice[0]!r} twice")
         return cls(entry["db_id"], tables, lower, tuple(columns), primary, foreign)
