@@ -217,7 +217,7 @@ def decoded(path: Path, mode: str, changed: int, size: int) -> Any:
     from PIL import Image
 
     try:
-        image = Image.open(path)
+        image: Any = Image.open(path)
         if image.mode[0] in "IF":  # Pillow would cut all values above 255 off
             raise ValueError(f"its pixels are {image.mode}; save it with 8 bits a channel")
         image = image.convert(mode)
