@@ -92,7 +92,7 @@ def main() -> None:
             write(place / "held-out.jsonl", [row for row in rows if row["db_id"] in held])
     (out / "databases").mkdir(exist_ok=True)
     for file in sorted((data / "databases").glob("*.sqlite")):
-        shutil.copy(file, out / "databases" / file.name)
+        shutil.copyfile(file, out / "databases" / file.name)
 
 
 if __name__ == "__main__":

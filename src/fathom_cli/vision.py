@@ -69,7 +69,10 @@ def read(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"--image {path}: no such file")
     try:
-        return Image.open(path).convert("RGB")
+        image = Image.open(path)
+        if image.mode[0] in "IF":  # Pillow would cut all values above 255 off
+            raise ValueError(f"its pixels are {image.mode}; save it with 8 bits a channel")
+        return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"--image {path}: not a readable image, or cut short ({error})") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shutil
 import sqlite3
 import time
 
@@ -96,6 +97,37 @@ def test_what_is_no_database_is_refused(tmp_path):
     holder.close()
 
 
+def test_a_file_that_is_held_says_nothing_of_a_query(tmp_path):
+    """Neither a right nor a wrong answer; a hot journal has its own remedy."""
+    path = small_databases.make(tmp_path, "held")
+    holder = sqlite3.connect(path, isolation_level=None)
+    with Database(path) as database:
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(OSError, match=r"held\.sqlite: database is locked; end the program that holds it"):
+            execution_match("SELECT name FROM town", "SELECT name FROM town", [database])
+        holder.execute("COMMIT")
+        assert execution_match("SELECT name FROM town", "SELECT name FROM town", [database])
+    holder.executescript("PRAGMA cache_size = 1; BEGIN; CREATE TABLE long (x);")
+    holder.executemany("INSERT INTO long VALUES (?)", [("y" * 500,)] * 200)
+    for end in ("", "-journal"):
+        shutil.copy(f"{path}{end}", tmp_path / f"cut.sqlite{end}")
+    with pytest.raises(ValueError, match="what wrote to it last was cut short; open it once with the program sqlite3"):
+        Database(tmp_path / "cut.sqlite")
+    holder.close()
+
+
+def test_tables_of_json_are_read_and_tables_of_absent_extensions_are_left_out(tmp_path):
+    script = """CREATE TABLE doc (id INT, body TEXT); INSERT INTO doc VALUES (1, '{"a": [3, {"b": 4}]}'), (2, NULL);
+        PRAGMA writable_schema = 1; INSERT INTO sqlite_master VALUES ('table', 'geo', 'geo', 0,
+        'CREATE VIRTUAL TABLE geo USING absent(x)');"""
+    with Database(small_databases.make(tmp_path, "docs", script)) as database:
+        assert database.schema.tables == ("doc",)
+        gold = "SELECT doc.id, value FROM doc, json_each(doc.body, '$.a') WHERE type != 'object'"
+        assert database.run(gold).rows == [(1, 3)]
+        said = "SELECT j.atom, doc.id FROM doc, json_tree(body) AS j WHERE j.fullkey = '$.a[0]'"
+        assert execution_match(said, gold, [database])
+
+
 def test_a_schema_has_every_column_and_key(tmp_path):
     path = small_databases.make(
         tmp_path,
@@ -167,6 +199,12 @@ def test_queries_are_compared_as_they_are_run(path):
         )
         with pytest.raises(QueryError):
             execution_match(gold, "SELECT nothing FROM town", [database])
+    with Database(path) as database:
+        gold = "SELECT DISTINCT name FROM town WHERE head IS NOT DISTINCT FROM 1 AND name != 'a < > b'"
+        assert runnable(gold) == gold.replace("SELECT DISTINCT", "SELECT ")  # what is in quotes stays, too
+        if sqlite3.sqlite_version_info >= (3, 39):
+            assert execution_match(gold.replace("IS NOT", "is  not"), gold, [database])
+    assert runnable("SELECT `distinct` FROM [distinct]") == "SELECT `distinct` FROM [distinct]"
     assert runnable("SELECT Distinct a FROM t WHERE b > = 'distinct' AND distinction ! = 1") == (
         "SELECT  a FROM t WHERE b >= 'distinct' AND distinction != 1"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -51,6 +52,17 @@ def test_keys_kinds_and_constants(schema):
     assert "Ada Pell" in seen
     again, same = (FilledDatabase(schema, 3, QUERIES).run("SELECT * FROM person").rows for _ in range(2))
     assert again == same
+
+
+def test_constants_that_no_column_can_have_and_keys_in_quotes(schema):
+    """Infinite, beyond SQLite's whole numbers, and '3' in a column of numbers, which is 3 there."""
+    queries = [f"SELECT name FROM town WHERE town_id {sign}" for sign in ("> 1e400", "< 99999999999999999999")]
+    queries += [f"SELECT name FROM town WHERE town_id = '{n}'" for n in range(1, 40)]
+    empty = dataclasses.replace(schema, tables=(*schema.tables, "bare"), table_words=(*schema.table_words, "bare"))
+    for seed in range(4):
+        database = FilledDatabase(empty, seed, queries)
+        counted = database.run("SELECT count(*) - count(DISTINCT town_id), count(town_id) FROM town").rows[0]
+        assert counted[0] == 0 < counted[1] and database.run(queries[0]).rows == []
 
 
 def test_a_filled_database_is_guarded_and_can_be_written(schema, tmp_path):

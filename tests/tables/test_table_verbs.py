@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import lzma
@@ -153,11 +154,25 @@ def test_published_sets_are_read_as_they_come_and_parts_are_told_apart(run, tmp_
     )
     assert "  made up rows               1 questions  exact 1.000  execution 1.000" in run(*given, "--suites", 1)[1]
     assert json.loads(run(*given, "--json")[1])["by_rows"]["none"]["execution"] is None  # no file, no suite
+    packed = tmp_path / "b.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "b.json").read_bytes()))
+    assert json.loads(run(*given[:6], packed, *given[7:], "--json")[1]) == json.loads(run(*given, "--json")[1])
     kept = json.loads(run(*given, "--suites", 1, "--without", "county", "--json")[1])
     assert kept["questions"] == kept["exact"] == kept["execution"] == 1 and list(kept["by_database"]) == ["shop"]
     code, _, error = run(*given, "--without", "shops")
     assert code == 2 and "--without shops:" in error and "has no such database (did you mean 'shop'?)" in error
     assert "leaves no question" in run(*given, "--without", "shop", "--without", "county")[2]
+    other = {**entry, "column_types": ["text", "text", "text"]}
+    for faulty, match in (
+        ([other], "c.json: describes 'shop' otherwise than a file of schemas before it; name one"),
+        ([{**entry, "primary_keys": [3]}], "not a list of schemas as in Spider's tables.json"),
+        ([{**entry, "column_names_original": [[-1, "*"], [1, "id"], [0, "name"]]}], "that there is not"),
+        ([{**entry, "column_names_original": [[-1, "*"], [0, "id"], [0, "ID"]]}], "shop: has 'id' twice"),
+        ([{**entry, "column_types": []}], "not a list of schemas"),
+    ):
+        (tmp_path / "c.json").write_text(json.dumps(faulty))
+        code, _, error = run(*given, "--schemas", tmp_path / "c.json")
+        assert code == 2 and match in error and len(error.splitlines()) == 1
     for name, text, match in (
         ("bad.json", "{}", "must be a list of objects"), ("bad.json", "[1]", "bad.json, row 0: must be an object"),
         ("bad.json", '{"a": 1}\n{"a": 2}', "rows one a line belong in a file named .jsonl"),
@@ -166,6 +181,21 @@ def test_published_sets_are_read_as_they_come_and_parts_are_told_apart(run, tmp_
         (tmp_path / name).write_text(text)
         code, _, error = run("score", gold, tmp_path / name, "--db", files)
         assert code == 2 and match in error and len(error.splitlines()) == 1
+
+
+def test_a_view_has_no_made_up_rows_and_is_judged_on_the_files(run, tmp_path):
+    """Else right predictions would be undecided, and wrong ones counted. The file is one of SParC's, by its field."""
+    view = "CREATE VIEW old AS SELECT * FROM person WHERE age > 35;"
+    small_databases.make(tmp_path, "county", small_databases.SCRIPT + view)
+    queries = ["SELECT fullName FROM old", "SELECT fullName FROM person WHERE age > 31"]
+    turns = [{"utterance": "?", "query": query} for query in queries]
+    final = {"utterance": "?", "query": queries[0]}
+    (tmp_path / "gold.json").write_text(json.dumps([{"database_id": "county", "interaction": turns, "final": final}]))
+    for said, right in ((queries, 1), (["SELECT max(age) FROM old", queries[0]], 0)):
+        (tmp_path / "said.txt").write_text("\n".join(said))
+        given = ("score", tmp_path / "gold.json", tmp_path / "said.txt", "--db", tmp_path, "--suites", 2, "--json")
+        found = json.loads(run(*given)[1])
+        assert (found["execution"], found["execution_of"], found["runs"]) == (right, 2, 1), said
 
 
 def test_evaluation_sets_become_rows_and_folds_part_databases(run, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fathom.vision.pictured import FEWEST, Album, left_out
+from fathom.vision.pictured import FEWEST, Album, left_out, opened
 from fathom.vision.scenes import NUMBERS, PERIOD, PLACES, is_new, is_new_word, questions
 
 COLOURS = [(13 * n % 256, 97 * n % 256, 255 - 20 * n) for n in range(FEWEST + 1)]
@@ -91,6 +91,12 @@ def test_pixels_are_the_pictures_in_their_places_on_the_photograph(album):
     assert ground.all()
 
 
+def test_a_large_photograph_is_kept_reduced(tmp_path):
+    Image.linear_gradient("L").resize((3000, 1500)).save(tmp_path / "large.png")
+    kept = opened(tmp_path / "large.png", "RGB")
+    assert kept.size == (1024, 512) and kept.getpixel((5, 0))[0] < 4 and kept.getpixel((5, 511))[0] > 251
+
+
 def test_a_word_has_an_edge_of_the_other_ink(album):
     drawn = dataclasses.replace(album.scene(0, 5, False), things=(), size="large")
     pixels = np.asarray(drawn.draw(96)).reshape(-1, 3)
@@ -103,8 +109,15 @@ def test_a_word_has_an_edge_of_the_other_ink(album):
         (lambda folder: (folder / "pictures" / "ant.png").unlink(), r"8 pictures; use at least 9"),
         (lambda folder: (folder / "pictures" / "ant.png").rename(folder / "pictures" / "moon.png"), "drawn shape is"),
         (lambda folder: (folder / "pictures" / "ant.png").rename(folder / "pictures" / "bee.webp"), "another picture"),
+        (lambda folder: (folder / "pictures" / "ant.png").rename(folder / "pictures" / "BEE_.png"), "called 'bee' too"),
+        (lambda folder: (folder / "pictures" / "ant.png").rename(folder / "pictures" / "Red_star.png"), "drawn shape"),
+        (lambda folder: (folder / "pictures" / "ant.png").rename(folder / "pictures" / "__.png"), "its name says"),
         (lambda folder: (folder / "new_photographs" / "ground.png").unlink(), "new_photographs: no images; recipes/"),
         (lambda folder: (folder / "pictures" / "ant.png").write_bytes(b"\x89PNG cut"), r"ant\.png: not a readable"),
+        (
+            lambda folder: Image.new("I;16", (9, 9), 40000).save(folder / "pictures" / "ant.png"),
+            r"ant\.png: .* pixels are I;16; save it with 8 bits",
+        ),
     ],
 )
 def test_what_is_no_folder_of_pictures_is_refused(album, change, message, tmp_path):

@@ -28,6 +28,7 @@ _ANSWER_BYTES = 50_000_000  # of all rows, eight for each value and what texts a
 _EXPLAIN = re.compile(r"(?:\s|--[^\n]*\n|/\*.*?\*/)*explain\b", re.IGNORECASE | re.DOTALL)
 _STRIDE = 100  # steps between two looks at the count
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_UNREADABLE_NOW = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 # What leaves the file, and what writes billions of characters within one step.
 _REFUSED_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "printf", "format"}
 
@@ -61,22 +62,28 @@ class Database:
         self.connection = connect(f"file:{quote(str(self.path.resolve()))}?mode=ro{alone}")
         try:
             count = self.connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+            self.schema = schema or read_schema(self.connection, self.path.stem)
         except sqlite3.Error as error:
             self.connection.close()
             locked = "locked" in str(error)
             remedy = "another program holds it; close that, or copy the file" if locked else "name an SQLite file"
+            if "readonly" in str(error):
+                remedy = "what wrote to it last was cut short; open it once with the program sqlite3, which undoes that"
             if self.path.with_name(self.path.name + "-wal").exists():
                 remedy = "its write-ahead log is open; copy both to a folder that can be written, or end what writes it"
             raise ValueError(f"{path}: {error}; {remedy}") from error
         if not count:
             self.connection.close()
             raise ValueError(f"{path}: a database without tables; name one that has some")
-        self.schema = schema or read_schema(self.connection, self.path.stem)
         guard(self.connection)
 
     def run(self, sql: str) -> Answer:
-        """The result of a query. Raises QueryError if it fails, does anything but read, or exceeds a limit."""
-        return run(self.connection, sql, self.steps, self.rows)
+        """The result of a query. Raises QueryError if it fails, does anything but read, or exceeds a limit, and OSError
+        if the file cannot be read now, as another program holds it: that says nothing of the query."""
+        try:
+            return run(self.connection, sql, self.steps, self.rows)
+        except OSError as error:
+            raise OSError(f"{self.path}: {error}; end the program that holds it, or copy the file") from error
 
     @functools.cache  # noqa: B019  as long as the database is open
     def values(self, column: int) -> tuple[Any, ...]:
@@ -116,6 +123,8 @@ def connect(uri: str) -> sqlite3.Connection:
 
 def guard(connection: sqlite3.Connection) -> None:
     """Restrict the connection to reading."""
+    with contextlib.suppress(sqlite3.Error):  # SQLite makes its tables of JSON at their first use, no sooner
+        connection.execute("SELECT * FROM json_each('[]'), json_tree('[]')").fetchall()
     limits = ((sqlite3.SQLITE_LIMIT_LENGTH, _BYTES), (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000))
     for limit, value in (*limits, (sqlite3.SQLITE_LIMIT_ATTACHED, 0), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 100_000)):
         connection.setlimit(limit, value)
@@ -132,7 +141,8 @@ def guard(connection: sqlite3.Connection) -> None:
 
 
 def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int = ROWS) -> Answer:
-    """The result of a query on a guarded connection, within the limits."""
+    """The result of a query on a guarded connection, within the limits. Raises QueryError, or OSError for a file that
+    cannot be read now."""
     with _limited(connection, steps) as over:
         try:
             if _EXPLAIN.match(sql):  # the authorizer is not asked, and its rows are SQLite's own
@@ -149,6 +159,8 @@ def run(connection: sqlite3.Connection, sql: str, steps: int = STEPS, rows: int 
                     break
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNREADABLE_NOW:
+                raise OSError(str(error)) from error
             said = over[0] if over else str(error) or type(error).__name__
             raise QueryError(f"{said}: {sql}") from error
     if not names:
@@ -183,17 +195,28 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def _table_info(connection: sqlite3.Connection, table: str) -> list[Any]:
+    """SQLite's rows about a table's columns, generated ones among them; none for a virtual table of an extension that
+    is not here, which no query can read."""
+    try:
+        return connection.execute(f"PRAGMA table_xinfo({quoted(table)})").fetchall()
+    except sqlite3.OperationalError as error:
+        if "no such module" in str(error):
+            return []
+        raise
+
+
 def read_schema(connection: sqlite3.Connection, name: str) -> Schema:
     """The schema of an open file, before it is guarded."""
     listed = connection.execute(
         "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
     )
-    tables = [row[0] for row in listed.fetchall()]
+    said = {row[0]: _table_info(connection, row[0]) for row in listed.fetchall()}
+    tables = [title for title, found in said.items() if found]
     columns, primary, links = [Column(-1, "*", "*")], [], []
     keys: dict[str, dict[int, str]] = {}  # table → place in its primary key → column
     for table, title in enumerate(tables):
-        found = connection.execute(f"PRAGMA table_xinfo({quoted(title)})").fetchall()  # with generated columns
-        for _, column, declared, _, _, key, hidden in found:
+        for _, column, declared, _, _, key, hidden in said[title]:
             if hidden == 1:
                 continue
             if key:

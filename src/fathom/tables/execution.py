@@ -12,25 +12,26 @@ from typing import Any
 
 from fathom.tables.database import Database, QueryError
 from fathom.tables.mutants import TOKEN
-
-_JOINED = {("<", "="): "<=", (">", "="): ">=", ("!", "="): "!=", ("<", ">"): "<>"}
+from fathom.tables.sql_match import whole_signs
 
 
 def runnable(query: str, distinct: bool = False) -> str:
     """The query as it is run: signs that a tokenizer split are joined, and DISTINCT is removed unless `distinct`."""
-    for (first, second), whole in _JOINED.items():
-        query = query.replace(f"{first} {second}", whole)
+    query = whole_signs(query)
     if not distinct and "distinct" in query.lower():
         query = _without_distinct(query)
     return query
 
 
 def _without_distinct(query: str) -> str:
-    parts, end = [], 0
+    parts, end, before = [], 0, ""
     for token in TOKEN.finditer(query):
-        if token.group().lower() == "distinct":
+        word = token.group().lower()
+        if word == "distinct" and before != "is":  # IS [NOT] DISTINCT FROM compares
             parts.append(query[end : token.start()])
             end = token.end()
+        if (before, word) != ("is", "not"):
+            before = word
     return "".join([*parts, query[end:]])
 
 
@@ -60,16 +61,26 @@ def same_rows(gold: Sequence[tuple[Any, ...]], said: Sequence[tuple[Any, ...]], 
 
 def execution_match(predicted: str, gold: str, databases: Iterable[Database], distinct: bool = False) -> bool:
     """Whether a prediction returns the same as the gold query on every database. A prediction that fails, or that a
-    limit stops, does not. Raises QueryError if the gold query does not run.
+    limit stops, does not. A database on which the gold query does not run says nothing, as a view has no made-up rows.
+    Raises QueryError if it runs on none.
     """
     said, right = runnable(predicted, distinct), runnable(gold, distinct)
     ordered = "order by" in " ".join(gold.lower().split())
+    fault: QueryError | None = None
+    ran = False
     for database in databases:
-        expected = database.run(right).rows
+        try:
+            expected = database.run(right).rows
+        except QueryError as error:
+            fault = error
+            continue
+        ran = True
         try:
             rows = database.run(said).rows
         except QueryError:
             return False
         if not same_rows(expected, rows, ordered):
             return False
+    if fault is not None and not ran:
+        raise fault
     return True

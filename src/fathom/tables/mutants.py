@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fathom.tables.schema import Schema
 
-TOKEN = re.compile(r"\"[^\"]*\"|'[^']*'|\d+\.\d+|\w+(?:\.\w+)*(?:\.\*)?|<=|>=|!=|<>|[^\w\s]")
+TOKEN = re.compile(r"\"[^\"]*\"|'[^']*'|`[^`]*`|\[[^\]]*\]|\d+\.\d+|\w+(?:\.\w+)*(?:\.\*)?|<=|>=|!=|<>|[^\w\s]")
 _CHANGES = {
     "max": ("min",), "min": ("max",), "sum": ("avg",), "avg": ("sum",), "count": ("max",), ">": ("<", ">="),
     "<": (">", "<="), ">=": (">",), "<=": ("<",), "=": ("!=",), "!=": ("=",), "and": ("or",), "or": ("and",),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gzip
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from fathom.models.registry import nearest
 from fathom.tables.database import Database, QueryError
 from fathom.tables.execution import execution_match, runnable
 from fathom.tables.relations import Turn
-from fathom.tables.schema import Schema, read_schemas
+from fathom.tables.schema import Schema, read_schemas, text_of
 from fathom.tables.spoken import spoken_turns
 from fathom.tables.sql_match import Unreadable, exact_match, hardness, parse
 
@@ -57,7 +55,11 @@ class Databases:
         if self.folder is not None and not self.folder.is_dir():
             raise FileNotFoundError(f"databases={str(folder)!r}: no such folder of SQLite files")
         files = [schemas] if isinstance(schemas, str | Path) else schemas or []
-        self.described = {name: schema for file in files for name, schema in read_schemas(file).items()}
+        self.described: dict[str, Schema] = {}
+        for file in files:
+            for name, schema in read_schemas(file).items():
+                if self.described.setdefault(name, schema) != schema:
+                    raise ValueError(f"{file}: describes {name!r} otherwise than a file of schemas before it; name one")
         self._open: dict[str, Database | None] = {}
 
     def file(self, name: str) -> Path | None:
@@ -122,13 +124,17 @@ def verdict(
         exact: bool | None = exact_match(predicted, question.query, schema)
     except Unreadable:
         level = exact = None
-    if database is None and not (suites or {}).get(question.database):
+    more = list((suites or {}).get(question.database, ()))
+    files = more if database is None else [database]
+    if not files:
         return Verdict(exact, None, None, level)
-    files = [*([] if database is None else [database]), *(suites or {}).get(question.database, ())]
     try:
         same: bool | None = execution_match(predicted, question.query, files)
     except QueryError:
         same = None
+    if same and database is not None and more:
+        with contextlib.suppress(QueryError):  # a query of a view runs on the file alone
+            same = execution_match(predicted, question.query, more)
     return Verdict(exact, same, _runs(predicted, files[0]), level, "made up" if database is None else "the file's")
 
 
@@ -221,14 +227,14 @@ def questions_of(
 
 def read_gold(path: str | Path) -> list[Question]:
     """Right queries of a file: lines `query<TAB>database` with empty lines between dialogues, or rows of JSONL or of a
-    JSON list with "query" and "db_id", or with "interaction"; plain, .gz or .xz. Raises OSError, or ValueError that
-    names the line."""
+    JSON list with "query" and "db_id" (or "database_id"), or with "interaction"; plain, .gz or .xz. Raises OSError, or
+    ValueError that names the line."""
     path = Path(path)
     if ".json" in path.name:
         found = [
             question
             for number, (row, where) in enumerate(_json_rows(path))
-            for question in questions_of({"question": "", **row}, where, number, ("question", "query", "db_id"))
+            for question in questions_of({"question": "", **row}, where, number, ("question", "query", _named(row)))
         ]
     else:
         found, dialogue = [], 0
@@ -245,6 +251,11 @@ def read_gold(path: str | Path) -> list[Question]:
     if not found:
         raise ValueError(f"{path}: has no queries")
     return found
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """The field with the name of a row's database: SParC's and CoSQL's files say "database_id"."""
+    return "database_id" if "database_id" in row and "db_id" not in row else "db_id"
 
 
 def read_predicted(path: str | Path, questions: int | None = None) -> list[str]:
@@ -268,21 +279,9 @@ def read_predicted(path: str | Path, questions: int | None = None) -> list[str]:
     return [line.split("\t")[0].strip() for line in said]
 
 
-def _text(path: Path) -> str:
-    """The text of a file, unpacked if its name ends in .gz or .xz."""
-    raw = path.read_bytes()
-    try:
-        unpack: Any = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
-        return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: damaged or truncated {path.suffix} file ({error})") from None
-
-
 def _lines(path: Path) -> list[str]:
     """The lines of a file, which "\\n" alone ends: others of Unicode's line ends may stand in a query."""
-    lines = _text(path).split("\n")
+    lines = text_of(path).split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
@@ -306,7 +305,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _list_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    text = _text(path)
+    text = text_of(path)
     try:
         rows = json.loads(text)
     except ValueError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import gzip
 import json
 import lzma
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,13 @@ class Schema:
         primary = frozenset(k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key]))
         foreign = tuple((a, b) for a, b in entry["foreign_keys"])
         lower = tuple(name.lower() for name in table_words)
+        numbers = {*primary, *(number for pair in foreign for number in pair)}
+        if not numbers <= set(range(len(columns))) or not {c.table for c in columns} <= set(range(-1, len(tables))):
+            raise ValueError(f"{entry['db_id']}: a key or a column is of a number that there is not")
+        names = [(c.table, c.name.lower()) for c in columns] + [(len(tables), name.lower()) for name in tables]
+        twice = [name for (_, name), count in collections.Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(f"{entry['db_id']}: has {twice[0]!r} twice")
         return cls(entry["db_id"], tables, lower, tuple(columns), primary, foreign)
 
 
@@ -109,11 +119,21 @@ def kind_of(declared: str) -> str:
 
 
 def read_schemas(path: str | Path) -> dict[str, Schema]:
-    """The schemas of a file like Spider's tables.json, plain or .xz, by name. Raises OSError or ValueError."""
-    path = Path(path)
+    """The schemas of a file like Spider's tables.json, plain, .gz or .xz, by name. Raises OSError or ValueError."""
+    text = text_of(Path(path))
     try:
-        raw = path.read_bytes()
-        entries = json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
-        return {entry["db_id"]: Schema.from_spider(entry) for entry in entries}
-    except (json.JSONDecodeError, KeyError, TypeError, lzma.LZMAError) as error:
+        return {entry["db_id"]: Schema.from_spider(entry) for entry in json.loads(text)}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{path}: not a list of schemas as in Spider's tables.json ({error!r})") from error
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, unpacked if its name ends in .gz or .xz. Raises OSError, or ValueError that names it."""
+    raw = path.read_bytes()
+    try:
+        unpack: Any = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix.lower())
+        return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no UTF-8 ({error}); save it as UTF-8") from None
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: damaged or truncated {path.suffix} file ({error})") from None

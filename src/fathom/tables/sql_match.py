@@ -4,13 +4,15 @@ Two queries match if each clause has the same parts, in any order, and the FROM 
 DISTINCT are ignored, and columns bound by foreign keys count as one. The verdicts are those of the official script
 (`evaluation.py` of the test suites), with its rules: an alias holds for the whole query, an inner query is compared as
 it is written, and queries that the script cannot read (outer joins, IS NULL, conditions in brackets) match nothing.
-Other dialects' names in backticks or brackets are read as names, which the script cannot do.
+What is only spelling is read, which the script cannot do: names in backticks or brackets, an alias without AS, INNER
+never, `==`, `<>`, NOT before an IN or a LIKE, signs without spaces, comments, and quotes within a text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from fathom.tables.schema import Schema
 
 LEVELS = ("easy", "medium", "hard", "extra")
+_SPLIT_SIGN = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\])|[<>!]\s+=|<\s+>""")  # group 1: texts, names
 
 
 class ColumnUnit(NamedTuple):
@@ -86,10 +89,16 @@ def parse(sql: str, schema: Schema) -> Query:
     from sqlglot import errors
 
     try:
-        tree = sqlglot.parse_one(plain_quotes(sql), dialect="sqlite")
+        tree = sqlglot.parse_one(plain_quotes(whole_signs(sql)), dialect="sqlite")
+        tree.set("offset", None)  # a value, as that of LIMIT; the script cannot read one in an inner query
         return _Reader(tree, schema).query(tree)
     except (errors.SqlglotError, RecursionError) as error:
         raise Unreadable(f"no SQL ({type(error).__name__}): {sql}") from error
+
+
+def whole_signs(sql: str) -> str:
+    """The query with signs that a tokenizer split, as `> =`, joined."""
+    return _SPLIT_SIGN.sub(lambda found: found[1] or "".join(found[0].split()), sql)
 
 
 def plain_quotes(sql: str) -> str:
@@ -121,9 +130,13 @@ class _Reader:
         self.exp, self.schema = exp, schema
         self.operators = {
             exp.EQ: "=", exp.GT: ">", exp.LT: "<", exp.GTE: ">=", exp.LTE: "<=", exp.NEQ: "!=", exp.Like: "like",
+            exp.NullSafeEQ: "is",
         }  # fmt: skip
         self.arithmetic = {exp.Sub: "-", exp.Add: "+", exp.Mul: "*", exp.Div: "/"}
         self.aggregates = {exp.Max: "max", exp.Min: "min", exp.Count: "count", exp.Sum: "sum", exp.Avg: "avg"}
+        self.last = tree  # the SELECT at the query's end: there alone the script passes over what it cannot read
+        while isinstance(self.last, exp.SetOperation):
+            self.last = self.last.expression
         self.aliases = {name: name for name in schema.by_name}
         for table in tree.find_all(exp.Table, bfs=False):
             if table.alias:
@@ -164,6 +177,8 @@ class _Reader:
         others = [name for name, value in node.args.items() if value and name not in known]
         if others or node.args.get("from_") is None:
             raise Unreadable(f"clause {others[0]}" if others else "no FROM")
+        if node.args.get("having") and not node.args.get("group"):
+            raise Unreadable("HAVING without GROUP BY")
         tables, on, scope = self._from(node)
         units = functools.partial(self.value_unit, scope=scope)
         group = node.args.get("group")
@@ -172,13 +187,19 @@ class _Reader:
         direction = "asc" if order else ""
         ordered = []
         for entry in order.expressions if order else ():
-            compared = type(entry.this) in self.operators  # the script stops at the sign, and reads no limit behind it
-            ordered.append(units(entry.this.this if compared else entry.this))
-            if compared:
-                limit, node = None, _without_limit(node)
+            more = type(entry.this) in (exp.Collate, *self.operators)
+            ordered.append(units(entry.this.this if more else entry.this))
+            down = bool(entry.args.get("desc"))
+            if entry.args.get("desc") is not None and not more:
+                direction = "desc" if down else "asc"
+            if more or bool(entry.args.get("nulls_first")) == down:  # SQLite has them first where the order is up
+                if node is not self.last:
+                    raise Unreadable(f"ORDER BY {entry.sql()}")
+                limit, node = None, _without_limit(node)  # the script stops at a sign or a word, and reads no limit
                 break
-            if entry.args.get("desc") is not None:
-                direction = "desc" if entry.args["desc"] else "asc"
+        limit = node.args.get("limit") or limit
+        if limit is not None and not isinstance(limit, exp.Limit):
+            raise Unreadable(f"clause {limit.key}")
         return Query(
             distinct=node.args.get("distinct") is not None,
             select=tuple(self._selected(entry, scope) for entry in node.expressions),
@@ -189,7 +210,7 @@ class _Reader:
             having=self.conditions(having.this, scope) if having else (),
             direction=direction,
             order=tuple(ordered),
-            limit=(node.args.get("limit") or limit) is not None,
+            limit=limit is not None,
         )
 
     def _from(self, node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], list[str]]:
@@ -209,8 +230,8 @@ class _Reader:
                 tables.append(self.query(source.this))
             else:
                 name = source.name.lower()
-                if source.args.get("db"):
-                    raise Unreadable(f"a database's name before {name}")
+                if others := [key for key, value in source.args.items() if value and key not in ("this", "alias")]:
+                    raise Unreadable(f"{others[0]} of table {name}")
                 if name not in self.schema.by_name:
                     raise Unreadable(f"no table {name}")
                 tables.append(name)
@@ -223,6 +244,8 @@ class _Reader:
 
     def _selected(self, node: Any, scope: list[str]) -> tuple[str, ValueUnit]:
         aggregate = self.aggregates.get(type(node))
+        if type(node) in self.arithmetic and type(node.this) in self.aggregates:
+            raise Unreadable(f"{node.sql()} without brackets")
         if aggregate is None:
             return "", self.value_unit(node, scope)
         inner, distinct = self._inside(node)
@@ -245,6 +268,8 @@ class _Reader:
         operator = self.arithmetic.get(type(node))
         if operator is None:
             return ValueUnit("", self.column_unit(node, scope), None)
+        if isinstance(node.this, self.exp.Paren):
+            raise Unreadable(f"brackets before a sign in {node.sql()}")
         return ValueUnit(operator, self.column_unit(node.this, scope), self.column_unit(node.expression, scope))
 
     def column_unit(self, node: Any, scope: list[str]) -> ColumnUnit:
@@ -313,6 +338,8 @@ class _Reader:
         exp = self.exp
         if isinstance(node, exp.Paren):
             node = node.this
+            if isinstance(node, exp.Column):
+                raise Unreadable(f"brackets around {node.sql()}")
         if isinstance(node, exp.Subquery | exp.Select | exp.SetOperation):
             return self.query(node)
         if isinstance(node, exp.Literal):

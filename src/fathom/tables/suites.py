@@ -8,6 +8,7 @@ chosen so that a mutant of a query returns something else on at least one of the
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ _STARTS, _ENDS = (
     ("bel", "dam", "fin", "gor", "lan", "mer"),
 )
 _TYPES = {"number": "NUMERIC", "boolean": "NUMERIC"}
+_LARGEST = 2.0**62  # of a whole number with neighbours that SQLite stores
 MUTANTS = 20  # of each query, at most, that a suite is chosen by
 
 
@@ -84,6 +86,8 @@ def fill(
         if name.lower().startswith("sqlite_"):  # SQLite's own, which some of Spider's schemas list
             continue
         numbers = schema.of_table(table)
+        if not numbers:
+            continue
         columns = [column(number) for number in numbers]
         titles = ", ".join(
             f"{quoted(schema.columns[n].name)} {_TYPES.get(schema.columns[n].kind, 'TEXT')}" for n in numbers
@@ -114,12 +118,21 @@ def _values(draw: random.Random, kind: str, size: int, wanted: Sequence[Any]) ->
 
 def _distinct(draw: random.Random, kind: str, size: int, wanted: Sequence[Any]) -> list[Any]:
     """`size` distinct values."""
-    found: dict[Any, None] = dict.fromkeys(draw.sample(list(wanted), min(len(wanted), size // 2)))
+    found: dict[Any, None] = dict.fromkeys(
+        _stored(value, kind) for value in draw.sample(list(wanted), min(len(wanted), size // 2))
+    )
     number = 1
     while len(found) < size:
         found[number if kind in ("number", "boolean") else f"{_word(draw)}{number}"] = None
         number += 1
     return draw.sample(list(found), size)
+
+
+def _stored(value: Any, kind: str) -> Any:
+    """The value as a column of the kind has it: a text of digits is a number there."""
+    if kind not in _TYPES or not isinstance(value, str) or not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", value):
+        return value
+    return int(float(value)) if float(value).is_integer() else float(value)
 
 
 def _word(draw: random.Random) -> str:
@@ -154,6 +167,8 @@ def constants(queries: Iterable[str], schema: Schema) -> dict[int, list[Any]]:
 
 def _near(value: Any, operator: str) -> list[Any]:
     if isinstance(value, float):
+        if abs(value) > _LARGEST:
+            return [value]
         whole = int(value) if value == int(value) else value
         return [whole, whole - 1, whole + 1]
     if operator == "like":

@@ -6,7 +6,8 @@
 
 Kinds, sizes and turns are those of `scenes`. Three of four things are pictures, and the others shapes, whose colours
 are asked about. In a scene that is *new* the picture asked about stands in the one of nine places where it never
-stands in training; shapes and words are new as in `scenes`. `recipes/make_pictures.py` makes such a folder.
+stands in training; shapes and words are new as in `scenes`. Files of more than `LARGEST` pixels a side are reduced to
+that, so that many of them stay in memory. `recipes/make_pictures.py` makes such a folder.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fathom.vision.scenes import (
 )
 
 FEWEST = 9  # pictures: each has one place that training leaves out, and every place then has one
+LARGEST = 1024
 RIM = 0.15  # of a shape, over its radius
 SHAPED = 0.25  # share of things that are shapes
 PICTURES, PHOTOGRAPHS, NEW_PHOTOGRAPHS = "pictures", "photographs", "new_photographs"
@@ -71,16 +73,19 @@ class Album:
         album = cls(Path(folder), **parts)
         if len(album.names) < FEWEST:
             raise ValueError(f"{folder}/{PICTURES}: {len(album.names)} pictures; use at least {FEWEST}")
-        for file, name in zip(album.pictures, album.names):
-            if name in SHAPES or album.names.count(name) > 1:
-                other = "a drawn shape" if name in SHAPES else "another picture"
-                raise ValueError(f"{folder}/{PICTURES}/{file}: {other} is called {name!r} too; rename it")
+        called = [name.casefold() for name in album.names]
+        drawn = {*SHAPES, *(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)}
+        for file, name in zip(album.pictures, called):
+            if not name or name in drawn or called.count(name) > 1:
+                other = "a drawn shape" if name in drawn else "another picture"
+                said = f"{other} is called {name!r} too" if name else "its name says nothing"
+                raise ValueError(f"{folder}/{PICTURES}/{file}: {said}; rename it")
         return album
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """What the pictures are called."""
-        return tuple(Path(file).stem.replace("_", " ") for file in self.pictures)
+        return tuple(" ".join(Path(file).stem.replace("_", " ").split()) for file in self.pictures)
 
     def digest(self) -> str:
         """Hex digest of names and pixels. Raises ValueError for a file that cannot be read."""
@@ -206,12 +211,17 @@ def opened(path: Path, mode: str) -> Any:
     return decoded(path, mode, now.st_mtime_ns, now.st_size)
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(256)
 def decoded(path: Path, mode: str, changed: int, size: int) -> Any:
     """`opened`, kept until the file changes."""
     from PIL import Image
 
     try:
-        return Image.open(path).convert(mode)
+        image: Any = Image.open(path)
+        if image.mode[0] in "IF":  # Pillow would cut all values above 255 off
+            raise ValueError(f"its pixels are {image.mode}; save it with 8 bits a channel")
+        image = image.convert(mode)
+        image.thumbnail((LARGEST, LARGEST))
+        return image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path}: not a readable image, or cut short ({error})") from error
