@@ -236,6 +236,9 @@ def main() -> int:
         for item in sorted(items.values(), key=lambda item: -rates[item.name]):
             how = "done" if item.name in campaign.done else f"{item.minutes:g} min, {item.gigabytes:g} GB"
             print(f"{rates[item.name]:6.2f} a minute  {item.name}: {how}{', alone' if item.alone else ''}")
+        left = [item for item in items.values() if item.name not in campaign.done]
+        print(f"{len(left)} commands to run, {sum(item.minutes for item in left) / 60:.1f} hours one after another; "
+              "'a minute' is the value per minute of the plan")  # fmt: skip
         return 0
     if not gpus and any(item.gigabytes for item in items.values()):
         campaign.say("no GPU here: everything runs on CPU cores")

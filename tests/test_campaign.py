@@ -31,6 +31,18 @@ def test_worth_counts_what_a_command_waits_for(tmp_path):
     assert campaign.worth(items, {"rows"})["model"] == 3.0
 
 
+def test_the_dry_order_says_how_long_all_of_it_takes(tmp_path, monkeypatch, capsys):
+    plan(
+        tmp_path / "plan.yaml",
+        {"name": "rows", "minutes": 30, "value": 0},
+        {"name": "model", "minutes": 60, "value": 6},
+    )
+    monkeypatch.setattr(sys, "argv", ["campaign.py", str(tmp_path / "plan.yaml"), str(tmp_path / "state"), "--dry"])
+    assert campaign.main() == 0
+    out = capsys.readouterr().out
+    assert "  0.10 a minute  model: 60 min, 0 GB" in out and "2 commands to run, 1.5 hours" in out
+
+
 def test_a_timed_command_has_its_gpu_to_itself(tmp_path):
     items = plan(
         tmp_path / "plan.yaml",

@@ -158,7 +158,7 @@ def _plan(
     model: str, gpus: int, device: str, strategy: str | None, per_host: int, network: float | None, json_output: bool
 ) -> None:
     """What `--gpus` prints."""
-    from fathom.cost.measured import DEVICES
+    from fathom.cost.measured import DEVICES, MEASURED_TOKENS
     from fathom.cost.plan import STRATEGIES, larger_batches, layout_of, require_fit
     from fathom.models.registry import nearest
     from fathom.train.devices import check_graphs, why_not_sharded
@@ -222,6 +222,12 @@ def _plan(
                 f"{method.name}: sequences: {better.layout.sequences * gpus} with gradient_accumulation: "
                 f"{better.layout.accumulation} make the same step in {better.step_s:.3g} s"
             )
+    few = min(found.layout.sequences for _, found, _ in rows) * length
+    if few < MEASURED_TOKENS:
+        advice.append(
+            f"a GPU has {few:,} tokens at a time; steps were measured with {MEASURED_TOKENS:,}: with fewer a real step "
+            "is slower than planned, in small models many times"
+        )
     if training.tokens is None:
         advice.append(
             f"training.examples={training.examples:,}: how many tokens they have, the data say, so no hours are "

@@ -143,7 +143,9 @@ def score(
         value = found[name]
         of = f" of {found[f'{name}_of']:,}" if f"{name}_of" in found else ""
         typer.echo(f"{name:24}{'not known' if value is None else f'{value:.3f}'}{of}")
-    parts = {f"{rows} rows": part for rows, part in found["by_rows"].items() if rows != "none"}
+    own = "rows of file and suite" if suites else "the file's rows"
+    labels = {"the file's": own, "made up": "made up rows"}
+    parts = {labels[rows]: part for rows, part in found["by_rows"].items() if rows != "none"}
     for level, part in {**found["by_hardness"], **parts}.items():
         shown = [f"{key} {value:.3f}" for key in ("exact", "execution") if (value := part[key]) is not None]
         typer.echo(f"  {level:22}{part['questions']:6,} questions  {'  '.join(shown)}")

@@ -209,6 +209,12 @@ def test_the_command(monkeypatch, capsys, tmp_path) -> None:
     assert (
         code == 0 and "4 × NVIDIA H200" in out and "ddp" in out and "docs/results/speed_training_mha_h200.json" in out
     )
+    assert "a GPU has 256 tokens at a time; steps were measured with 16,384" in out
+    recipe["data"]["block_size"] = 4096  # 4 sequences a GPU
+    path.write_text(yaml.safe_dump(recipe))
+    assert "tokens at a time" not in run_cli(monkeypatch, capsys, "cost", path, "--gpus", 4)[1]
+    recipe["data"]["block_size"] = 64
+    path.write_text(yaml.safe_dump(recipe))
     code, out, _ = run_cli(monkeypatch, capsys, "cost", path, "--gpus", 4, "--strategy", "fsdp2", "--json")
     assert code == 0 and json.loads(out)["plans"][1]["layout"]["strategy"] == "fsdp2"
     for arguments, message in (

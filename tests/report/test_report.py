@@ -18,7 +18,7 @@ from fathom.report import plots
 from fathom.report.page import write_report
 from fathom.report.results import Difference, Results, Run, tables
 from fathom.report.style import MARKER_PATHS, styles
-from fathom.report.wording import disturbances, overall, si, verdict
+from fathom.report.wording import _small, disturbances, overall, si, verdict
 from fathom_cli import cost
 from fathom_cli.compare import command as compare_verb
 
@@ -124,6 +124,16 @@ def test_the_baselines_compute_is_read_off_all_dearer_curves_in_one_sentence():
 def test_small_differences_of_one_seed_are_not_called():
     (table,) = tables(results([run("vanilla"), run("loop", gain=-0.01)]))
     assert "cannot be told from vanilla" in verdict(table).headline
+
+
+@pytest.mark.parametrize(
+    ("margin", "over_texts", "said"),
+    [(None, (-0.02, -0.01), True), (None, (-0.02, 0.01), False), (None, None, False), (0.1, (-0.02, -0.01), False)],
+)
+def test_an_interval_that_leaves_out_zero_is_not_left_unexplained(margin, over_texts, said):
+    """A headline that gives such an interval and calls nothing says that one seed is the reason."""
+    why = _small(Difference(-0.015, -0.5, margin, over_texts))
+    assert why == (" (below 1 % with one seed, which is not called)" if said else "")
 
 
 @pytest.mark.parametrize(("gains", "bold"), [((0.0, -0.01), None), ((0.0, -0.1), "loop"), ((0.0, 0.1), "vanilla")])

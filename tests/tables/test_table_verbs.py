@@ -152,7 +152,10 @@ def test_published_sets_are_read_as_they_come_and_parts_are_told_apart(run, tmp_
     assert (
         found["by_rows"]["the file's"]["execution"] == found["by_database"]["county"]["exact"] == pytest.approx(2 / 3)
     )
-    assert "  made up rows               1 questions  exact 1.000  execution 1.000" in run(*given, "--suites", 1)[1]
+    shown = run(*given, "--suites", 1)[1]
+    assert "  made up rows               1 questions  exact 1.000  execution 1.000" in shown
+    assert "  rows of file and suite     3 questions" in shown and "the file's rows" not in shown
+    assert "  the file's rows            3 questions" in run(*given)[1]
     assert json.loads(run(*given, "--json")[1])["by_rows"]["none"]["execution"] is None  # no file, no suite
     packed = tmp_path / "b.json.gz"
     packed.write_bytes(gzip.compress((tmp_path / "b.json").read_bytes()))

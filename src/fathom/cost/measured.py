@@ -61,6 +61,7 @@ DEVICES = {
         "docs/results/several_gpus_h200x2.json, two GPUs, 268 MB, NVLink multicast off",
     ),
 }
+MEASURED_TOKENS = 16_384  # of a GPU at a time, in every measurement below: with fewer a GPU waits for its kernels
 MEASURED = (  # tests/cost/test_plan.py computes each again from its file
     Measured("vanilla", 768, 12, "model", 0.370, 0.93, ("speed_training_mha_h200.json", "vanilla")),
     Measured("vanilla", 1024, 24, "model", 0.402, 1.00, ("speed_training_gqa_h200.json", "vanilla")),

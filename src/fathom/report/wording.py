@@ -164,12 +164,13 @@ def _headline(best: Row, base: Row, table: Table) -> str:
             return f"At {where}, nothing beats {base.method}: {value}; {second.method} is {_apart(gap)}."
         if gap.undecided:
             return f"At {where}, {base.method} has {value}; {_bound_above(second, gap)}"
-        return f"At {where}, {base.method} ({value}) and {second.method} cannot be told apart."
+        return f"At {where}, {base.method} ({value}) and {second.method} cannot be told apart{_small(gap)}."
     gap = best.minus(base)
     if gap.undecided:
         return f"At {where}, {best.method} has {value}; {_bound_above(base, base.minus(best))}"
     if not gap.clear:
-        return f"At {where}, {best.method} ({value}) cannot be told from {base.method}: {_signed(gap, table)}."
+        found = _signed(gap, table) + _small(gap)
+        return f"At {where}, {best.method} ({value}) cannot be told from {base.method}: {found}."
     gain = f"{value}, {_apart(gap)} {base.method}"
     others = {row.method: row.minus(best) for row in table.rows if row is not best}
     close = [method for method, gap in others.items() if not gap.clear and not gap.undecided]
@@ -180,6 +181,13 @@ def _headline(best: Row, base: Row, table: Table) -> str:
         cost = ratio(best.mean("train_flops"), base.mean("train_flops"))
         return f"At {where}, {best.method} is best: {gain}, for {cost} its training FLOPs{tied}."
     return f"At {where}, {best.method} is worth it: {gain}{tied}."
+
+
+def _small(gap: Difference) -> str:
+    """Why one seed's difference is not called though its intervals leave out zero; empty where they do not."""
+    known = gap.interval if gap.margin is None and abs(gap.percent) < UNCALLABLE_PERCENT else None
+    said = known is not None and not known[0] <= 0 <= known[1]
+    return f" (below {UNCALLABLE_PERCENT:g} % with one seed, which is not called)" if said else ""
 
 
 def _bound_above(row: Row, gap: Difference) -> str:
