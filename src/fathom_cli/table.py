@@ -129,6 +129,10 @@ def score(
     if not pairs:
         raise ValueError(f"--without leaves no question of {gold}")
     questions = [question for _, question in pairs]
+    if db is None and not schemas:
+        raise ValueError("--db or --schemas is needed: a folder of SQLite files, or a file like Spider's tables.json")
+    if db is not None and not db.is_dir():
+        raise FileNotFoundError(f"--db {db}: no such folder of SQLite files")
     with Databases(db, schemas) as databases:
         more = suites_of(questions, databases, suites) if suites else None
         found = summary([verdict(*pair, databases, more) for pair in pairs], questions)
