@@ -44,7 +44,7 @@ class CausalLM(Task):
             "bits per byte",
             "lower",
             "The loss in bits over the bytes of the held-out text, in separate blocks (window and stride {block_size} "
-            "tokens), whatever the tokenizer; `fathom evaluate` overlaps its windows, which gives tokens more context.",
+            "tokens), whatever the tokenizer; the verb evaluate overlaps its windows, which gives tokens more context.",
         ),
     )
     held_out = "held-out text"
