@@ -71,9 +71,9 @@ def test_a_cache_that_grows_is_compiled_once_more_and_then_for_any_room(recorder
     assert recorder.recordings > 4 and counters["stats"]["unique_graphs"] == 2
 
 
-def test_any_number_of_models_is_compiled(recorder: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_any_number_of_models_is_compiled(recorder: Repeats) -> None:
     """They share one function, of which torch compiles a few forms and runs further ones as they are, or fails."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     how = CompileConfig(backend="eager", fullgraph=True)
     for number, dtype in enumerate((torch.float32, torch.float64), 1):
         model = tiny_model(num_hidden_layers=1).to(dtype)

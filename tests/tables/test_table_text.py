@@ -74,8 +74,14 @@ def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": torch.randint(5, 200, (2, 5), generator=draw)}
 
 
-def test_a_second_key_is_numbered():
-    assert Table((("name", "Bo"), ("a:b", "x"), ("name", "Di"))).keys == ("name", "a:b", "name_2")
+def test_a_line_is_read_back_and_a_second_key_is_numbered():
+    table = Table((("a:b", "x : y\tz\\"), ("name", "Bo\nCy"), ("name", "Di"), ("t\\t", "")))
+    assert Table.from_line(table.line()) == table and "\n" not in table.line()
+    assert table.keys == ("a:b", "name", "name_2", "t\\t")
+    assert Table.from_line("birth : 1 may\tname : Bo") == Table((("birth", "1 may"), ("name", "Bo")))
+    for line in ("no colon", "a : b : c"):
+        with pytest.raises(ValueError, match="needs exactly one ':'"):
+            Table.from_line(line)
 
 
 def test_a_source_is_table_plan_prototypes_each_within_its_length():

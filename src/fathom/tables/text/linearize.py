@@ -24,6 +24,8 @@ T5_PREFIX = "translate Table to Text: "
 # Parts of a source, by the number that the column `parts` of an example has for each of its tokens.
 TABLE, GOLD_PLAN, PLAN, PROTOTYPES = 0, 1, 2, 3
 HIGHLIGHTS, HEADER, BODY, CAPTION, BACKGROUND, PREFIX = 4, 5, 6, 7, 8, 9
+_ESCAPES = {"\\": "\\\\", ":": "\\:", "\t": "\\t", "\n": "\\n"}
+_UNESCAPES = {escaped[1]: plain for plain, escaped in _ESCAPES.items()}
 _WORD = re.compile(r"\w+(?:\.\w+)+\.?|\w+(?:[-'’]\w+)*")
 STOP_WORDS = frozenset(re.findall(r"\w+", """
     a about above after again against all am an and any are as at be because been before being below between both
@@ -82,6 +84,32 @@ class Table:
         check_plan(self, plan)
         held = dict(self.slots)
         return Table((*((key, held[key]) for key in plan), *(slot for slot in self.slots if slot[0] not in plan)))
+
+    def line(self) -> str:
+        """One line of a file: `key : value<TAB>key : value`, with ":", tab, line end and backslash escaped."""
+        return "\t".join(" : ".join(map(_escape, slot)) for slot in self.slots)
+
+    @classmethod
+    def from_line(cls, line: str) -> Table:
+        """The inverse of `line`. Raises ValueError for a slot without exactly one bare ":"."""
+        found = []
+        for part in line.rstrip("\n").split("\t"):
+            pieces = re.split(r"(?<!\\)((?:\\\\)*):", part)
+            if len(pieces) != 3:
+                raise ValueError(
+                    f"table slot {part!r}: needs exactly one ':' between key and value; write others as \\:"
+                )
+            key, value = pieces[0] + pieces[1], pieces[2]
+            found.append((_unescape(key.removesuffix(" ")), _unescape(value.removeprefix(" "))))
+        return cls(tuple(found))
+
+
+def _escape(text: str) -> str:
+    return "".join(_ESCAPES.get(character, character) for character in text)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", lambda found: _UNESCAPES.get(found.group(1), found.group(0)), text)
 
 
 @dataclass(frozen=True)
