@@ -52,8 +52,8 @@ def named(query: Any, schema: Any) -> tuple[set[int], set[int]]:
 
 
 def counts(question: Any, schema: Any) -> list[int] | None:
-    """Of tables, then of columns: how many the query names, are linked exactly, and at all; of all links, how many
-    lead to a name that it does not have."""
+    """Counts of tables, then of columns: how many the query names, are linked exactly, and at all; then how many links
+    of all lead to a name that it does not have. None for a query that cannot be read."""
     try:
         tables, columns = named(parse(question.query, schema), schema)
     except Unreadable:

@@ -288,7 +288,7 @@ PAPER = {
 
 @pytest.mark.parametrize("size", PAPER)
 def test_parameters_cache_and_attention_of_the_papers_models(size):
-    """Of the recipes that hold these models."""
+    """The recipes hold these models."""
     recipe = load_recipe(Path(__file__).parents[2] / f"recipes/rope_pp_{size.lower()}.yaml")
     configs = {method.name: model_config(recipe, method) for method in recipe.methods}
     rope, ec, eh = (configs[name] for name in ("rotary", "rope_pp", "rope_pp-EH"))

@@ -36,6 +36,7 @@ from fathom.vision.scenes import (
     near_to,
     pair_of,
     plural,
+    question_about,
     word_of,
 )
 
@@ -119,12 +120,8 @@ class Album:
             asked = self.thing(rng, places[0], new, shaped=1.0 if kind == "which_colour" else SHAPED)
             others = [self.thing(rng, place, without=asked) for place in places[1 : rng.randint(2, MOST)]][: most - 1]
             things = (asked, *others)
-            question, answer = f"where is the {asked.shape}?", PLACES[asked.place]
-            if kind == "what":
-                question, answer = f"what is at the {PLACES[asked.place]}?", asked.shape
-            elif kind == "which_colour":
-                question, answer = f"which colour is the {asked.shape}?", asked.colour
-            elif kind == "how_many":
+            question, answer = question_about(kind, asked)
+            if kind == "how_many":
                 question, count = how_many(asked), rng.randint(0, 4)
                 answer, free = NUMBERS[count], places[5:]
                 if asked.colour:
@@ -180,12 +177,12 @@ class PicturedScene(Scene):
         absent = [name for name in self.album.names if name not in names]
         for thing in self.things:
             if not thing.colour:
-                found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
+                found["what"].append(question_about("what", thing))
                 found["is_there"].append((is_there(thing), "yes"))
                 found["is_there"].append((is_there(dataclasses.replace(thing, shape=rng.choice(absent))), "no"))
                 found["how_many"].append((how_many(thing), NUMBERS[names.count(thing.shape)]))
                 if names.count(thing.shape) == 1:
-                    found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
+                    found["where"].append(question_about("where", thing))
         return found
 
 
@@ -195,10 +192,12 @@ def left_out(picture: int, place: int) -> bool:
 
 
 def how_many(thing: Thing) -> str:
+    """The question how often a shape or a picture is there."""
     return f"how many {plural(thing.shape)} are there?" if thing.colour else f"how many times is there a {thing.shape}?"
 
 
 def is_there(thing: Thing) -> str:
+    """The question whether a shape of that colour, or a picture, is there."""
     return f"is there a {thing.colour} {thing.shape}?" if thing.colour else f"is there a {thing.shape}?"
 
 

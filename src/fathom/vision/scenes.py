@@ -117,14 +117,14 @@ class Scene:
         pairs = {(thing.colour, thing.shape) for thing in self.things}
         found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
         for thing in self.things:
-            found["what"].append((f"what is at the {PLACES[thing.place]}?", thing.shape))
+            found["what"].append(question_about("what", thing))
             found["is_there"].append((f"is there a {thing.colour} {thing.shape}?", "yes"))
             near = [(colour, thing.shape) for colour in COLOURS] + [(thing.colour, shape) for shape in SHAPES]
             colour, shape = rng.choice([pair for pair in near if pair not in pairs and not is_new(pair[1], pair[0])])
             found["is_there"].append((f"is there a {colour} {shape}?", "no"))
             if shapes.count(thing.shape) == 1:
-                found["where"].append((f"where is the {thing.shape}?", PLACES[thing.place]))
-                found["which_colour"].append((f"which colour is the {thing.shape}?", thing.colour))
+                found["where"].append(question_about("where", thing))
+                found["which_colour"].append(question_about("which_colour", thing))
         for shape in (rng.choice(SHAPES), *rng.sample(shapes, min(1, len(shapes)))):
             found["how_many"].append((f"how many {plural(shape)} are there?", NUMBERS[shapes.count(shape)]))
         if self.word:
@@ -162,12 +162,8 @@ def scene(seed: int, number: int, held_out: bool, most: int = MOST) -> Scene:
             : most - 1
         ]  # of other shapes
         things = (asked, *others)
-        question, answer = f"where is the {asked.shape}?", PLACES[asked.place]
-        if kind == "what":
-            question, answer = f"what is at the {PLACES[asked.place]}?", asked.shape
-        elif kind == "which_colour":
-            question, answer = f"which colour is the {asked.shape}?", asked.colour
-        elif kind == "how_many":
+        question, answer = question_about(kind, asked)
+        if kind == "how_many":
             question, count = f"how many {plural(asked.shape)} are there?", rng.randint(0, 4)
             answer = NUMBERS[count]
             more = [Thing(asked.shape, colour_of(rng, asked.shape), place) for place in places[5 : 4 + count]]
@@ -203,7 +199,17 @@ def near_to(rng: Random, asked: Thing) -> Thing:
     return Thing(rng.choice(shapes), asked.colour, asked.place)
 
 
+def question_about(kind: str, thing: Thing) -> tuple[str, str]:
+    """Question and answer about one thing: what stands there, of which colour it is, or (all other kinds) where."""
+    if kind == "what":
+        return f"what is at the {PLACES[thing.place]}?", thing.shape
+    if kind == "which_colour":
+        return f"which colour is the {thing.shape}?", thing.colour
+    return f"where is the {thing.shape}?", PLACES[thing.place]
+
+
 def plural(shape: str) -> str:
+    """The plural of a shape's name."""
     return shape + ("es" if shape == "cross" else "s")
 
 
@@ -216,10 +222,12 @@ def pair_of(rng: Random, new: bool, without: Thing | None = None) -> tuple[str, 
 
 
 def colour_of(rng: Random, shape: str) -> str:
+    """A colour that training shows the shape in."""
     return rng.choice([colour for colour in COLOURS if not is_new(shape, colour)])
 
 
 def word_of(rng: Random, new: bool) -> str:
+    """A word of three letters that training leaves out (`new`) or has."""
     while True:
         word = rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CONSONANTS)
         if is_new_word(word) == new:
